@@ -73,7 +73,7 @@ def test_a_loop_learns_as_with_torchrecs_sharder(pool: Pool, options: dict[str, 
                 torch.testing.assert_close(swapped["tables"][name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_a_loop_without_pooling_learns_as_with_torchrecs_sharder(pool: Pool, kind: str) -> None:
     for world in (2, 1):
         theirs, ours = (pool.run(unpooled_loop, by, kind, ranks=world) for by in ("torchrec", "weft"))

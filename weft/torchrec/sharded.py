@@ -85,7 +85,8 @@ class ShardedEmbeddingBagCollection(
     state dict has all tables on every rank, as ShardedTensors. `weft_module` is the `weft.nn.ShardedEmbeddingBagCollection` inside.
 
     Ids out of range have no row; FBGEMM reads row 0. Tables of 16 bits are pooled into 16 bits, and then converted to the plan's
-    `output_dtype`, float32 by default. Vectors of whole tables travel in `output_dtype` if that has 16 bits. The constructor and calls are collective.
+    `output_dtype`, float32 by default. Vectors of whole tables travel in `output_dtype` if that has 16 bits. The constructor and
+    calls are collective.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ShardedEmbeddingBagCollection(
         self.module_sharding_plan, self._env = plan, env
         read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of)
         self._configs, self._output_dtype = module.embedding_bag_configs(), read.options.output_dtype
-        # Vectors travel in 16 bits if the plan asks for them. Parts of tables are summed or put together in the tables' dtype first.
+        # Vectors travel in 16 bits if the plan asks for them; those of parts keep the tables' dtype until they are joined.
         is_whole = all(isinstance(sharding, TableWise) for sharding in read.partition.shardings)
         output_dtype = _NARROW.get(self._output_dtype, "table") if is_whole else "table"
         made = weft.nn.ShardedEmbeddingBagCollection(
