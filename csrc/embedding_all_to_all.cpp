@@ -12,6 +12,8 @@
 #include <thread>
 #include <tuple>
 
+#include "prefetch.hpp"
+
 namespace weft {
 namespace {
 
@@ -53,10 +55,6 @@ const void *element(const void *array, int bits, int64_t i) {
 }
 
 bool aligned(const char *p) { return reinterpret_cast<uintptr_t>(p) % line == 0; }
-
-void prefetch_bytes(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += line) __builtin_prefetch(static_cast<const char *>(from) + i);
-}
 
 struct AlignedFree {
     void operator()(void *p) const { ::operator delete[](p, std::align_val_t(line)); }
@@ -246,7 +244,7 @@ class Worker {
         std::fill_n(addresses_.begin() + pending_, plan_.most_ahead, zero_row_.get());
         const Slot &first = call_.slots[runs_[0].slot];
         for (int64_t i = 0; i < std::min(pending_, plan_.ahead(first)); ++i)
-            prefetch_bytes(addresses_[i], first.dim * plan_.size);
+            prefetch<1>(addresses_[i], first.dim * plan_.size);
         for (const Run &run : runs_) {
             const Slot &slot = call_.slots[run.slot];
             plan_.pools[run.slot]({addresses_.data() + run.first_address,

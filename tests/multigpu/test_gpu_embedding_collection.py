@@ -7,7 +7,7 @@ from typing import Any
 import gpu_ranks as ranks
 import pytest
 import torch
-from support.embedding_collection import check, placements, train
+from support.embedding_collection import check, columns, placements, train
 from support.embedding_partition import whole
 
 import weft
@@ -21,6 +21,13 @@ pytestmark = ranks.MARKS
 def test_rows_and_updates(pair: Pool, name: str, dedup: bool) -> None:
     for optimizer in (weft.Adam(lr=0.05, weight_decay=0.01), weft.SGD(lr=0.1, clip_norm=1.0)):
         check(pair, 2, placements(2)[name], optimizer, dedup=dedup)
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_tables_cut_by_columns(pair: Pool, parts: int, dedup: bool) -> None:
+    check(pair, 2, columns(2, parts), weft.Adam(lr=0.05, weight_decay=0.01), dedup=dedup)
+    check(pair, 2, columns(2, parts), None, torchs=True, sparse=dedup)
 
 
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dedup": True, "gradients": "sum"}], ids=str)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support import embedding_training as training
 from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
 from support.on_ranks import error_of
-from support.reference import Problem, even, problem, tables_of
+from support.reference import Problem, assert_close, even, problem, tables_of
 
 import weft
 from weft.embedding import EmbeddingBagConfig, EmbeddingOptimizer, FusedUpdate, KeyedJaggedTensor
@@ -103,6 +103,15 @@ def test_updates_that_need_sums_have_the_same_bits_either_way(pair: Pool, optimi
         per_rank = pair.run(training.trained, steps, optimizer, 0.0, 1, deterministic, ranks=2, timeout_s=120)
         found.append([tensor for of_table in of_tables(steps.p, per_rank) for tensor in of_table])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("transport", ["direct", "put", "serial"])
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_vectors_that_travel_in_16_bits(pair: Pool, name: str, dtype: torch.dtype, transport: str) -> None:
+    for p in (problem(2, (8, 3, 16, 70, 300), 13, weighted=True), problem(2, (64,) * 4, 301, longest=30)):
+        per_rank = pair.run(training.narrowed, p, name, dtype, transport, timeout_s=120)
+        for rank, found in enumerate(per_rank):
+            assert_close(found, p, p.rows_of(rank), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -146,6 +146,7 @@ DIFFERENT: dict[str, dict[str, list[Change]]] = {
         "bounds_check": [set_to(bounds_check="fatal")],
         "hash": [set_to(hash=True)],
         "outputs": [set_to(outputs=3)],
+        "output_dtype": [set_to(output_dtype="bf16")],
     },
 }
 AVERAGES: dict[str, Change] = {"matmul_all_reduce": set_to(bias=None, residual=None, norm=None)}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.embedding_collection import KEYS, batch, check, placements, tables_of, train
-from support.embedding_partition import full_weights, whole
+from support.embedding_collection import KEYS, batch, check, columns, placements, tables_of, train
+from support.embedding_partition import full_weights, named_parts, whole
 from support.on_ranks import error_of, told
 from torch import nn
 
@@ -34,6 +36,20 @@ def test_rows_and_updates(pool: Pool, name: str, world: int, dedup: bool) -> Non
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dedup": True, "gradients": "sum"}], ids=str)
 def test_gradients_for_an_optimizer_of_torch(pool: Pool, options: dict[str, Any]) -> None:
     check(pool, 3, placements(3)["mixed"], None, torchs=True, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dedup": True}, {"hash": True}, {"dedup": True, "accumulates": True}], ids=str
+)
+@pytest.mark.parametrize(("world", "parts"), [(1, 2), (2, 2), (3, 2), (2, 3)])
+def test_tables_cut_by_columns(pool: Pool, world: int, parts: int, options: dict[str, Any]) -> None:
+    optimizer = weft.Adam(lr=0.05, weight_decay=0.01) if world % 2 else weft.Adagrad(lr=0.1, clip_norm=1.0)
+    check(pool, world, columns(world, parts), optimizer, **options)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_tables_cut_by_columns(pool: Pool, sparse: bool) -> None:
+    check(pool, 3, columns(3, 3), None, torchs=True, sparse=sparse)
 
 
 @settings(max_examples=10)
@@ -104,8 +120,8 @@ def initial(group: dist.ProcessGroup, placement: Any) -> list[Any]:
 
 def test_initial_values_do_not_depend_on_the_plan(pool: Pool) -> None:
     first = whole(pool.run(initial, None, ranks=1))
-    for name in ("rows", "mixed"):
-        found = whole(pool.run(initial, placements(3)[name], ranks=3))
+    for placement in (placements(3)["rows"], placements(3)["mixed"], columns(3, 2)):
+        found = whole(pool.run(initial, placement, ranks=3))
         assert all(torch.equal(found[table], weight) for table, weight in first.items())
 
 
@@ -185,7 +201,8 @@ def refused(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[str, str
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"placement": [0, 0, ColumnWise((0, 1))]}, "is not supported without pooling"),
+        ({"placement": [0, 0, ColumnWise((0, 1))]}, "parts have 3 and 6 columns: all parts of"),
+        ({"placement": dict.fromkeys(("users", "items", "pairs"), ColumnWise((0, 1), (2, 4)))}, "parts have 2 and 4 columns"),
         ({"placement": [0, 0, DataParallel()]}, "is not supported without pooling"),
         ({"tables": [EmbeddingBagConfig(3, 4, "a", ("f",)), EmbeddingBagConfig(3, 5, "b", ("f",))]}, "table 'b' has 5 columns"),
         ({"max_ids": 0}, "max_ids=0 must be at least 1"),
@@ -248,3 +265,33 @@ def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str) -> 
     for error, right in pool.run(bad, how, ranks=2, timeout_s=60):
         assert text in error
         assert right
+
+
+def saved_or_loaded(group: dist.ProcessGroup, folder: str, placement: Any, loads: bool) -> list[Any]:
+    """Train and save, or load. Return this rank's parts, and those of each state."""
+    tables = tables_of()
+    ec = ShardedEmbeddingCollection(tables, group=group, placement=placement, optimizer=weft.Adam(lr=0.1))
+    model = nn.ModuleDict({"ec": ec})
+    state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
+    if loads:
+        dcp.load(state, checkpoint_id=folder, process_group=group, planner=weft.nn.LoadPlanner())
+    else:
+        features, upstream = batch(0, group.rank(), group.size(), False)
+        torch.autograd.backward([one.values() for one in ec(features).values()], upstream)
+        dcp.save(state, checkpoint_id=folder, process_group=group)
+    parts = [part for part, _ in ec.parts()]
+    update: Any = ec._update
+    of_states = [[states[name] for states in update.states] for name in update.optimizer.states]
+    values = [[weight for _, weight in ec.parts()], *of_states]
+    return [named_parts(list(zip(parts, one, strict=True)), tables) for one in values]
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+def test_a_checkpoint_of_another_cut_loads(pool: Pool, tmp_path: Path) -> None:
+    saved = pool.run(saved_or_loaded, str(tmp_path), columns(2, 3), False, ranks=2)
+    wanted = [whole([of_rank[kind] for of_rank in saved]) for kind in range(3)]
+    for world, placement in ((3, placements(3)["rows"]), (1, None), (2, columns(2, 2))):
+        found = pool.run(saved_or_loaded, str(tmp_path), placement, True, ranks=world)
+        for kind in range(3):
+            values = whole([of_rank[kind] for of_rank in found])
+            assert all(torch.equal(values[table], value) for table, value in wanted[kind].items()), (world, kind)

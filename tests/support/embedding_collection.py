@@ -10,7 +10,7 @@ from support.embedding_partition import full_weights, named_parts, whole
 from support.embedding_training import Rule, clipped, device_of
 
 import weft
-from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor, RowWise, hash_ids
+from weft.embedding import ColumnWise, EmbeddingBagConfig, KeyedJaggedTensor, RowWise, hash_ids
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingCollection
 
@@ -36,6 +36,12 @@ def placements(world: int) -> dict[str, Any]:
         "mixed": {"users": RowWise(tuple(range(world))[::-1]), "items": world - 1, "pairs": 0},
         "one rank": [0, 0, 0],
     }
+
+
+def columns(world: int, parts: int) -> dict[str, ColumnWise]:
+    """Cut all tables into parts of the columns, on other ranks each."""
+    names = ("users", "items", "pairs")
+    return {name: ColumnWise(tuple((n + k) % world for k in range(parts))) for n, name in enumerate(names)}
 
 
 def batch(

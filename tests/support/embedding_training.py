@@ -101,6 +101,29 @@ def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: t
     return all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
+def narrowed(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype, transport: str) -> torch.Tensor:
+    """Return this rank's pooled vectors with `output_dtype=name`. Backward leaves the bits that float32 vectors leave."""
+    device, found, out = device_of(group), [], torch.empty(0)
+    generator = torch.Generator().manual_seed(5)
+    upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)[p.rows_of(group.rank())]
+    upstream = upstream.to(device, dtype)
+    for output in ("table", name):
+        weights = [weight.clone() for weight in on(device, p.local_weights(group.rank()))]
+        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.1), weights, device=device)
+        values, offsets, *of_values = on(device, p.tupled(group.rank()))
+        of_values = [one.clone().requires_grad_() for one in of_values]
+        y = weft.embedding_all_to_all(
+            weights, (values, offsets, *of_values), p.sharding, group=group, batch_sizes=p.batch_sizes, update=update,
+            transport=transport, output_dtype=output,  # type: ignore[arg-type]
+        )  # fmt: skip
+        out = y.detach().cpu()
+        y.backward(upstream.to(y.dtype))
+        found.append([*weights, *update.tensors, *[one.grad for one in of_values]])
+    assert out.dtype == dtype
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    return out
+
+
 def gradients(
     group: dist.ProcessGroup, steps: Steps, sparse: bool = False, of_per_sample: bool = False, **options: Any
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:

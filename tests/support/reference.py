@@ -168,20 +168,24 @@ def reference(p: Problem) -> torch.Tensor:
     return _pooled(p, [weight.double() for weight in p.weights])
 
 
-def assert_close(output: torch.Tensor, p: Problem, rows: slice = slice(None), *, to_nearest: bool = True) -> None:
+def assert_close(
+    output: torch.Tensor, p: Problem, rows: slice = slice(None), *, to_nearest: bool = True, dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
     """Check every element against the bound at the top of this file. `output` holds `rows` of the global batch.
 
-    `to_nearest=False`: the last rounding, to the tables' dtype, may truncate, with twice the error.
+    `to_nearest=False`: the last rounding, to the dtype of the output, may truncate, with twice the error. dtype: of the output, if
+    it is not that of the tables.
     """
+    dtype = dtype or p.sharding.dtype
     wanted = reference(p)[rows]
     magnitude = _pooled(p, [weight.double() for weight in p.weights], magnitudes=True)[rows]
     lengths = torch.stack([p.bags[s.feature].lengths for s in p.sharding.slots], dim=1)[rows]
     lengths = lengths.repeat_interleave(torch.tensor([slot.dim for slot in p.sharding.slots]), dim=1)
-    limits = torch.finfo(p.sharding.dtype)
+    limits = torch.finfo(dtype)
     last = limits.eps / 2 if to_nearest else limits.eps
     bound = (lengths + 2) * 2.0**-24 * magnitude + last * wanted.abs() + limits.smallest_normal * limits.eps
     error = (output.double() - wanted).abs()
-    assert output.dtype == p.sharding.dtype
+    assert output.dtype == dtype
     assert output.shape == wanted.shape
     wrong = ~(error <= bound)  # a NaN is wrong too
     if wrong.any():

@@ -59,7 +59,7 @@ class Model(nn.Module):
         pooled = self.sparse.ebc(batch.sparse_features).values()
         if hasattr(self.sparse, "weighted"):
             pooled = torch.cat([pooled, self.sparse.weighted(batch.dense_features).values()], dim=1)
-        prediction = self.over(pooled).squeeze(1)
+        prediction = self.over(pooled.float()).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(prediction, batch.labels)
         return loss, loss.detach()
 
@@ -99,11 +99,13 @@ def _sharding(kind: str, rank: int, world: int, kernel: str) -> Any:
 
 def sharded(
     group: dist.ProcessGroup, by: str, kernel: str = "fused", optimizer: dict[str, Any] | None = None,
-    ranks: dict[str, int] = RANKS, has_two: bool = False, kinds: dict[str, str] | None = None, **options: Any,
+    ranks: dict[str, int] = RANKS, has_two: bool = False, kinds: dict[str, str] | None = None, output: str | None = None,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """Return a DistributedModelParallel with fixed first values. by: whose sharder, "torchrec" or "weft". has_two: a weighted
-    collection beside the other."""
+    collection beside the other. output: FBGEMM's name of the pooled vectors' dtype."""
     import torchrec
+    from fbgemm_gpu.split_embedding_configs import SparseType
     from torchrec.distributed import collective_utils
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -130,7 +132,10 @@ def sharded(
         plan[f"sparse.{name}"] = construct_module_sharding_plan(
             ebc, of_tables, sharder=stock, local_size=world, world_size=world, device_type=device_here().type
         )
-    sharder = stock if by == "torchrec" else weft.torchrec.EmbeddingBagCollectionSharder(deadline_s=30.0)
+    fused_params = None if output is None else {"output_dtype": SparseType[output]}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
+    if by == "weft":
+        sharder = weft.torchrec.EmbeddingBagCollectionSharder(fused_params, deadline_s=30.0)
     model = DistributedModelParallel(model, device=device_here(), plan=ShardingPlan(plan), sharders=[sharder])
     dtype = torch.float16 if options.get("data_type") == "FP16" else torch.float32
     whole = {

@@ -51,6 +51,9 @@ CASES: dict[str, Case] = {
     "wider than a block, put": Case(problem(2, (300, 513), 4, dtype=torch.float16), PUT),
     "fp16": Case(problem(3, (8, 12, 16), 7, dtype=torch.float16)),
     "bf16 put": Case(problem(3, (8, 12, 16), 7, dtype=torch.bfloat16), PUT),
+    "fp16 outputs": Case(problem(3, (8, 3, 16, 1, 70), 7, weighted=True), {"output_dtype": "fp16"}),
+    "fp16 outputs, put, timed": Case(problem(3, (8, 12, 300), 7), PUT | {"output_dtype": "fp16"}, timed=True),
+    "fp16 outputs of bf16": Case(problem(2, (8, 12), 7, dtype=torch.bfloat16), {"output_dtype": "fp16"}),
     "int32 ids": Case(problem(2, (8, 4), 5, index_dtype=torch.int32)),
     "int32 offsets": Case(problem(2, (8, 4), 5, offset_dtype=torch.int32)),
     "hashed": Case(problem(2, (8, 4), 5, hash=True), {"hash": True}),
@@ -91,7 +94,7 @@ class Ranks:
         self.kernels = [EmbeddingKernel(self.plan, rank, torch.device("cpu")) for rank in range(self.world)]
         self.inputs = [self.input(rank) for rank in range(self.world)]
         self.slot_elements = max(1, max(case.p.batch_sizes) * case.p.sharding.total_dim) + 3
-        self.outputs = torch.full((self.world, 2, self.slot_elements), torch.nan, dtype=case.p.sharding.dtype)
+        self.outputs = torch.full((self.world, 2, self.slot_elements), torch.nan, dtype=self.plan.output_dtype)
         self.signals = torch.zeros(self.world, 3 * self.world, dtype=torch.int64)
         n_flags = max(1, max(case.p.batch_sizes) * sum(self.plan.slices_per_sample))
         self.flags = torch.zeros(self.world, n_flags, dtype=torch.int64)
@@ -102,7 +105,7 @@ class Ranks:
                     for t in (self.outputs, self.signals, self.flags)
                 )
             ),
-            self.slot_elements * case.p.sharding.dtype.itemsize,
+            self.slot_elements * self.plan.output_dtype.itemsize,
         )
 
     def input(self, rank: int) -> tuple[JaggedInput, CheckedInput]:
@@ -155,7 +158,8 @@ def play(case: Case) -> None:
     """Make all calls of a case, and check the conditions after each."""
     ranks = Ranks(case)
     wanted = without_bad(case)
-    to_nearest = case.p.sharding.dtype != torch.bfloat16  # the interpreter cuts bits off, GPUs round
+    dtype = ranks.plan.output_dtype
+    to_nearest = dtype != torch.bfloat16  # the interpreter cuts bits off, GPUs round
     for epoch in range(1, case.calls + 1):
         ranks.outputs.fill_(torch.nan)
         ranks.announce(epoch)
@@ -169,7 +173,7 @@ def play(case: Case) -> None:
             if timeline is not None:
                 check_timeline(ranks, rank, timeline)
         for rank in range(ranks.world):
-            assert_close(ranks.output(rank, epoch), wanted, wanted.rows_of(rank), to_nearest=to_nearest)
+            assert_close(ranks.output(rank, epoch), wanted, wanted.rows_of(rank), to_nearest=to_nearest, dtype=dtype)
             assert ranks.outputs[rank, 1 - ranks.slot(rank, epoch)].isnan().all(), "the other buffer was written"
             check_signals(ranks, rank, epoch)
         check_counts(ranks, epoch)
@@ -216,7 +220,7 @@ def check_timeline(ranks: Ranks, rank: int, timeline: torch.Tensor) -> None:
     remote = sum(ranks.p.batch_sizes) - ranks.p.batch_sizes[rank]
     assert (timeline[:, :2] == 0).all()
     assert (timeline[:, 2] >= 0).all()
-    assert int(timeline[:, 2].sum()) == remote * width * ranks.p.sharding.dtype.itemsize
+    assert int(timeline[:, 2].sum()) == remote * width * ranks.plan.output_dtype.itemsize
 
 
 def check_bad(ranks: Ranks) -> None:

@@ -127,6 +127,8 @@ VARIANTS: dict[str, tuple[int, tuple[int, ...], dict[str, Any], dict[str, Any], 
     "wider than a block": (2, (300, 513), {}, {}, {}),
     "fp16, any width, put": (2, MIXED, {"dtype": torch.float16}, PUT, {"weighted": True}),
     "bf16, any width": (2, MIXED, {"dtype": torch.bfloat16}, {}, {}),
+    "fp16 outputs": (2, UNIFORM, {}, {"output_dtype": "fp16"}, {}),
+    "bf16 outputs, any width, put": (2, MIXED, {}, PUT | {"output_dtype": "bf16"}, {"weighted": True}),
 }
 
 
@@ -136,6 +138,7 @@ FEW = (
     "hashed, int32, weighted, put",
     "timed and counted, put, any width",
     "bf16, any width",
+    "bf16 outputs, any width, put",
 )
 
 

@@ -11,6 +11,7 @@ from weft.schedule.kernels import SliceOrder, SliceTransport
 Transport: TypeAlias = Literal["auto", "serial", SliceTransport]
 Order: TypeAlias = SliceOrder
 BoundsCheck: TypeAlias = Literal["fatal", "warning", "ignore"]
+OutputDtype: TypeAlias = Literal["table", "fp16", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class EmbeddingOptions:
     bounds_check: BoundsCheck = "warning"
     hash: bool = False
     outputs: int = 2
+    output_dtype: OutputDtype = "table"
 
     def __post_init__(self) -> None:
         for name, given, legal in (
             ("transport", self.transport, get_args(Transport)),
             ("order", self.order, get_args(Order)),
             ("bounds_check", self.bounds_check, get_args(BoundsCheck)),
+            ("output_dtype", self.output_dtype, get_args(OutputDtype)),
         ):
             if given not in legal:
                 raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import get_args
 
+import torch
+
 from weft.builders import EmbeddingAllToAll
 from weft.builders import embedding_all_to_all as slices
 from weft.builders.embedding_all_to_all import Unit, units_of, usual_slice_size
@@ -87,6 +89,12 @@ class EmbeddingPlan:
             return slices.serial(p)
         builder = slices.put if transport == "put" else slices.direct
         return builder(p, slice_size=self.slice_size, order=self.options.order)
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of pooled vectors, on the way to their owners and in the result."""
+        of_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        return of_name.get(self.options.output_dtype, self.sharding.dtype)
 
     @property
     def slice_size(self) -> int:

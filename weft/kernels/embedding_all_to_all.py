@@ -253,7 +253,7 @@ def embedding_all_to_all_kernel(
     is_even: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
-    ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, OUT_DTYPE: tl.constexpr, OUT_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
     STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
@@ -267,8 +267,8 @@ def embedding_all_to_all_kernel(
     every rank's memory as mapped here. staging [programs, STAGE_WIDTH], state [STATE_WORDS]. record [RECORD_WORDS]: pinned host
     memory.
 
-    ENTER and EXIT are off inside a sequence of launches that form one call. WAIT is off if one process runs all ranks one after
-    the other.
+    DTYPE, ITEM_BYTES: of tables. OUT_DTYPE, OUT_BYTES: of outputs. ENTER and EXIT are off inside a sequence of launches that form
+    one call. WAIT is off if one process runs all ranks one after the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -383,8 +383,8 @@ def embedding_all_to_all_kernel(
             owner_batch = batch
             out_address = tl.load(out_addresses) + out_slot * out_slot_bytes
             is_local = owner_start == 0
-        out_row = out_address.to(tl.pointer_type(DTYPE)) + (sample0 - owner_start).to(tl.int64) * OUT_STRIDE
-        out_row = tl.multiple_of(out_row, ALIGN * ITEM_BYTES)
+        out_row = out_address.to(tl.pointer_type(OUT_DTYPE)) + (sample0 - owner_start).to(tl.int64) * OUT_STRIDE
+        out_row = tl.multiple_of(out_row, ALIGN * OUT_BYTES)
 
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         begin = start0
@@ -425,12 +425,12 @@ def embedding_all_to_all_kernel(
             # pooled in place.
             stage = staging + program * STAGE_WIDTH
             place = tl.where(is_local, target.to(tl.int64), (stage + staged).to(tl.int64))
-            target = tl.multiple_of(place.to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+            target = tl.multiple_of(place.to(tl.pointer_type(OUT_DTYPE)), ALIGN * OUT_BYTES)
             staged += width.to(tl.int32)
         if UNIFORM:
-            tl.store(target + cols, pooled.to(DTYPE))
+            tl.store(target + cols, pooled.to(OUT_DTYPE))
         else:
-            tl.store(target + cols, pooled.to(DTYPE), mask=cols < width)
+            tl.store(target + cols, pooled.to(OUT_DTYPE), mask=cols < width)
 
         if STAGED:
             if slot0 + 1 >= stop0:
@@ -449,7 +449,7 @@ def embedding_all_to_all_kernel(
                         flags_raised += 1
                     owed_flag = next_flag
                     tl.debug_barrier()
-                    slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * ITEM_BYTES)
+                    slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * OUT_BYTES)
                     block = tl.arange(0, 512)
                     c = staged * 0
                     while c < staged:
@@ -463,7 +463,7 @@ def embedding_all_to_all_kernel(
         if TIMELINE:
             if slot0 + 1 >= stop0:
                 now = now_ns(PTX)
-                unit_bytes = tl.load(units + (unit0 % units_per_sample) * _UNIT_FIELDS + 3) * ITEM_BYTES
+                unit_bytes = tl.load(units + (unit0 % units_per_sample) * _UNIT_FIELDS + 3) * OUT_BYTES
                 line = timeline + unit0.to(tl.int64) * 3
                 tl.store(line, started)
                 tl.store(line + 1, now)
@@ -553,7 +553,7 @@ def embedding_all_to_all_kernel(
                 # No rank may mistake the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
                 items = _samples_of(RANK, batch_starts, batch, is_even, WORLD) * OUT_STRIDE
-                _fill_with_nan(own.to(tl.pointer_type(DTYPE)), items, DTYPE)
+                _fill_with_nan(own.to(tl.pointer_type(OUT_DTYPE)), items, OUT_DTYPE)
         tl.store(state + _GRABBED, tl.full([], 0, tl.int64))
         tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))
         tl.store(state + _FAILED, tl.full([], 0, tl.int64))

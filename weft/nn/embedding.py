@@ -23,7 +23,7 @@ from weft.arguments import check_tensor, checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.optimizers import EmbeddingOptimizer
-from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, OutputDtype, Transport
 from weft.embedding.partition import TableSharding, is_cut
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
@@ -102,8 +102,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch". If any rank would
     receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Ranks exchange
     these numbers in each call. Default: no limit.
-    transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as for `weft.embedding_all_to_all`. The distribution of
-        a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
+    transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for `weft.embedding_all_to_all`. The
+        distribution of a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout. Tables in parts or on
+        every rank have no `output_dtype`.
     """
 
     _container = "embedding_bags"
@@ -130,6 +131,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         bounds_check: BoundsCheck = "warning",
         hash: bool = False,
         outputs: int = 2,
+        output_dtype: OutputDtype = "table",
         max_ids: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
@@ -157,7 +159,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
             # Refuse bad options now, on every rank, instead of at the first call.
-            options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs)
+            options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs, output_dtype)
         except (ValueError, TypeError) as error:
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
@@ -193,8 +195,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         global batch is divided evenly; if it is not divisible, the first ranks get one sample more. With
         input="local_batch" ranks exchange their batch sizes, and this argument raises an error.
 
-        Returns a KeyedTensor of [local batch, sum(D)] values in the tables' dtype, with columns in table order. A key is the
-        feature's name, or "feature@table" if several tables use the feature.
+        Returns a KeyedTensor of [local batch, sum(D)] values in the tables' dtype or `output_dtype`, with columns in table order. A
+        key is the feature's name, or "feature@table" if several tables use the feature.
 
         Raises `RefusedError` (a `ValueError`) on every rank for bad input, for example if a table's feature is missing.
         """

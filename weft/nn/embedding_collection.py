@@ -59,19 +59,20 @@ class ShardedEmbeddingCollection(TrainedTables):
     Backward sends the gradient of each row to its owner, which sums equal rows in a fixed order, in float32. So equal inputs give
     equal bits. With an `optimizer` it updates the tables, and `fused_optimizer` has the learning rate.
 
-    Parameters are `embeddings.<table>.weight`, or "<table>[rows]" for a part of a row-wise table; only this rank's exist here.
+    Parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part; only this rank's exist here.
     Initial values depend on the seed and the table alone.
 
     tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, of one dimension and one dtype.
     group: a process group that this rank is in.
     device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU.
-    placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise` or `RowWise`. Default: whole
-        tables, balanced by `rows_read` (`weft.place_tables`).
+    placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise`, `RowWise` or `ColumnWise`.
+        Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are cut by columns, all parts of the
+        collection have the same number of columns.
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
     dedup: if True, each rank sends each distinct id once, and one gradient for it. This is faster if ids repeat often.
     Sums of gradients are rounded to the tables' dtype before they are sent.
-    max_ids: the largest number of ids that a rank may receive in a call. If any rank would receive more, every rank
-    raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
+    max_ids: the largest number of ids that a rank may receive in a call, those of each part of a table counted. If any rank would
+    receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
     hash: map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: "warning" reads ids out of range as zero rows, and warns; "fatal" refuses the call on every rank; "ignore" reads
         zero rows.
@@ -145,8 +146,8 @@ class ShardedEmbeddingCollection(TrainedTables):
         for part in self._own:
             table = self.partition.tables[part.table]
             config = replace(
-                table, num_embeddings=part.rows, name=part.name_in(table), weight_init_min=None, weight_init_max=None,
-                init_fn=filler_of(table, seed + part.table, part.row, part.column),
+                table, num_embeddings=part.rows, embedding_dim=part.columns, name=part.name_in(table), weight_init_min=None,
+                weight_init_max=None, init_fn=filler_of(table, seed + part.table, part.row, part.column),
             )  # fmt: skip
             self.embeddings._modules[config.name] = Table(config, self.device, seed)
 
@@ -202,9 +203,10 @@ class ShardedEmbeddingCollection(TrainedTables):
             found = weight.detach()[asked.clamp(0, len(weight) - 1)]
             rows.append(torch.where(inside[:, None], found, 0))  # not a product: a row may be infinite
         if not rows:
-            rows = [torch.empty(0, self.partition.tables[0].embedding_dim, dtype=self._dtype, device=self.device)]
+            rows = [torch.empty(0, self.partition.parts[0].columns, dtype=self._dtype, device=self.device)]
             route = route if self._own else replace(route, counts=[0] * self.group.size())
-        return self._dist.back(rows, route), route, arrived
+        dim = self.partition.tables[0].embedding_dim
+        return self._dist.back(rows, route).view(-1, dim), route, arrived  # pieces of an id's row lie side by side
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -248,7 +250,8 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     def _config_of(self, part: TablePart) -> EmbeddingBagConfig:
         table = self.partition.tables[part.table]
-        return replace(table, num_embeddings=part.rows, name=part.name_in(table), init_fn=None)
+        name = part.name_in(table)
+        return replace(table, num_embeddings=part.rows, embedding_dim=part.columns, name=name, init_fn=None)
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[list[Any]]:
@@ -325,9 +328,10 @@ class ShardedEmbeddingCollection(TrainedTables):
 
 
 class _Ids:
-    """The ids of a batch, slot by slot: for each id, the index of the part that has its row, and the row in that part.
-    spans: the spans of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises
-    `ValueError`.
+    """The ids of a batch, slot by slot.
+
+    places, rows: for each id, the index of each part that has a piece of its row, and the row in that part. spans: the spans of
+    each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises `ValueError`.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection, features: Any) -> None:
@@ -353,11 +357,16 @@ class _Ids:
             begin, end = ends[at], ends[at + 1]
             given = jagged.values[begin:end]
             ids = hash_ids(given, table.num_embeddings) if partition.hash else given.to(torch.int64)
-            numbers, size = partition.parts_of(slot.table), partition.rows_of_part(slot.table)
-            part = (ids // size).clamp(0, len(numbers) - 1)
+            numbers = partition.parts_of(slot.table)
             place_of = torch.tensor([module._dist.place_of_part[n] for n in numbers], device=ids.device)
-            places.append(place_of[part])
-            rows.append(ids - part * size)
+            if isinstance(partition.shardings[slot.table], ColumnWise):
+                places.append(place_of.repeat(len(ids)))
+                rows.append(ids.repeat_interleave(len(numbers)))
+            else:
+                size = partition.rows_of_part(slot.table)
+                part = (ids // size).clamp(0, len(numbers) - 1)
+                places.append(place_of[part])
+                rows.append(ids - part * size)
             bad.append((ids < 0) | (ids >= table.num_embeddings))
             sizes.append(end - begin)
             self.offsets.append(jagged.offsets[at * batch : (at + 1) * batch + 1] - begin)
@@ -418,7 +427,8 @@ class _Rows(torch.autograd.Function):
             if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
                 bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]
                 refuse_nonfinite(bad, module.group, grad.device, module.deadline_s)
-            grads = module._dist.to_owners(grad, ctx.route)
+            columns = module.partition.parts[0].columns
+            grads = module._dist.to_owners(grad.reshape(-1, columns), ctx.route)
             if of.tables is None:
                 own = zip(module._own, ctx.arrived, grads, strict=True)
                 for place, (part, ids, of_part) in enumerate(own):
@@ -448,10 +458,9 @@ def _check(partition: Partition) -> None:
     for table, sharding in zip(partition.tables, partition.shardings, strict=True):
         if "." in table.name:
             raise ValueError(f"table {table.name!r}: torch has no parameter with a dot in its name, choose another")
-        if isinstance(sharding, ColumnWise | DataParallel):
+        if isinstance(sharding, DataParallel):
             raise ValueError(
-                f"table {table.name!r}: {sharding} is not supported without pooling, because {NAME} sends whole "
-                "rows: use TableWise or RowWise"
+                f"table {table.name!r}: {sharding} is not supported without pooling: use TableWise, RowWise or ColumnWise"
             )
         if table.embedding_dim != first.embedding_dim:
             raise ValueError(
@@ -459,6 +468,11 @@ def _check(partition: Partition) -> None:
                 f"{first.embedding_dim}: the tables of a collection must have the same embedding_dim. Make a "
                 "collection for each dimension"
             )
+    if len(widths := {part.columns for part in partition.parts}) > 1:
+        raise ValueError(
+            f"parts have {' and '.join(map(str, sorted(widths)))} columns: all parts of a {NAME} must have the same number, so "
+            "cut all of its tables by columns into equal parts, or make a collection for each number"
+        )
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:

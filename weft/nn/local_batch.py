@@ -20,7 +20,7 @@ from weft.operator.calls import made
 from weft.operator.derivatives import require_no_tangents
 from weft.operator.registration import implement
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of
+from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in
 from weft.runtime.opaque import opaque
 from weft.symm.groups import group_of
 
@@ -62,17 +62,17 @@ def _run(
 
 def _fake(
     weights: list[torch.Tensor], values: torch.Tensor, lengths: torch.Tensor | None, offsets: torch.Tensor | None,
-    of_values: torch.Tensor | None, keys: Sequence[str], stride: int, is_weighted: bool, sharding: str, *rest: Any,
+    of_values: torch.Tensor | None, keys: Sequence[str], stride: int, is_weighted: bool, *rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    tables = sharding_of(sharding)
-    return values.new_empty((stride, tables.total_dim), dtype=tables.dtype)
+    plan = plan_in(*rest[:-2])
+    return values.new_empty((stride, plan.sharding.total_dim), dtype=plan.output_dtype)
 
 
 _library = torch.library.Library("weft", "FRAGMENT")
 _library.define(
     "pooled_local_batch(Tensor[] weights, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? of_values, str[] keys, "
     "SymInt stride, bool is_weighted, str sharding, str transport, str order, SymInt? slice_size, str bounds_check, bool hash, "
-    "SymInt outputs, str group, float deadline_s) -> Tensor",
+    "SymInt outputs, str output_dtype, str group, float deadline_s) -> Tensor",
     tags=OPERATOR.tags,
 )
 implement("pooled_local_batch", _run, _fake)

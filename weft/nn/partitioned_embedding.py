@@ -70,6 +70,11 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             )
             self._check(partition)
             self._options = EmbeddingOptions(hash=hash, **options)
+            if self._options.output_dtype != "table":
+                raise ValueError(
+                    f"output_dtype={self._options.output_dtype!r} with tables in parts or on every rank, whose vectors are summed "
+                    "or pooled in the tables' dtype: leave it out, or place whole tables"
+                )
         except (ValueError, TypeError) as error:
             refusal = error
         said: dict[str, Any] = {

@@ -25,7 +25,7 @@ from weft.embedding.check import CheckedInput, check_jagged
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.optimizers import optimizer_of
-from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, OutputDtype, Transport
 from weft.embedding.plan import EmbeddingPlan, plan_of, problem_of
 from weft.embedding.tables import sharding_of
 from weft.embedding.training import NOT_TRAINED, Training, training_of
@@ -47,7 +47,7 @@ from weft.symm.groups import backend_device, group_of, rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, joined, kind
 
-Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int]
+Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int, OutputDtype]
 """A plan in the form that a call carries: the sharding as text, and the options."""
 
 
@@ -64,6 +64,7 @@ def embedding_all_to_all(
     bounds_check: BoundsCheck = "warning",
     hash: bool = False,
     outputs: int = 2,
+    output_dtype: OutputDtype = "table",
     update: FusedUpdate | None = None,
     sparse: bool = False,
     requires_grad: bool = False,
@@ -107,6 +108,8 @@ def embedding_all_to_all(
         buffers, the caller may hold n - 1 results while the next is computed; further results are copied out. With 1, holding a
         result is an error. A call that a CUDA graph captures keeps its buffer, except for the last buffer, from which results are
         copied. "serial" has no such buffers: its results are ordinary tensors.
+    output_dtype: "fp16" or "bf16" rounds each pooled vector, summed in fp32, to that dtype before it travels: half the bytes of
+        fp32 tables. Gradients then travel in it too. "table": the tables' dtype. On CPU such calls use transport "serial".
     update: an optimizer and its states for `weights`. Backward reduces the gradient of each row that the batch has read, updates
         the row in place, and leaves no gradient. A second backward of the call is a `WeftError`. Not in a compiled program.
     sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
@@ -115,7 +118,8 @@ def embedding_all_to_all(
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). Backward has it too.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises).
 
-    Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
+    Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype or `output_dtype`, in table order; on GPUs valid in
+        stream order.
 
     Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs one or two
     slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead. All are kept for each
@@ -141,7 +145,9 @@ def embedding_all_to_all(
             )
         if not isinstance(weights, (list, Sequence, torch.Tensor)):
             raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
-        plan = _written(sharding), transport, order, slice_size, bounds_check, hash, outputs
+        plan: Form = (
+            _written(sharding), transport, order, slice_size, bounds_check, hash, outputs, output_dtype,
+        )  # fmt: skip
         if isinstance(update, FusedUpdate):
             update.require_tables(weights)
         training = training_of(update, sparse, requires_grad, device_of(weights, features, group))
@@ -203,6 +209,7 @@ class _Call(NamedTuple):
     bounds_check: str
     hash: bool
     outputs: int
+    output_dtype: str
 
 
 def form_of(
@@ -275,7 +282,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "weights": "own", "features": "own", "sharding": "alike", "group": "own", "batch_sizes": "alike", "transport": "alike",
         "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike",
-        "update": "own", "sparse": "own", "requires_grad": "own", "deadline_s": "own", "timeline": "own",
+        "output_dtype": "alike", "update": "own", "sparse": "own", "requires_grad": "own", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     """Each rank checks its weights against the sharding. Ranks compare the rest at the first call of a shape, and on CPU at each
     backward (`weft.runtime.embedding_backward`): optimizers, learning rates, sparse."""
@@ -329,9 +336,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
         return {}
 
     def fake(self, call: _Call, world: int) -> list[torch.Tensor]:
-        sharding = _plan(call).sharding
-        shape = _batch_size(call, sharding, call.rank), sharding.total_dim
-        return [call.values.new_empty(shape, dtype=sharding.dtype)]
+        plan = _plan(call)
+        shape = _batch_size(call, plan.sharding, call.rank), plan.sharding.total_dim
+        return [call.values.new_empty(shape, dtype=plan.output_dtype)]
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         return 0, []  # torch's FLOP counter also counts 0 for embeddings
@@ -402,7 +409,8 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, p: EmbeddingAllToAll, call: _Call, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
     ) -> Chosen:
         found = _plan(call)
-        if not comm.all_mapped:
+        narrows = comm.device.type == "cpu" and found.output_dtype != found.sharding.dtype
+        if not comm.all_mapped or narrows:  # on CPU the kernels that store at peers keep the tables' dtype
             found = found.sent_by("serial")
         elif found.options.transport == "auto":
             found = found.sent_by(choose_transport(found, p, comm, tensors, deadline_s))

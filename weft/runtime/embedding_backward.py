@@ -65,7 +65,7 @@ def gradients(
     with received(grad, sharding, of.rank, sizes, group, turn, _dtype_on_the_way(of, grad.dtype)) as (found, ok):
         if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
             _require_finite(of, found, group, turn.deadline_s)
-        of_weights = device.gradients_of_weights(of, jagged, weights, found.to(grad.dtype)) if wanted[1] else None
+        of_weights = device.gradients_of_weights(of, jagged, weights, found.to(sharding.dtype)) if wanted[1] else None
         of_tables = None
         if wanted[0]:
             if of.tables is None:

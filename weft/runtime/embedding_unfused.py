@@ -71,7 +71,7 @@ class EmbeddingAllToAllUnfused(Executor):
         if self._turns is not None:
             cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
-        pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.sharding.dtype)
+        pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.output_dtype)
         alone = self._alone
         warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
         output = self._exchanged(turn.done("pool", pooled), checked.batch_sizes, turn)
@@ -110,8 +110,8 @@ def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """Pool all of `plan`, whose world size is 1, into `out` [global batch, its columns]. Return a function that warns of
-    bad indices.
+    """Pool all of `plan`, whose world size is 1, into `out` [global batch, its columns], of `plan.output_dtype`. Return a
+    function that warns of bad indices.
 
     On GPUs this call itself warns of bad indices of earlier calls, and returns None. rank: named in warnings. widest: the most
     columns of a feature block pooled elsewhere. It determines the kernel, so that sums have the same bits for any placement
@@ -124,5 +124,9 @@ def pool_alone(
         pool_on_gpu(plan, weights, jagged, checked, out, rank, widest)
         return None
     table = cpu.slot_table(plan.sharding, 0, weights, checked.key_of_slot)
-    counts = cpu.run_native(plan, 0, table, jagged, checked.batch_sizes, [out.data_ptr()], [], 0)
+    narrows = out.dtype != plan.sharding.dtype
+    pooled = torch.empty_like(out, dtype=plan.sharding.dtype) if narrows else out
+    counts = cpu.run_native(plan, 0, table, jagged, checked.batch_sizes, [pooled.data_ptr()], [], 0)
+    if narrows:
+        out.copy_(pooled)
     return partial(cpu.warn_of_bad_indices, plan.sharding, 0, counts)

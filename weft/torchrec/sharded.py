@@ -27,12 +27,15 @@ from torchrec.streamable import Multistreamable
 import weft.nn
 from weft.embedding import EmbeddingBagConfig, JaggedInput
 from weft.embedding.check import no_tables_on
+from weft.embedding.options import OutputDtype
+from weft.embedding.partition import TableWise
 from weft.nn.input_dist import BegunBatch, SentBatch
 from weft.operator.together import together
 from weft.torchrec.parts import is_cut
 from weft.torchrec.plan import read_plan
 from weft.torchrec.tables import ShardedTables
 
+_NARROW: dict[torch.dtype, OutputDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _Lengths: TypeAlias = dict[tuple[int, str], torch.Tensor]
 
 
@@ -82,7 +85,8 @@ class ShardedEmbeddingBagCollection(
     state dict has all tables on every rank, as ShardedTensors. `weft_module` is the `weft.nn.ShardedEmbeddingBagCollection` inside.
 
     Ids out of range have no row; FBGEMM reads row 0. Tables of 16 bits are pooled into 16 bits, and then converted to the plan's
-    `output_dtype`, float32 by default. The constructor and calls are collective.
+    `output_dtype`, float32 by default. Vectors of whole tables travel in `output_dtype` if that has 16 bits. The constructor and
+    calls are collective.
     """
 
     def __init__(
@@ -95,10 +99,14 @@ class ShardedEmbeddingBagCollection(
         self.module_sharding_plan, self._env = plan, env
         read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of)
         self._configs, self._output_dtype = module.embedding_bag_configs(), read.options.output_dtype
+        # Vectors travel in 16 bits if the plan asks for them; those of parts keep the tables' dtype until they are joined.
+        is_whole = all(isinstance(sharding, TableWise) for sharding in read.partition.shardings)
+        output_dtype = _NARROW.get(self._output_dtype, "table") if is_whole else "table"
         made = weft.nn.ShardedEmbeddingBagCollection(
             read.partition.tables, group=env.process_group, device=device, placement=read.placement,
             optimizer=read.options.optimizer if read.is_fused else None, bounds_check=read.options.bounds_check,
-            gradients="mean" if gradient_division else "sum", is_weighted=module.is_weighted(), **options,
+            gradients="mean" if gradient_division else "sum", is_weighted=module.is_weighted(),
+            output_dtype=output_dtype, **options,
         )  # fmt: skip
         self._adopt(made, read, "embedding_bags")
         self._keys = [slot.key for slot in read.partition.slots]

@@ -74,7 +74,8 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
 class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
     """The sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, instead of TorchRec's.
 
-    Plans may be table-wise and row-wise, with the kernels "fused" and "dense"; others are a `ValueError` that names the table.
+    Plans may be table-wise, row-wise or column-wise, with the kernels "fused" and "dense"; others are a `ValueError` that names the
+    table. All parts of a collection must have the same number of columns, so TorchRec's planner proposes no column-wise tables.
     Optimizers are as for `EmbeddingBagCollectionSharder`.
 
     fused_params, use_index_dedup: as in TorchRec. An option that weft lacks is a `ValueError`.

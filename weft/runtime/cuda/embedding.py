@@ -51,7 +51,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._memory: RankAddresses | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
         self._record = _numbers_of(self.kernel.record)
-        self._row_bytes = plan.sharding.total_dim * plan.sharding.dtype.itemsize
+        self._row_bytes = plan.sharding.total_dim * plan.output_dtype.itemsize
         self._flags_per_sample = sum(plan.slices_per_sample) if plan.options.transport == "put" else 0
         self._usual_deadline_s = env.deadline_s()
         # Allocate now everything that the watchdog needs: it may not load a module while a kernel waits.
@@ -120,7 +120,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
             raise
         self._last_input = (jagged, checked)
         shape = (checked.batch_sizes[comm.rank], plan.sharding.total_dim)
-        output = self.outputs.lend(slot, shape, plan.sharding.dtype, captured)
+        output = self.outputs.lend(slot, shape, plan.output_dtype, captured)
         if timeline is not None and lines is not None:
             self._read_timeline(timeline, lines)
         return {"out": output}

@@ -350,6 +350,8 @@ class EmbeddingKernel:
             "ALIGN": min(step & -step for step in steps if step),
             "DTYPE": _TRITON_TYPE[sharding.dtype],
             "ITEM_BYTES": self._item_bytes,
+            "OUT_DTYPE": _TRITON_TYPE[self.plan.output_dtype],
+            "OUT_BYTES": self.plan.output_dtype.itemsize,
             "ROW": tl.int32 if most_rows < 1 << 31 else tl.int64,
             "POSITION": tl.int64 if key.wide else tl.int32,
             "STAGED": self._staged,
@@ -379,7 +381,7 @@ class EmbeddingKernel:
             # For GPUs of other makers these limits are not known: 16 is safe.
             per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
             resident = per_sm * self._sms
-        staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.sharding.dtype
+        staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.output_dtype
         staging = lasting(self.device, lambda: torch.empty(staged, dtype=dtype, device=self.device))
         self._variants[key] = variant = _Variant(
             compiled, tuple(constants.values()), resident, Tables.of(staging, self.state, self.record), {}
@@ -393,7 +395,7 @@ class EmbeddingKernel:
             "values": key.values,
             "offsets": key.offsets,
             "per_sample_weights": torch.float32 if key.weighted else torch.int64,
-            "staging": self.plan.sharding.dtype,
+            "staging": self.plan.output_dtype,
         }
         pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
