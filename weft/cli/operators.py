@@ -193,9 +193,15 @@ Json = Annotated[
 
 
 def arguments(
-    op: str, shape: str, ranks: int | None, topology: str | None, dtype: str, option: list[str] | None
+    op: str,
+    shape: str,
+    ranks: int | None,
+    topology: str | None,
+    dtype: str,
+    option: list[str] | None,
+    most: int = MOST_RANKS,
 ) -> dict[str, Any]:
-    """Return the sizes, ranks and own options of an operator. Refuse more ranks that differ than can be simulated."""
+    """Return the sizes, ranks and own options of an operator. Refuse more than `most` ranks, and fewer if they differ."""
     from weft.builders import described
     from weft.builders.problem import option_from_text
     from weft.hw.topology import ranks_of
@@ -206,15 +212,16 @@ def arguments(
         raise ValueError(
             f"--ranks {ranks}, but --topology {topology} has {wired}: leave out --ranks, or name another topology"
         )
-    if ranks > MOST_RANKS:
-        raise ValueError(f"--topology {topology} has {ranks} ranks, and at most {MOST_RANKS} can be simulated")
+    if ranks > most:
+        more = "; weft sim simulates more for embedding_all_to_all on a torus" if most == MOST_RANKS else ""
+        raise ValueError(f"--topology {topology} has {ranks} ranks, and at most {most} can be simulated{more}")
     m, n, k = shape_of(shape, ranks if op == GEMMS_OF else None)
     options = dict(option_from_text(op, one) for one in option or ())
-    most = MOST_UNEVEN_RANKS.get(op, MOST_UNEVEN)
-    p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > most else None
+    may_differ = MOST_UNEVEN_RANKS.get(op, MOST_UNEVEN)
+    p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > may_differ else None
     if p is not None and p.uneven:
         raise ValueError(
-            f"{p.uneven}, and the simulation of more than {most} different ranks takes too long: "
+            f"{p.uneven}, and the simulation of more than {may_differ} different ranks takes too long: "
             "use fewer ranks, or even sizes"
         )
     return {"M": m, "N": n, "K": k, "ranks": ranks, **options}

@@ -15,10 +15,14 @@ from weft.errors import ScheduleError
 from weft.hw import Machine
 from weft.plan.explain import problem_on_machine
 from weft.plan.predict import Progress, Row, predicted_rows
-from weft.schedule import Schedule
+from weft.schedule import RANK, Schedule
 from weft.sim import Mode, Model, Simulated, simulate
-from weft.sim.bounds import Bound, bound
+from weft.sim.bounds import Bound, bound, bound_of
+from weft.sim.orbits import NAMES as ORBITS
+from weft.sim.orbits import orbit, orbit_us
 
+MOST_EACH = 256
+"""Ranks up to which schedules are built for all ranks. More are simulated by one rank (`weft.sim.orbits`)."""
 HEADER = ("schedule", "us", "speedup", "exposed us", "x bound")
 
 
@@ -46,9 +50,12 @@ class Comparison:
     rows: tuple[Compared, ...]
     """The fastest first, then those without a time."""
     schedules: dict[str, Schedule] = field(repr=False)
+    """The simulated schedules; none if one rank of a torus represents all."""
 
     def simulated(self, name: str) -> Simulated:
         """Return one run of the schedule `name`, with its timeline. Raise `ValueError` if it was not simulated."""
+        if not self.schedules:
+            raise ValueError(f"{self.problem.world_size} ranks have no trace: at most {MOST_EACH} ranks have one")
         if name not in self.schedules:
             row = next((row for row in self.rows if row.name == name), None)
             why = f": {row.why_not}" if row else f"; simulated were {', '.join(self.schedules)}"
@@ -103,11 +110,15 @@ def comparison(
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
     schedules: names of schedules to simulate beside serial; by default all that calls may take.
 
+    More than `MOST_EACH` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
+
     `ScheduleError` if no schedule fits in memory; otherwise the errors of `explain`, and `ValueError` for an unknown schedule.
     """
     machine, model, notes, problem = problem_on_machine(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
     )
+    if problem.world_size > MOST_EACH:
+        return _of_orbits(problem, machine, model, mode, notes, schedules, progress)
     among = frozenset({"serial", *(named(problem, name).name for name in schedules)}) if schedules else None
     rows, built = predicted_rows(problem, model, mode, frozenset(), progress, among, every=True)
     timed = [row for row in rows if row.us is not None]
@@ -123,15 +134,42 @@ def comparison(
     return Comparison(problem, machine, model, mode, notes, least, tuple(compared), kept)
 
 
+def _of_orbits(
+    problem: Problem, machine: Machine, model: Model, mode: Mode, notes: tuple[str, ...], schedules: Sequence[str],
+    progress: Progress,
+) -> Comparison:  # fmt: skip
+    if mode != "queued":
+        raise ValueError(f"mode={mode!r}: {problem.world_size} ranks are simulated in mode queued only")
+    serial = orbit(problem, model, "serial")
+    serial_us, least = orbit_us(serial, model), bound_of(serial.program)
+    exposed_us = orbit(problem, model, "serial", runs=1).exposed_us
+    rows = [Compared("serial", serial_us, 1.0, exposed_us, serial_us / least.us)]
+    for name in dict.fromkeys(schedules or ORBITS):
+        if name != "serial":
+            progress(f"simulating {name}", 1 / len(ORBITS))
+            us = orbit_us(orbit(problem, model, name), model)
+            rows.append(Compared(name, us, serial_us / us, None, us / least.us))
+    rows.sort(key=lambda row: row.us or 0.0)
+    notes = (*notes, "one rank of the torus represents all")
+    return Comparison(problem, machine, model, mode, notes, least, tuple(rows), {})
+
+
 def _compared(
     row: Row, built: dict[str, Schedule], model: Model, mode: Mode, least: Bound, serial_us: float | None
 ) -> Compared:
     name = row.candidate.name
     if row.us is None:
         return Compared(name, why_not=row.why_not)
-    exposed_us = None if row.stages else simulate(built[name], model, mode=mode, trusted=True).exposed_us
+    sending = row.stages or _stores_at_peers(built[name])
+    exposed_us = None if sending else simulate(built[name], model, mode=mode, trusted=True).exposed_us
     speedup = serial_us / row.us if serial_us else None
     return Compared(name, row.us, speedup, exposed_us, row.us / least.us if least.us else None)
+
+
+def _stores_at_peers(schedule: Schedule) -> bool:
+    """True if a kernel stores what it computes in a peer's memory."""
+    steps = (inner for step in schedule.walk() for inner in (step, *step.inner))
+    return any(step.kind == "compute" and step.regions[-1].at != RANK for step in steps)
 
 
 def _number(value: float | None, digits: int) -> str:

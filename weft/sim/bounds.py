@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from weft.builders import Problem
 from weft.schedule import Collective
 from weft.sim.losses import gemms_us, serial_of
-from weft.sim.lower import Work, lower
+from weft.sim.lower import LoweredSchedule, Work, lower
 from weft.sim.model import Model
 
 
@@ -33,26 +33,26 @@ class Bound:
 
 def bound(problem: Problem, model: Model) -> Bound:
     """Return the bound of all schedules of `problem`."""
-    program = lower(serial_of(problem), model)
+    return bound_of(lower(serial_of(problem), model), gemms_us(problem, model, launches=False))
+
+
+def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
+    """Return the bound of all schedules of the problem of a lowered serial schedule."""
     works = [
         (origin.step, task)
-        for lane in program.lanes
+        for lane in serial.lanes
         for task, origin in zip(lane.tasks, lane.origins, strict=True)
         if isinstance(task, Work)
     ]
-    compute_us = gemms_us(problem, model, launches=False)
-    if not compute_us:
-        pooling = [task.work_us for step, task in works if any(inner.kind == "compute" for inner in step.inner)]
-        compute_us = max(pooling, default=0.0)
-    links = {(link.kind, link.at % len(program.ranks)) for link in model.wiring.of(problem.world_size).links}
-    numbers = {number for place, number in program.places.items() if place in links}
+    pooling = [task.work_us for step, task in works if any(inner.kind == "compute" for inner in step.inner)]
     leaving_us: defaultdict[int, float] = defaultdict(float)  # by collective
     busy_us: defaultdict[int, float] = defaultdict(float)  # by link
     for step, task in works:
         if isinstance(step, Collective) and step.op not in ("all_to_all", "exchange"):
             leaving_us[id(step)] = max(leaving_us[id(step)], task.least_us)
-        elif task.joins:
-            for number, share in program.loads[task.load].share:
-                if number in numbers:
+        elif isinstance(step, Collective):
+            for number, share in serial.loads[task.load].share:
+                if number in serial.links:
                     busy_us[number] += share * task.work_us
-    return Bound(compute_us, sum(leaving_us.values()) + max(busy_us.values(), default=0.0))
+    links_us = sum(leaving_us.values()) + max(busy_us.values(), default=0.0)
+    return Bound(gemms_us or max(pooling, default=0.0), links_us)
