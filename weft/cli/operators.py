@@ -1,4 +1,4 @@
-"""What `weft plan` and `weft sim` share: a command for each operator, its arguments and help, and the limits on ranks."""
+"""The code that `weft plan` and `weft sim` share: a command for each operator, its arguments, its help, and limits on ranks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
 
 
 _SIZED = {"torus": ("torus:COLUMNSxROWS", "torus.columns", 0), "hosts": ("hosts:HOSTSxGPUS", "hosts.gpus", 1)}
-"""How a sized name is written, and which of its numbers is which number of the file."""
+"""The form of a name with a size, the number of the file that it sets, and the place of this number in the name."""
 
 
 def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
