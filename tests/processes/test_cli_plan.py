@@ -21,6 +21,7 @@ from weft.builders import MatmulAllReduce, builder, unregister
 from weft.builders import matmul_all_reduce as all_reduce
 from weft.builders.problem import PROBLEMS
 from weft.cli.app import app, main
+from weft.cli.operators import shape_of
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
 
@@ -74,7 +75,7 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
 
 
 def test_ficcos_gemms_are_shapes_of_all_gather_matmul() -> None:
-    assert plan._shape("g2", 8) == plan._shape("131072,2048,16384", 8)
+    assert shape_of("g2", 8) == shape_of("131072,2048,16384", 8)
     told = runner.invoke(app, ["plan", "matmul_reduce_scatter", "--shape", "g2"])  # whose N is not shared
     assert "--shape 'g2' must be three positive integers" in str(told.exception)
 
@@ -194,13 +195,13 @@ def test_a_plan_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPat
         "--dtype",
         "fp16",
     ]  # which no test has asked for before
-    monkeypatch.setattr(plan, "_SAYS_EVERY_S", 1e-9)
+    monkeypatch.setattr(plan, "SAYS_EVERY_S", 1e-9)
     said, quiet = runner.invoke(app, arguments), runner.invoke(app, arguments)
     assert re.search(r"weft plan: building 1 of \d+: serial \(0% done, 0 s\)", said.stderr)
     assert re.search(r"weft plan: simulating \d+ of \d+: shard\[.*\] \(\d\d% done, \d+ s\)", said.stderr)
     assert said.stdout == quiet.stdout
     assert "weft plan: " not in said.stdout
-    monkeypatch.setattr(plan, "_SAYS_EVERY_S", 1000.0)
+    monkeypatch.setattr(plan, "SAYS_EVERY_S", 1000.0)
     assert runner.invoke(app, arguments).stderr == ""
 
 

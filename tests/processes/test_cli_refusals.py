@@ -39,7 +39,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bogus"], "weft: no command 'bogus': give one of bench, demo, doctor, plan, reproduce"),
+        (["bogus"], "weft: no command 'bogus': give one of bench, demo, doctor, plan, sim, reproduce"),
         (["plan", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["bench", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["reproduce", "t3", "--topology", "ring"], "--topology without --hw"),

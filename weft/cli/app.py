@@ -14,6 +14,7 @@ from weft.bench.core.arguments import check_folder, one_line
 from weft.cli.names import Named
 from weft.cli.plan import plan
 from weft.cli.reproduce import reproduce
+from weft.cli.sim import sim
 
 app = typer.Typer(
     cls=Named,
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 
 app.add_typer(plan, name="plan")
+app.add_typer(sim, name="sim")
 app.add_typer(reproduce, name="reproduce")
 
 

@@ -3,227 +3,60 @@ torch nor a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import gc
-import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.main import get_command
 
-from weft.bench.core.arguments import appended, check_file, sizes
-from weft.bench.table_1 import SYNTHETIC, TABLE_1
-from weft.cli.names import Named
+from weft.bench.core.arguments import appended, check_file
+from weft.cli.operators import (
+    SAYS_EVERY_S,
+    Dtype,
+    Hw,
+    Json,
+    Mode,
+    ModeOf,
+    Operators,
+    Ranks,
+    Shape,
+    Topology,
+    arguments,
+    without_collection,
+)
 from weft.files import append_json
 
 if TYPE_CHECKING:
-    from weft.builders import Problem
     from weft.plan import Explanation
 
-
-class PlanMode(enum.StrEnum):
-    queued = "queued"
-    graph = "graph"
-    single = "single"
-
-
-# A schedule with a step for each rank has ranks^2 steps; all_to_all_matmul has as many for each expert of a rank. Every
-# candidate is built and simulated. Around this number that takes minutes; beyond it, also gigabytes.
-_MOST_RANKS = 256
-_SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
-_GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
-_MANY = "The time to plan grows with their square: hundreds may take minutes."
-_MOST_UNEVEN_RANKS = 72  # one NVLink domain; if ranks differ, each is simulated
 
 _LOSSES = """With GEMMs, DIL and CIL are the factors of decomposition and contention loss; `comm` is communication;
 exposed is the time in which a rank has nothing to compute."""
 
 
-class _Operators(Named):
-    """The group with a command for each operator. Operators are imported only for a plan: other commands do not need numpy."""
-
-    noun = "operator"
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        from weft.bench.core.operators import names
-
-        return [*names(), *super().list_commands(ctx)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        from weft.bench.core.operators import LAYERS, SCALED
-        from weft.builders.problem import PROBLEMS
-
-        if cmd_name == LAYERS:
-            return _layers()
-        if (of := SCALED.get(cmd_name, cmd_name)) in PROBLEMS:
-            return _command(cmd_name, PROBLEMS[of])
-        return super().get_command(ctx, cmd_name)
-
-
-plan = typer.Typer(
-    cls=_Operators,
-    no_args_is_help=True,
-    help=(
-        "Show the choice for a shape, on this machine or another, and the reason: candidates, predicted times, losses."
-    ),
-)
-
-
-def _layers() -> Any:
-    """Return the command for layers, which are not operators."""
-    told = "Layers call several operators: plan each of them, such as all_gather_matmul and matmul_reduce_scatter."
-    alone = typer.Typer(add_completion=False)
-
-    @alone.command(
-        "tensor_parallel",
-        help=told,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
-    def command() -> None:
-        raise ValueError(
-            f"tensor_parallel: {told[0].lower()}{told[1:-1]}; weft bench tensor_parallel measures whole layers"
-        )
-
-    return get_command(alone)
-
-
-def _command(name: str, problem: type[Problem]) -> Any:
-    """Return the command of an operator.
-
-    Its help is the first paragraph of its problem and, if its problem has its own `sized`, that docstring, about M, N, K, with
-    examples. `--option` lists the keywords of `sized` after the dtype.
-    """
-    from weft.bench.core.operators import plain
-    from weft.builders.problem import Problem
-
-    def command(**given: Any) -> None:
-        op, given["dtype"] = plain(name, given["dtype"])
-        _run(op, **given)
-
-    sized = inspect.signature(problem.sized, eval_str=True).parameters
-    dtype = sized["dtype"].default if name == problem.name else "fp8"
-    replaced: dict[str, dict[str, Any]] = {"option": {"annotation": Annotated[list[str] | None, _own_options(problem)]}}
-    if problem.name != _GEMMS_OF:
-        replaced["shape"] = {"annotation": Annotated[str, _shape_option("")]}
-    if dtype is not inspect.Parameter.empty:
-        replaced["dtype"] = {"default": dtype}
-    taken = [
-        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, **replaced.get(one.name, {}))
-        for one in inspect.signature(_run, eval_str=True).parameters.values()
-        if one.name != "op"
-    ]
-    command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
-    first, _, rest = (inspect.getdoc(problem) or "").partition("\n\n")
-    sizes = inspect.getdoc(problem.sized)
-    if not sizes or sizes == inspect.getdoc(Problem.sized):  # the problem's docstring defines M, N and K
-        sizes = f"{rest}\n\n    weft plan {problem.name} --shape 8192,8192,4096 --ranks 8 --all"
-    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    alone.command(name, help=f"{first}\n\n{sizes}", epilog=_LOSSES)(command)
-    return get_command(alone)
-
-
-def _own_options(problem: type[Problem]) -> Any:
-    """Return the option for an operator's own options, whose help lists them; hidden if there are none."""
-    from weft.builders.options import keywords
-
-    listed = []
-    for keyword in keywords(problem.sized):
-        of = keyword.annotation
-        text = "".join(get_args(of)[1:]) if get_origin(of) is Annotated else ""
-        default = "" if keyword.default is None else f" [default: {keyword.default}]"
-        listed.append(f"**{keyword.name}**: {text}{default}")
-    return typer.Option(
-        metavar="NAME=VALUE",
-        hidden=not listed,
-        help=" ".join(["An option of this operator; may be repeated.", *listed]),
-    )
-
-
-def _shape_option(also: str) -> Any:
-    """Return the option `--shape`. also: further allowed forms."""
-    sizes = (
-        "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
-        "K: the summed dimension."
-    )
-    return typer.Option(metavar="M,N,K", help=sizes + also)
-
-
 def _run(
     op: str,
-    shape: Annotated[
-        str,
-        _shape_option(" Also g1 to g16 and s1 to s16: FiCCO's GEMMs, with N divided by the ranks."),
-    ],
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=_MOST_RANKS,
-            help=f"Number of GPUs, which must divide gathered or scattered rows. {_MANY} It grows with experts too.",
-        ),
-    ] = 2,
-    hw: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=(
-                "A machine file of weft/hw, such as h100 or mi300x, or a TOML file of the same form. Default: "
-                "this machine, or h200."
-            ),
-        ),
-    ] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=(
-                "How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file of the form of "
-                "weft/hw/topology. Default: the machine file's."
-            ),
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")
-    ] = "bf16",
-    mode: Annotated[
-        PlanMode,
-        typer.Option(
-            help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
-        ),
-    ] = PlanMode.queued,
+    shape: Shape,
+    ranks: Ranks = None,
+    hw: Hw = None,
+    topology: Topology = None,
+    dtype: Dtype = "bf16",
+    mode: ModeOf = Mode.queued,
     option: list[str] | None = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not only the fastest.")] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; existing lines stay."),
-    ] = None,
+    json: Json = None,
 ) -> None:
     from weft.bench.core.console import progress
-    from weft.builders import described
-    from weft.builders.problem import option_from_text
     from weft.plan import explanation
 
-    m, n, k = _shape(shape, ranks if op == _GEMMS_OF else None)
-    options = dict(option_from_text(op, one) for one in option or ())
-    p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > _MOST_UNEVEN_RANKS else None
-    if p is not None and p.uneven:
-        raise ValueError(
-            f"{p.uneven}, and the simulation of more than {_MOST_UNEVEN_RANKS} different ranks takes too long: "
-            "use fewer ranks, or even sizes"
-        )
+    sized = arguments(op, shape, ranks, topology, dtype, option)
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
     # Hundreds of ranks take minutes, so progress is shown.
-    with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
-        found = explanation(
-            op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **options
-        )  # fmt: skip
+    with progress(1.0, True, "weft plan: ", every_s=SAYS_EVERY_S) as step, without_collection():
+        found = explanation(op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **sized)
         step("simulating losses", 0.0)
         found.cells(shown)
     print_explanation(found, shown)
@@ -232,17 +65,19 @@ def _run(
         print(appended(json, 1))
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Disable garbage collection: millions of steps have no cycles, and each search for cycles takes a third of the time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.freeze()  # later collections skip the remaining objects too
-            gc.enable()
+class _Plans(Operators):
+    run = staticmethod(_run)
+    command = "weft plan"
+    epilog_of_operators = _LOSSES
+
+
+plan = typer.Typer(
+    cls=_Plans,
+    no_args_is_help=True,
+    help=(
+        "Show the choice for a shape, on this machine or another, and the reason: candidates, predicted times, losses."
+    ),
+)
 
 
 @plan.command("calibrate")
@@ -365,17 +200,3 @@ def _at_commas(name: str, width: int) -> str:
             lines.append("")
         lines[-1] += piece
     return "\n".join(lines)
-
-
-def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
-    """Parse `--shape`. ranks: given if the text may name one of FiCCO's GEMMs, whose N is divided by the ranks."""
-    for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
-        if gemm.name == text:
-            return gemm.m, gemm.sharded(ranks or 1).n, gemm.k
-    named = ", or one of g1 to g16 and s1 to s16" if ranks else ""
-    m, n, k, suffix = sizes(text, named)
-    if suffix:
-        raise ValueError(
-            f"--shape {text!r}: leave out {suffix!r}, which plans do not support; options are --option NAME=VALUE"
-        )
-    return m, n, k

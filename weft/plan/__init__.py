@@ -12,6 +12,7 @@ A choice is a function of shape, model, registered builders and, if given, measu
 from weft.plan.autotune import autotune, candidates_from_outside, from_outside, known_times, promising
 from weft.plan.calibration import Calibration, Measure, calibrate
 from weft.plan.choose import Choice, NoOverlapWarning, choose
+from weft.plan.compare import Comparison, comparison
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
 from weft.plan.heuristic import pick_here, static_pick
 from weft.plan.nearby import names_near, octave, octave_of, typical
@@ -21,8 +22,9 @@ from weft.plan.source import calibrated
 from weft.sim import Mode
 
 __all__ = [
-    "AUTOTUNE", "HEURISTIC", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row",
-    "autotune", "calibrate", "calibrated", "candidates_from_outside", "choose", "explain", "explanation", "from_outside",
-    "known_times", "machine_and_model", "names_near", "names_schedule", "octave", "octave_of", "pick_here", "pinned",
-    "pinned_around", "promising", "static_pick", "typical", "use",
+    "AUTOTUNE", "HEURISTIC", "MODES", "Calibration", "Choice", "Comparison", "Explanation", "Measure", "Mode",
+    "NoOverlapWarning", "Row", "autotune", "calibrate", "calibrated", "candidates_from_outside", "choose",
+    "comparison", "explain", "explanation", "from_outside", "known_times", "machine_and_model", "names_near",
+    "names_schedule", "octave", "octave_of", "pick_here", "pinned", "pinned_around", "promising", "static_pick",
+    "typical", "use",
 ]  # fmt: skip

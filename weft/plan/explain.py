@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.builders import described
+from weft.builders import Problem, described
 from weft.hw import Machine, load_machine
 from weft.hw.topology import load_topology
 from weft.plan import gemms
@@ -217,6 +217,21 @@ def explanation(
     **options: Any,
 ) -> Explanation:
     """Return the parts of `explain`. progress: see `weft.plan.predict.Progress`."""
+    machine, model, notes, problem = problem_on_machine(
+        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
+    )
+    measured = {} if topology else known_times(problem, machine.name, mode)
+    choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
+    require_memory(choice.schedule, model)
+    here = frozenset(gemms.measured_here(machine.name))
+    return Explanation(choice, machine, notes, static_pick(problem, machine), here)
+
+
+def problem_on_machine(
+    op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None, mode: Mode,
+    **options: Any,
+) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
+    """Return the machine, its model, notes on the sources of its numbers, and the problem. Refuse what `explain` refuses."""
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(
@@ -227,11 +242,7 @@ def explanation(
         raise ValueError(f"M={M}, N={N}, K={K}: each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
-    measured = {} if topology else known_times(problem, machine.name, mode)
-    choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
-    require_memory(choice.schedule, model)
-    here = frozenset(gemms.measured_here(machine.name))
-    return Explanation(choice, machine, notes, static_pick(problem, machine), here)
+    return machine, model, notes, problem
 
 
 def machine_and_model(

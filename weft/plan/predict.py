@@ -166,10 +166,13 @@ def predicted_rows(
     needed: frozenset[str],
     progress: Progress,
     among: frozenset[str] | None = None,
+    *,
+    every: bool = False,
 ) -> tuple[list[Row], dict[str, Schedule]]:
     """Return a row for each candidate, and the schedules by name.
 
     among: names of the candidates to consider; by default all. needed: names of the candidates that are always simulated.
+    every: simulate all candidates that fit in memory, also those that cannot be the fastest.
     """
     built = [
         replace(one, row=replace(one.row, why_not=why), schedule=None)
@@ -181,7 +184,8 @@ def predicted_rows(
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     else:
-        times = _times(problem, built, model, mode, needed, progress)
+        simulated = frozenset(schedules) if every else needed
+        times = _times(problem, built, model, mode, simulated, progress)
     rows = [
         replace(one.row, problem=problem, model=model, rough=one.row.rough and not problem.rounds_sums) for one in built
     ]
@@ -369,7 +373,9 @@ def _times(
     best, best_captured = float("inf"), float("inf")
     most_host_us = 0.0  # of a choice; serial is the first to be simulated
     times: dict[str, float | str] = {}
-    for number, name in enumerate(sorted(bounds, key=lambda name: (name not in needed, bounds[name])), 1):
+    for number, name in enumerate(
+        sorted(bounds, key=lambda name: (name not in needed, name != "serial", bounds[name])), 1
+    ):
         progress(f"simulating {number} of {len(bounds)}: {name}", 0.5 / len(bounds))
         one, schedule = there[name]
         fastest = best if one.row.reads_on_host else best_captured

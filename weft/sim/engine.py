@@ -76,9 +76,9 @@ def simulate(
     return result
 
 
-def replayed(program: LoweredSchedule) -> Simulated:
-    """Simulate one queued run of a program made from that of a simulated schedule."""
-    return _Engine(program, (0.0,) * program.schedule.world_size, None, 1).run()
+def replayed(program: LoweredSchedule, runs: int = 1) -> Simulated:
+    """Simulate queued runs of a lowered schedule."""
+    return _Engine(program, (0.0,) * program.schedule.world_size, None, runs).run()
 
 
 _KNOWN_SPEEDS = 1 << 20
@@ -136,7 +136,7 @@ class _Engine:
         self.program, self.runs = program, runs
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
         self.fluid = Fluid(*program.scarce, PULSES, _KNOWN_SPEEDS)
-        self.links = {n for (kind, _), n in program.places.items() if kind not in ("hbm", "compute", "engine")}
+        self.links = program.links
         self.lanes: list[_Lane] = []
         for number, lane in enumerate(program.lanes):
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None

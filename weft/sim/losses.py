@@ -73,7 +73,7 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 @lru_cache(maxsize=8)  # asked for each candidate
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
     """Return the time of the serial schedule's GEMMs, each alone, on the slowest rank. launches: include launch times."""
-    return max(_alone_us(lower(_serial(problem), model), launches).values())
+    return max(_alone_us(lower(serial_of(problem), model), launches).values())
 
 
 @lru_cache(maxsize=8)
@@ -81,7 +81,7 @@ def communication_us(problem: Problem, model: Model) -> float:
     """Return the time of the whole communication alone: NCCL, or copy engines to all peers at once, whichever is faster."""
     if problem.world_size == 1:
         return 0.0
-    serial = _serial(problem)
+    serial = serial_of(problem)
     times = [replayed(lower(serial, model).only_communication()).end_us]
     collectives = [step for lane in serial.lanes for step in of_kind(lane.steps, Collective)]
     if all(one.op in ("all_gather", "exchange") for one in collectives):
@@ -90,7 +90,8 @@ def communication_us(problem: Problem, model: Model) -> float:
 
 
 @lru_cache(maxsize=8)
-def _serial(problem: Problem) -> Schedule:
+def serial_of(problem: Problem) -> Schedule:
+    """Return the serial schedule of `problem`."""
     return candidates(problem, ("serial",))[0].build()
 
 

@@ -114,6 +114,11 @@ class LoweredSchedule:
         return len(self.ranks) < self.schedule.world_size
 
     @cached_property
+    def links(self) -> frozenset[int]:
+        """The numbers of the resources that are links."""
+        return frozenset(n for (kind, _), n in self.places.items() if kind not in ("hbm", "compute", "engine"))
+
+    @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
         """The loads without resources that cannot run short, and the part of each lane (`weft.sim.scarce`)."""
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
@@ -182,7 +187,7 @@ class _LastLowered:
 _lowered = _LastLowered(schedules=256, tasks=1 << 18)
 
 
-def _pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
+def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
     """Return the parts of a kernel's work at whose ends sets are due."""
     found = set[int]()
     for one in raises:
@@ -320,7 +325,7 @@ class _Lowering:
             )
             for counter, one in raised
         )  # fmt: skip
-        return self._tiles(item, step, rank)._replace(raises=raises, pulses=_pulses(raises))
+        return self._tiles(item, step, rank)._replace(raises=raises, pulses=pulses(raises))
 
     def _delay_us(self, item: NumberedStep, rank: int, distance: int) -> float:
         if not distance:

@@ -199,7 +199,16 @@ class Tables:
         """
         (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
         found = []
+        every = (
+            int(tiles.times.sum()),
+            int(tiles.at[0]) / self._extent,
+            float(tiles.last.max()),
+        )  # if all set one counter
         for of_rank in places * self._world + distances:  # one number sorts faster than two
+            if (of_rank == of_rank[0]).all():
+                place, distance = divmod(int(of_rank[0]), self._world)
+                found.append([SetBy(step.signal, distance, place, *every)])
+                continue
             values, first, which = np.unique(of_rank, return_index=True, return_inverse=True)
             last = np.zeros(len(values))
             np.maximum.at(last, which, tiles.last)

@@ -8,17 +8,23 @@
     unit = "1"
     source = "datasheet"
 
+A name with a size needs no file. `torus:16x8` has rows of 16 and columns of 8, and `hosts:4x8` has 4 hosts of 8 GPUs. `ring:8`,
+`mesh:8` and `switch:8` have 8 GPUs. Such a topology refuses any other number of ranks.
+
 Numbers that the file lacks are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
 are linked directly.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from weft.hw.machine import Machine, known_files, quantities_of, read_file
+from weft.hw.quantity import Quantity
 from weft.hw.topology.links import Topology, Wiring, hosts, mesh, ring, switch, torus
 
 _PORTS, _PAIRS = ("link.port_usable", "link.port_latency"), ("link.pair_usable", "link.pair_latency")
@@ -32,17 +38,43 @@ _SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
 """The builder and the numbers of each shape. Missing latencies are 0."""
 
 
+_SIZED = {"torus": ("torus:COLUMNSxROWS", "torus.columns", 0), "hosts": ("hosts:HOSTSxGPUS", "hosts.gpus", 1)}
+"""The form of a name with a size, the number of the file that it sets, and the place of this number in the name."""
+
+
+def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
+    """Return (shape, its sizes) of a name such as `torus:16x8`; None for other names. `ValueError` if the size is wrong."""
+    shape, colon, size = str(name).partition(":")
+    if not colon or shape not in _SHAPES:
+        return None
+    form, *_ = _SIZED.get(shape, (f"{shape}:RANKS",))
+    wanted = 2 if shape in _SIZED else 1
+    numbers = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size) else ()
+    if len(numbers) != wanted:
+        example = {"torus": "torus:16x8", "hosts": "hosts:4x8"}.get(shape, f"{shape}:8")
+        raise ValueError(f"topology {str(name)!r}: write {form}, such as {example}")
+    return shape, numbers
+
+
+def ranks_of(name: str | Path) -> int | None:
+    """Return the number of ranks that a sized name says, such as 128 for `torus:16x8`; None for any other name."""
+    sized = size_of(name)
+    return math.prod(sized[1]) if sized else None
+
+
 def known_topologies() -> tuple[str, ...]:
     """Return the names that `load_topology` knows without a path."""
     return known_files("topology")
 
 
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
-    """Return the topology `name` (see `known_topologies`), or the topology in the TOML file at that path, of these machines.
+    """Return the topology `name` (see `known_topologies`), with a size or not, or the topology in the TOML file at that path, of
+    these machines.
 
     Raises `ValueError` for a file that is not a topology, `KeyError` for a number that neither the file nor the machine has.
     """
-    data = read_file("topology", name)
+    sized = size_of(name)
+    data = read_file("topology", sized[0] if sized else name)
     data.pop("name")
     shape = data.pop("shape", None)
     if not isinstance(shape, str) or shape not in _SHAPES:
@@ -53,6 +85,9 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
         raise ValueError(
             f"{name}: shape {shape!r} does not use {', '.join(sorted(unknown))}; its numbers are {', '.join(keys)}"
         )
+    if sized and shape in _SIZED:
+        form, key, place = _SIZED[shape]
+        given[key] = Quantity(float(sized[1][place]), "1", "assumed", f"{name}: {form}")
     both = replace(machine, quantities={**machine.quantities, **given})
     for key in keys:
         if key not in both.quantities and not key.endswith("latency"):
@@ -60,7 +95,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
                 f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology, "
                 "or use another machine or topology"
             )
-    return Wiring(builder, tuple(_number(both, key) for key in keys))
+    return Wiring(builder, tuple(_number(both, key) for key in keys), math.prod(sized[1]) if sized else 0)
 
 
 def _number(machine: Machine, key: str) -> float:

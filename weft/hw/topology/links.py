@@ -163,12 +163,19 @@ def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Wiring:
-    """A topology for any number of ranks: one of the functions below, and its arguments after the number of ranks."""
+    """A topology for any number of ranks: one of the functions below, and its arguments after the number of ranks.
+
+    ranks: the only number of ranks that it has, or 0 for any."""
 
     builder: Callable[..., Topology]
     numbers: tuple[float, ...] = ()
+    ranks: int = 0
 
     def of(self, ranks: int) -> Topology:
+        if self.ranks not in (0, ranks):
+            raise ValueError(
+                f"the topology has {self.ranks} ranks, not {ranks}: use ranks={self.ranks} or another topology"
+            )
         return _built(self, ranks)
 
     def scaled(self, factor: float) -> Wiring:

@@ -1,0 +1,72 @@
+"""`weft sim` as a user meets it: a table of all schedules, JSON, a trace, refusals in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.app import app
+
+runner = CliRunner()
+EMBEDDINGS = ["sim", "embedding_all_to_all", "--shape", "2048,64,8", "--option", "tables=32", "--hw", "mi300x"]
+
+
+def test_every_schedule_its_gain_the_bound_and_a_trace(tmp_path: Path) -> None:
+    file, trace = tmp_path / "sim.json", tmp_path / "put.json"
+    done = runner.invoke(
+        app, [*EMBEDDINGS, "--topology", "torus:4x2", "--json", str(file), "--trace", "put", str(trace)]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    rows = {row["schedule"]: row for row in data["schedules"]}
+    assert data["ranks"] == 8
+    assert rows.keys() == {"serial", "direct", "put"}
+    serial = rows["serial"]["us"]
+    for row in rows.values():
+        assert row["us"] >= data["bound_us"] > 0
+        assert row["speedup"] == pytest.approx(serial / row["us"])
+        assert row["over_bound"] == pytest.approx(row["us"] / data["bound_us"])
+    assert rows["serial"]["exposed_us"] >= data["bound_links_us"]
+    assert rows["put"]["exposed_us"] is None  # its kernel sends while it computes
+    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    assert {one["args"]["device"] for one in events} == set(range(8))
+    assert max(one["ts"] + one["dur"] for one in events) >= data["bound_us"]
+    for words in ("schedules", "speedup", "x bound", "no schedule is faster", "a trace of put"):
+        assert words in done.output
+
+
+def test_only_the_asked_for_schedule_and_serial(tmp_path: Path) -> None:
+    file = tmp_path / "sim.json"
+    done = runner.invoke(app, [*EMBEDDINGS, "--topology", "ring:4", "--schedule", "direct", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert {row["schedule"] for row in json.loads(file.read_text())["schedules"]} == {"serial", "direct"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--topology", "torus:4y2"], "topology 'torus:4y2': write torus:COLUMNSxROWS, such as torus:16x8"),
+        (["--topology", "torus:8"], "topology 'torus:8': write torus:COLUMNSxROWS"),
+        (["--topology", "ring:4", "--ranks", "8"], "--ranks 8, but --topology ring:4 has 4"),
+        (["--topology", "torus:1024x1024"], "has 1048576 ranks, and at most 65536 can be simulated"),
+        (["--topology", "torus:32x16"], "ranks have different tables"),
+        (["--topology", "ring:4", "--schedule", "putt"], "no schedule 'putt' for embedding_all_to_all; the nearest"),
+        (["--topology", "ring:4", "--schedule", "put", "--trace", "direkt", "x.json"], "no schedule 'direkt'"),
+        (["--topology", "ring:4", "--dtype", "int3"], "dtype='int3'"),
+        (["--topology", "ring:4", "--hw", "nobodys"], "nobodys"),
+    ],
+)
+def test_refusals_name_the_field_and_what_is_legal(given: list[str], told: str) -> None:
+    done = runner.invoke(app, [*EMBEDDINGS, *given])
+    assert isinstance(done.exception, ValueError), done.output
+    assert told in str(done.exception)
+
+
+def test_help_teaches_with_this_command() -> None:
+    done = runner.invoke(app, ["sim", "embedding_all_to_all", "--help"])
+    assert done.exit_code == 0
+    assert "weft sim embedding_all_to_all --shape 16384,64,64" in " ".join(done.output.split())
+    assert "weft plan embedding_all_to_all" not in " ".join(done.output.split())

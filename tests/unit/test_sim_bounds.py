@@ -1,0 +1,51 @@
+"""No simulated schedule is faster than the bound, and the bound is what can be computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sim_toys import gpu
+
+from weft.builders import EmbeddingAllToAll, MatmulReduceScatter, Problem
+from weft.hw import load_machine
+from weft.hw.topology import load_topology
+from weft.plan import comparison
+from weft.sim.bounds import bound
+from weft.sim.losses import gemms_us
+
+TORUS = load_topology("torus:4x2", load_machine("mi300x"))
+
+
+@pytest.mark.parametrize("topology", ["switch:8", "mesh:8", "ring:8", "torus:4x2", "hosts:2x4"])
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "embedding_all_to_all"])
+def test_no_schedule_is_faster_than_the_bound(op: str, topology: str) -> None:
+    options = {"tables": 16} if op.startswith("embedding") else {}
+    hw = "h200" if topology.startswith(("switch", "hosts")) else "mi300x"
+    found = comparison(op, M=4096, N=256, K=512, ranks=8, hw=hw, dtype="bf16", topology=topology, **options)
+    assert len([row for row in found.rows if row.us is not None]) >= 3
+    for row in found.rows:
+        assert row.us is None or row.us >= found.bound.us > 0, row.name
+
+
+def test_links_of_a_reduce_scatter_by_hand() -> None:
+    problem, model = MatmulReduceScatter(8, 4096, 256, 512, "bf16"), gpu("h200", 8)
+    port = model.wiring.of(8).links[0].bytes_per_us
+    found = bound(problem, model)
+    assert found.links_us == pytest.approx(4096 * 256 * 2 * 7 / 8 / port)
+    assert found.compute_us == gemms_us(problem, model, launches=False)
+
+
+def test_links_of_an_all_to_all_on_a_torus_by_hand() -> None:
+    """In a row of four, each link carries what goes one step, and half of what goes two: 2 of 8 vectors, for both rows."""
+    slots = tuple(((64 * rank, 64),) for rank in range(8))
+    problem: Problem = EmbeddingAllToAll(8, (512,) * 8, slots)
+    model = replace(gpu("mi300x", 8), wiring=TORUS)
+    part_us = 512 * 64 * 4 / TORUS.of(8).links[0].bytes_per_us
+    assert bound(problem, model).links_us == pytest.approx(4 * part_us)
+
+
+def test_a_topology_with_a_size_has_no_other() -> None:
+    assert TORUS.of(8).dims == (4, 2)
+    with pytest.raises(ValueError, match="the topology has 8 ranks, not 6"):
+        TORUS.of(6)

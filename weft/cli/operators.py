@@ -1,0 +1,254 @@
+"""The code that `weft plan` and `weft sim` share: a command for each operator, its arguments, its help, and limits on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
+
+import typer
+from typer.main import get_command
+
+from weft.bench.core.arguments import sizes
+from weft.bench.table_1 import SYNTHETIC, TABLE_1
+from weft.cli.names import Named
+
+if TYPE_CHECKING:
+    from weft.builders import Problem
+
+
+class Mode(enum.StrEnum):
+    queued = "queued"
+    graph = "graph"
+    single = "single"
+
+
+# A schedule with a step for each rank has ranks^2 steps; all_to_all_matmul has as many for each expert of a rank. Every
+# candidate is built and simulated. Around this number that takes minutes; beyond it, also gigabytes.
+MOST_RANKS = 256
+SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
+GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
+_MANY = "The time grows with their square: hundreds may take minutes. It grows with experts too."
+MOST_UNEVEN_RANKS = {"embedding_all_to_all": MOST_RANKS}
+"""The most ranks of an operator that may differ, so that each is simulated. Others: `MOST_UNEVEN`."""
+MOST_UNEVEN = 72  # one NVLink domain
+
+
+class Operators(Named):
+    """The group with a command for each operator. Operators are imported only for a plan: other commands do not need numpy."""
+
+    run: ClassVar[Callable[..., None]]
+    """The function of all commands, whose first argument is the operator."""
+    command: ClassVar[str]
+    """The name of the group, as users type it."""
+    epilog_of_operators: ClassVar[str] = ""
+
+    noun = "operator"
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        from weft.bench.core.operators import names
+
+        return [*names(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        from weft.bench.core.operators import LAYERS, SCALED
+        from weft.builders.problem import PROBLEMS
+
+        if cmd_name == LAYERS:
+            return _layers(self.command)
+        if (of := SCALED.get(cmd_name, cmd_name)) in PROBLEMS:
+            return _command(cmd_name, PROBLEMS[of], type(self))
+        return super().get_command(ctx, cmd_name)
+
+
+def _layers(command_name: str) -> Any:
+    """Return the command for layers, which are not operators."""
+    verb = {"weft sim": "simulate"}.get(command_name, "plan")
+    told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
+    alone = typer.Typer(add_completion=False)
+
+    @alone.command(
+        "tensor_parallel",
+        help=told,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def command() -> None:
+        raise ValueError(
+            f"tensor_parallel: {told[0].lower()}{told[1:-1]}; weft bench tensor_parallel measures whole layers"
+        )
+
+    return get_command(alone)
+
+
+def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
+    """Return the command of an operator.
+
+    Its help is the first paragraph of its problem and, if its problem has its own `sized`, that docstring, about M, N, K, with
+    examples. `--option` lists the keywords of `sized` after the dtype.
+    """
+    from weft.bench.core.operators import plain
+    from weft.builders.problem import Problem
+
+    def command(**given: Any) -> None:
+        op, given["dtype"] = plain(name, given["dtype"])
+        group.run(op, **given)
+
+    sized = inspect.signature(problem.sized, eval_str=True).parameters
+    dtype = sized["dtype"].default if name == problem.name else "fp8"
+    replaced: dict[str, dict[str, Any]] = {"option": {"annotation": Annotated[list[str] | None, _own_options(problem)]}}
+    if problem.name != GEMMS_OF:
+        replaced["shape"] = {"annotation": Annotated[str, shape_option("")]}
+    if dtype is not inspect.Parameter.empty:
+        replaced["dtype"] = {"default": dtype}
+    taken = [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, **replaced.get(one.name, {}))
+        for one in inspect.signature(group.run, eval_str=True).parameters.values()
+        if one.name != "op"
+    ]
+    command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    first, _, rest = (inspect.getdoc(problem) or "").partition("\n\n")
+    sizes = inspect.getdoc(problem.sized)
+    if not sizes or sizes == inspect.getdoc(Problem.sized):  # the problem's docstring defines M, N and K
+        sizes = f"{rest}\n\n    {group.command} {problem.name} --shape 8192,8192,4096 --ranks 8"
+    sizes = sizes.replace("weft plan ", f"{group.command} ")
+    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    alone.command(name, help=f"{first}\n\n{sizes}", epilog=group.epilog_of_operators or None)(command)
+    return get_command(alone)
+
+
+def _own_options(problem: type[Problem]) -> Any:
+    """Return the option for an operator's own options, whose help lists them; hidden if there are none."""
+    from weft.builders.options import keywords
+
+    listed = []
+    for keyword in keywords(problem.sized):
+        of = keyword.annotation
+        text = "".join(get_args(of)[1:]) if get_origin(of) is Annotated else ""
+        default = "" if keyword.default is None else f" [default: {keyword.default}]"
+        listed.append(f"**{keyword.name}**: {text}{default}")
+    return typer.Option(
+        metavar="NAME=VALUE",
+        hidden=not listed,
+        help=" ".join(["An option of this operator; may be repeated.", *listed]),
+    )
+
+
+def shape_option(also: str) -> Any:
+    """Return the option `--shape`. also: further allowed forms."""
+    sizes = (
+        "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
+        "K: the summed dimension."
+    )
+    return typer.Option(metavar="M,N,K", help=sizes + also)
+
+
+Shape = Annotated[str, shape_option(" Also g1 to g16 and s1 to s16: FiCCO's GEMMs, with N divided by the ranks.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_RANKS,
+        help=(
+            "Number of GPUs, which must divide gathered or scattered rows. Default: those of a topology with a size, "
+            f"otherwise 2. {_MANY}"
+        ),
+        show_default=False,
+    ),
+]
+Hw = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help=(
+            "A machine file of weft/hw, such as h100 or mi300x, or a TOML file of the same form. Default: "
+            "this machine, or h200."
+        ),
+    ),
+]
+Topology = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help=(
+            "How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file of the form of weft/hw/topology. "
+            "With a size: torus:16x8 (columns, rows), hosts:4x8 (hosts, GPUs of each), ring:8. Default: the machine file's."
+        ),
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")]
+ModeOf = Annotated[
+    Mode,
+    typer.Option(
+        help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+    ),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; existing lines stay."),
+]
+
+
+def arguments(
+    op: str,
+    shape: str,
+    ranks: int | None,
+    topology: str | None,
+    dtype: str,
+    option: list[str] | None,
+    most: int = MOST_RANKS,
+) -> dict[str, Any]:
+    """Return the sizes, ranks and own options of an operator. Refuse more than `most` ranks, and fewer if they differ."""
+    from weft.builders import described
+    from weft.builders.problem import option_from_text
+    from weft.hw.topology import ranks_of
+
+    wired = ranks_of(topology) if topology else None
+    ranks = ranks or wired or 2
+    if wired not in (None, ranks):
+        raise ValueError(
+            f"--ranks {ranks}, but --topology {topology} has {wired}: leave out --ranks, or name another topology"
+        )
+    if ranks > most:
+        more = "; weft sim simulates more for embedding_all_to_all on a torus" if most == MOST_RANKS else ""
+        raise ValueError(f"--topology {topology} has {ranks} ranks, and at most {most} can be simulated{more}")
+    m, n, k = shape_of(shape, ranks if op == GEMMS_OF else None)
+    options = dict(option_from_text(op, one) for one in option or ())
+    may_differ = MOST_UNEVEN_RANKS.get(op, MOST_UNEVEN)
+    p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > may_differ else None
+    if p is not None and p.uneven:
+        raise ValueError(
+            f"{p.uneven}, and the simulation of more than {may_differ} different ranks takes too long: "
+            "use fewer ranks, or even sizes"
+        )
+    return {"M": m, "N": n, "K": k, "ranks": ranks, **options}
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Disable garbage collection: millions of steps have no cycles, and each search for cycles takes a third of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.freeze()  # later collections skip the remaining objects too
+            gc.enable()
+
+
+def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
+    """Parse `--shape`. ranks: given if the text may name one of FiCCO's GEMMs, whose N is divided by the ranks."""
+    for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
+        if gemm.name == text:
+            return gemm.m, gemm.sharded(ranks or 1).n, gemm.k
+    named = ", or one of g1 to g16 and s1 to s16" if ranks else ""
+    m, n, k, suffix = sizes(text, named)
+    if suffix:
+        raise ValueError(
+            f"--shape {text!r}: leave out {suffix!r}, which plans do not support; options are --option NAME=VALUE"
+        )
+    return m, n, k

@@ -1,0 +1,111 @@
+"""`weft sim OP`: every schedule of an operator on a machine that need not exist: time, gain, and distance from the bound.
+
+It needs neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.bench.core.arguments import appended, check_file
+from weft.cli.operators import (
+    MOST_RANKS,
+    SAYS_EVERY_S,
+    Dtype,
+    Hw,
+    Json,
+    Mode,
+    ModeOf,
+    Operators,
+    Ranks,
+    Shape,
+    Topology,
+    arguments,
+    without_collection,
+)
+from weft.files import append_json
+
+_COLUMNS = """speedup: serial's time / this time. exposed: the time in which a rank has nothing to compute; empty if kernels send
+while they compute. x bound: this time / the time that no schedule can beat. A trace opens in https://ui.perfetto.dev."""
+_ALL = "all"
+_MOST_OF_A_TORUS = 1 << 16  # one rank represents them (`weft.sim.orbits`); 16,384 take seconds
+
+
+def _run(
+    op: str,
+    shape: Shape,
+    ranks: Ranks = None,
+    hw: Hw = None,
+    topology: Topology = None,
+    dtype: Dtype = "bf16",
+    mode: ModeOf = Mode.queued,
+    option: list[str] | None = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A schedule to simulate beside serial; may be repeated. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    trace: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            metavar="NAME FILE",
+            help="Write the timeline of one run of this schedule as a Chrome trace.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = None,
+) -> None:
+    from weft.bench.core.console import print_table, progress
+    from weft.plan.compare import HEADER, comparison
+
+    most = _MOST_OF_A_TORUS if op == "embedding_all_to_all" else MOST_RANKS
+    sized = arguments(op, shape, ranks, topology, dtype, option, most)
+    if json is not None:
+        check_file("--json", json)
+    if trace is not None:
+        check_file("--trace", trace[1])
+    wanted = [] if schedule is None or _ALL in schedule else schedule
+    if trace is not None and wanted:
+        wanted = [*wanted, trace[0]]
+    with progress(1.0, True, "weft sim: ", every_s=SAYS_EVERY_S) as step, without_collection():
+        found = comparison(
+            op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, schedules=wanted, progress=step, **sized
+        )
+        traced = None if trace is None else found.simulated(trace[0])
+    facts = found.facts()
+    width = max(len(what) for what, _ in facts)
+    print("\n".join(f"{what:<{width}}  {text}" for what, text in facts))
+    print_table("schedules", HEADER, found.cells(), (" ".join(_COLUMNS.split("\n")), *found.left_out()))
+    if json is not None:
+        append_json(json, [found.as_json()])
+        print(appended(json, 1))
+    if trace is not None and traced is not None:
+        from weft.trace import write_trace
+
+        about = {what: text for what, text in facts if what != "bound"}
+        write_trace(trace[1], {trace[0]: traced.timeline}, **about)
+        print(f"written: {trace[1]}, a trace of {trace[0]}")
+
+
+class _Sims(Operators):
+    run = staticmethod(_run)
+    command = "weft sim"
+    epilog_of_operators = _COLUMNS
+
+
+sim = typer.Typer(
+    cls=_Sims,
+    no_args_is_help=True,
+    help=(
+        "Simulate every schedule of an operator on this machine or another: time, gain over serial, exposed communication, bound."
+        "\n\n    weft sim matmul_reduce_scatter --shape 16384,8192,4096 --hw mi300x --topology torus:16x8"
+        "\n\n    weft sim embedding_all_to_all --shape 32768,64,32 --option tables=128 --hw mi300x --topology torus:16x8"
+        "\n\n    weft sim all_gather_matmul --shape g5 --hw mi300x --ranks 8 --trace serial serial.json"
+    ),
+)

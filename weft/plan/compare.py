@@ -1,0 +1,176 @@
+"""All schedules of a problem on a machine: the time of each, and how far it is from serial and from what is possible.
+
+A plan simulates only what may be the fastest (`weft.plan.predict`). A comparison simulates every schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.builders import Problem, named
+from weft.errors import ScheduleError
+from weft.hw import Machine
+from weft.plan.explain import problem_on_machine
+from weft.plan.predict import Progress, Row, predicted_rows
+from weft.schedule import RANK, Schedule
+from weft.sim import Mode, Model, Simulated, simulate
+from weft.sim.bounds import Bound, bound, bound_of
+from weft.sim.orbits import NAMES as ORBITS
+from weft.sim.orbits import orbit, orbit_us
+
+MOST_EACH = 256
+"""Ranks up to which schedules are built for all ranks. More are simulated by one rank (`weft.sim.orbits`)."""
+HEADER = ("schedule", "us", "speedup", "exposed us", "x bound")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One schedule. Times are None, with the reason in `why_not`, if there is no such schedule for this problem."""
+
+    name: str
+    us: float | None = None
+    speedup: float | None = None  # serial's time / this time
+    exposed_us: float | None = None  # time without computation; None if kernels send while they compute
+    over_bound: float | None = None  # this time / the bound
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    problem: Problem
+    machine: Machine
+    model: Model = field(repr=False)
+    mode: Mode
+    notes: tuple[str, ...]
+    """The sources of the numbers."""
+    bound: Bound
+    rows: tuple[Compared, ...]
+    """The fastest first, then those without a time."""
+    schedules: dict[str, Schedule] = field(repr=False)
+    """The simulated schedules; none if one rank of a torus represents all."""
+
+    def simulated(self, name: str) -> Simulated:
+        """Return one run of the schedule `name`, with its timeline. Raise `ValueError` if it was not simulated."""
+        if not self.schedules:
+            raise ValueError(f"{self.problem.world_size} ranks have no trace: at most {MOST_EACH} ranks have one")
+        if name not in self.schedules:
+            row = next((row for row in self.rows if row.name == name), None)
+            why = f": {row.why_not}" if row else f"; simulated were {', '.join(self.schedules)}"
+            raise ValueError(f"schedule {name!r} was not simulated{why}")
+        return simulate(self.schedules[name], self.model, mode=self.mode, trusted=True)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the lines above the table as (label, text)."""
+        each = f"GEMMs or pooling {self.bound.compute_us:.1f}, links {self.bound.links_us:.1f}"
+        return [
+            ("operator", f"{self.problem.name}: {self.problem.text}, {self.mode}"),
+            ("machine", "; ".join([self.machine.name, *self.notes])),
+            ("bound", f"max({each}) = {self.bound.us:.1f} us: no schedule is faster"),
+        ]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows of the table with a time."""
+        return [
+            (row.name, f"{row.us:.1f}", *(_number(n, d) for n, d in ((row.speedup, 2), (row.exposed_us, 1), (row.over_bound, 2))))
+            for row in self.rows if row.us is not None
+        ]  # fmt: skip
+
+    def left_out(self) -> list[str]:
+        """Return the schedules without a time by their reasons, one line each."""
+        by_reason: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.us is None:
+                by_reason.setdefault(row.why_not, []).append(row.name)
+        return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all results as JSON values, with times in microseconds."""
+        rows = [
+            {"schedule": row.name, "us": row.us, "speedup": row.speedup, "exposed_us": row.exposed_us,
+             "over_bound": row.over_bound, "why_not": row.why_not}
+            for row in self.rows
+        ]  # fmt: skip
+        found = self.bound
+        return {
+            "op": self.problem.name, "problem": self.problem.text, "ranks": self.problem.world_size, "mode": self.mode,
+            "machine": self.machine.name, "notes": self.notes, "bound_us": found.us, "bound_compute_us": found.compute_us,
+            "bound_links_us": found.links_us, "schedules": rows,
+        }  # fmt: skip
+
+
+def comparison(
+    op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None = None,
+    mode: Mode = "queued", schedules: Sequence[str] = (), progress: Progress = lambda what, share: None, **options: Any,
+) -> Comparison:  # fmt: skip
+    """Simulate schedules of `op`.
+
+    op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
+    schedules: names of schedules to simulate beside serial; by default all that calls may take.
+
+    More than `MOST_EACH` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
+
+    `ScheduleError` if no schedule fits in memory; otherwise the errors of `explain`, and `ValueError` for an unknown schedule.
+    """
+    machine, model, notes, problem = problem_on_machine(
+        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
+    )
+    if problem.world_size > MOST_EACH:
+        return _of_orbits(problem, machine, model, mode, notes, schedules, progress)
+    among = frozenset({"serial", *(named(problem, name).name for name in schedules)}) if schedules else None
+    rows, built = predicted_rows(problem, model, mode, frozenset(), progress, among, every=True)
+    timed = [row for row in rows if row.us is not None]
+    if not timed:
+        raise ScheduleError(
+            f"no schedule of {problem.name} can be simulated: {rows[0].candidate.name}: {rows[0].why_not}"
+        )
+    least = bound(problem, model)
+    serial = next((row.us for row in timed if row.candidate.name == "serial"), None)
+    compared = [_compared(row, built, model, mode, least, serial) for row in rows]
+    compared.sort(key=lambda row: (row.us is None, row.us or 0.0))
+    kept = {row.candidate.name: built[row.candidate.name] for row in timed}
+    return Comparison(problem, machine, model, mode, notes, least, tuple(compared), kept)
+
+
+def _of_orbits(
+    problem: Problem, machine: Machine, model: Model, mode: Mode, notes: tuple[str, ...], schedules: Sequence[str],
+    progress: Progress,
+) -> Comparison:  # fmt: skip
+    if mode != "queued":
+        raise ValueError(f"mode={mode!r}: {problem.world_size} ranks are simulated in mode queued only")
+    serial = orbit(problem, model, "serial")
+    serial_us, least = orbit_us(serial, model), bound_of(serial.program)
+    exposed_us = orbit(problem, model, "serial", runs=1).exposed_us
+    rows = [Compared("serial", serial_us, 1.0, exposed_us, serial_us / least.us)]
+    for name in dict.fromkeys(schedules or ORBITS):
+        if name != "serial":
+            progress(f"simulating {name}", 1 / len(ORBITS))
+            us = orbit_us(orbit(problem, model, name), model)
+            rows.append(Compared(name, us, serial_us / us, None, us / least.us))
+    rows.sort(key=lambda row: row.us or 0.0)
+    notes = (*notes, "one rank of the torus represents all")
+    return Comparison(problem, machine, model, mode, notes, least, tuple(rows), {})
+
+
+def _compared(
+    row: Row, built: dict[str, Schedule], model: Model, mode: Mode, least: Bound, serial_us: float | None
+) -> Compared:
+    name = row.candidate.name
+    if row.us is None:
+        return Compared(name, why_not=row.why_not)
+    sending = row.stages or _stores_at_peers(built[name])
+    exposed_us = None if sending else simulate(built[name], model, mode=mode, trusted=True).exposed_us
+    speedup = serial_us / row.us if serial_us else None
+    return Compared(name, row.us, speedup, exposed_us, row.us / least.us if least.us else None)
+
+
+def _stores_at_peers(schedule: Schedule) -> bool:
+    """True if a kernel stores what it computes in a peer's memory."""
+    steps = (inner for step in schedule.walk() for inner in (step, *step.inner))
+    return any(step.kind == "compute" and step.regions[-1].at != RANK for step in steps)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

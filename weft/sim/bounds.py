@@ -1,0 +1,58 @@
+"""The time that no schedule of a problem can beat on a model.
+
+    compute   the serial schedule's GEMMs, each whole and alone, on the slowest rank; without GEMMs, its pooling
+    links     for each collective of the serial schedule the bytes that each rank must send / the rate of all links that leave it.
+              For an all-to-all, whose bytes cannot be combined, the time of the link with the most bytes: all schedules use the
+              same routes
+    bound     the larger of the two
+
+Latencies, launches and memory are left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from weft.builders import Problem
+from weft.schedule import Collective
+from weft.sim.losses import gemms_us, serial_of
+from weft.sim.lower import LoweredSchedule, Work, lower
+from weft.sim.model import Model
+
+
+@dataclass(frozen=True)
+class Bound:
+    compute_us: float
+    links_us: float
+
+    @property
+    def us(self) -> float:
+        return max(self.compute_us, self.links_us)
+
+
+def bound(problem: Problem, model: Model) -> Bound:
+    """Return the bound of all schedules of `problem`."""
+    return bound_of(lower(serial_of(problem), model), gemms_us(problem, model, launches=False))
+
+
+def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
+    """Return the bound of all schedules of the problem of a lowered serial schedule."""
+    works = [
+        (origin.step, task)
+        for lane in serial.lanes
+        for task, origin in zip(lane.tasks, lane.origins, strict=True)
+        if isinstance(task, Work)
+    ]
+    pooling = [task.work_us for step, task in works if any(inner.kind == "compute" for inner in step.inner)]
+    leaving_us: defaultdict[int, float] = defaultdict(float)  # by collective
+    busy_us: defaultdict[int, float] = defaultdict(float)  # by link
+    for step, task in works:
+        if isinstance(step, Collective) and step.op not in ("all_to_all", "exchange"):
+            leaving_us[id(step)] = max(leaving_us[id(step)], task.least_us)
+        elif isinstance(step, Collective):
+            for number, share in serial.loads[task.load].share:
+                if number in serial.links:
+                    busy_us[number] += share * task.work_us
+    links_us = sum(leaving_us.values()) + max(busy_us.values(), default=0.0)
+    return Bound(gemms_us or max(pooling, default=0.0), links_us)

@@ -1,0 +1,244 @@
+"""Embedding + all-to-all on a torus of any size: one rank is simulated, and represents all.
+
+A torus of C x R ranks is a product of rings: shifted along a row or a column, it is the same. If every rank has equal tables and
+samples, and takes its peers in the order of their displacement (columns, rows), all ranks do the same at the same time.
+
+    flows     if rank 0 sends to a displacement, every rank does. Each link then carries as many flows as the route has links in
+              its direction. So a route is folded into one link per direction, slower by this number
+    signals   what rank 0 sends to a displacement, it gets from the opposite one
+    steps     a schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: the first peer's
+              with its launch, and the second peer's for all others
+
+The work grows with the ranks, not with their square: 16,384 ranks take seconds. The result is that of a simulation of every rank.
+The builders (`weft.builders.embedding_all_to_all`) take peers in the order of their numbers. On a torus this is slower, because
+peers of ranks at the end of a row are one row further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+from weft.builders import EmbeddingAllToAll, Problem, named
+from weft.errors import ScheduleError
+from weft.hw.topology import Link, Paths, Topology, Wiring, torus
+from weft.schedule import ITEM_BYTES, Region, Tiles
+from weft.sim.costs import Cost, Operand, ResourcePlace, cost, cost_of_tiles, rates
+from weft.sim.engine import replayed
+from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
+from weft.sim.max_min import Load
+from weft.sim.model import Model
+from weft.sim.result import Simulated
+from weft.sim.vectorised import NumberedStep, Numbers, at_rank
+
+NAMES = ("serial", "direct", "put")
+
+
+class Folded(Topology):
+    """A torus as rank 0 sees it, with the links of all ranks on its own four."""
+
+    def paths(self, source: int, target: int) -> Paths:
+        """Return the routes from rank 0, or to it, each with one link for all links of a direction."""
+        found = self._paths.get((source, target))
+        if found is None:
+            columns, rows = self.dims
+            away = (target % columns - source % columns) % columns, (target // columns - source // columns) % rows
+            ways = [_ways(name, by, size) for name, by, size in zip(("row", "column"), away, self.dims, strict=True)]
+            latency_us = sum(of[0][1] for of in ways) * self.links[0].latency_us
+            rate = self.links[0].bytes_per_us
+            routes = tuple(
+                tuple(Link(kind, 0, 0, 0, rate / count, 0.0) for kind, count in (along, then) if count)
+                for along in ways[0]
+                for then in ways[1]
+            )
+            found = self._paths[source, target] = Paths(routes, latency_us, rate)
+        return found
+
+
+def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
+    """Return (kind of link, number of links) of the shortest ways along a ring."""
+    up, down = by, -by % size
+    if up == down and up and size > 2:
+        return [(f"{name} +1", up), (f"{name} -1", down)]
+    return [(f"{name} +1", up)] if up <= down else [(f"{name} -1", down)]
+
+
+def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
+    """Return the torus of `weft.hw.topology.torus` as rank 0 sees it."""
+    rows = ranks // columns
+    kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
+    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows), True)
+    found.known["leaving"] = len(kinds) * bytes_per_us
+    found.__dict__["period"] = 1
+    return found
+
+
+def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, int, int]:
+    """Return the problem, and the torus's columns and rows. Raise `ValueError` unless one rank can represent all."""
+    if not isinstance(problem, EmbeddingAllToAll):
+        raise ValueError(
+            f"{problem.world_size} ranks of {problem.name} are too many: only embedding_all_to_all has so many"
+        )
+    wiring = model.wiring
+    if wiring.builder is not torus:
+        raise ValueError(f"{problem.world_size} ranks are simulated on a torus only: use --topology torus:COLUMNSxROWS")
+    if problem.uneven:
+        raise ValueError(
+            f"{problem.uneven}: {problem.world_size} ranks are simulated only if all have equal samples and tables"
+        )
+    columns = int(wiring.numbers[2])
+    if problem.world_size % columns or problem.world_size < 3:
+        raise ValueError(f"a torus with rows of {columns} cannot have {problem.world_size} ranks")
+    needed = 3 * problem.batch_sizes[0] * problem.columns * ITEM_BYTES[problem.dtype]  # pooled, received, out
+    if needed > model.memory_bytes:
+        raise ScheduleError(
+            f"{problem.text}: pooled vectors need {needed / 1e9:,.1f} GB on a rank, but {model.name} has "
+            f"{model.memory_bytes / 1e9:,.0f} GB: use fewer samples or tables"
+        )
+    return problem, columns, problem.world_size // columns
+
+
+def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
+    """Simulate the schedule `name`, one of `NAMES`, of all ranks of a torus by one rank."""
+    if name not in NAMES:
+        raise ValueError(f"schedule {name!r} of many ranks must be one of {', '.join(NAMES)}")
+    return replayed(_Orbit(problem, model, name).program(), runs)
+
+
+def orbit_us(found: Simulated, model: Model) -> float:
+    """Return the microseconds of a queued run among consecutive runs, as `weft.sim.run_us` of the schedule of every rank."""
+    sets = sum(
+        one.times
+        for lane in found.program.lanes
+        for task in lane.tasks
+        if isinstance(task, Work)
+        for one in task.raises
+    )
+    return found.per_run_us + sets * model.tile_signal_us
+
+
+class _Block(NamedTuple):
+    """Items that a rank has once, or for each peer: those for the first peer, and those for any other."""
+
+    first: Sequence[NumberedStep]
+    other: Sequence[NumberedStep] = ()
+
+
+class _Orbit:
+    def __init__(self, problem: Problem, model: Model, name: str) -> None:
+        problem, self._columns, self._rows = require_orbit(problem, model)
+        self._world = problem.world_size
+        self._model = replace(model, wiring=Wiring(folded, model.wiring.numbers))
+        self._topology = self._model.wiring.of(self._world)
+        self._schedule = named(_of_three(problem), name).build()
+        self._buffers = {buffer.name: buffer for buffer in self._schedule.buffers}
+        self._counters: dict[tuple[str, int], int] = {}
+        self._loads: dict[Load, int] = {}
+        self._places: dict[ResourcePlace, int] = {}
+
+    def program(self) -> LoweredSchedule:
+        (lane,) = self._schedule.lanes
+        tasks, origins = list[Task](), []
+        for block in _blocks(Numbers(self._schedule).items(lane)):
+            for peer in range(1, self._world) if block.other else (0,):
+                for item in block.first if peer < 2 else block.other:
+                    tasks.append(self._task(item, peer))
+                    origins.append(item.origin)
+        program = LaneProgram(0, lane.name, 0, tasks, origins)
+        schedule = replace(self._schedule, world_size=self._world)
+        return LoweredSchedule(schedule, (0,), [program], list(self._loads), len(self._counters), self._places)
+
+    def _task(self, item: NumberedStep, peer: int) -> Task:
+        """Return the task of an item for the peer at displacement `peer`."""
+        if item.distance is not None:
+            return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
+        if item.awaited is not None:
+            ahead = at_rank(item.place, 0) == min(peer, 2)  # places are ranks: the first or the second ahead, or behind
+            counter, sets = self._counter(item.signal, peer if ahead else self._behind(peer)), at_rank(item.awaited, 0)
+            return Await(counter, sets, sets, item.previous)
+        if item.tiled:
+            return self._tiles(item, peer)
+        (rows, cols, _, got_rows, got_cols, _), (source, target) = item.numbers, item.origin.step.regions
+        more = self._world // 3 if self._world % 3 == 0 else self._world / 3
+        sent = Operand(round(cast(int, rows) * more), cast(int, cols), self._dtype(source), 0, True)
+        got = Operand(cast(int, got_rows), round(cast(int, got_cols) * more), self._dtype(target), 0, True)
+        return self._work(cost(self._model, self._world, item.origin.step, (sent, got)), item.carried)
+
+    def _tiles(self, item: NumberedStep, peer: int) -> Work:
+        step, tiled = cast(Tiles, item.origin.step), item.tiled[0]
+        scale = 1 if peer or item.carried else self._world / 3  # kernels of a serial schedule have tiles for all ranks
+        parts = []
+        for place, numbers, times in tiled.parts:
+            regions = step.work[place].regions
+            operands = tuple(
+                Operand(rows, cols, self._dtype(region), peer if at else 0, cols == self._buffers[region.buffer].cols)
+                for region, rows, cols, at in zip(regions, numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+            )
+            parts.append((step.work[place], operands, round(times * scale)))
+        found = cost_of_tiles(self._model, self._world, parts, tiled.read_bytes, rates(step.kernel, self._model))
+        raises = tuple(
+            Raising(self._counter(one.signal, self._behind(peer)), one.times, self._delay_us(item, peer), one.first, one.last,
+                    at_once=True)
+            for one in tiled.sets
+        )  # fmt: skip
+        return self._work(found, item.carried)._replace(raises=raises, pulses=pulses(raises))
+
+    def _work(self, found: Cost, carried: bool) -> Work:
+        amounts: dict[str, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
+        for how, (kind, _), amount in found.uses:
+            amounts[how].append((self._places.setdefault((kind, 0), len(self._places)), amount))
+        load = Load(*(tuple(sorted(of_kind)) for of_kind in amounts.values()))
+        number = self._loads.setdefault(load, len(self._loads))
+        return Work(found.what, 0.0 if carried else found.latency_us, found.work_us, number, False, found.sent_bytes,
+                    holds=0.0 if carried else found.holds, least_us=found.least_us)  # fmt: skip
+
+    def _delay_us(self, item: NumberedStep, peer: int) -> float:
+        us = self._model.signal_kernel_us if item.carried or item.tiled else self._model.signal_remote_us
+        return us + self._topology.paths(0, peer).latency_us
+
+    def _behind(self, peer: int) -> int:
+        """Return the displacement of the rank that has this rank at displacement `peer`."""
+        return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
+
+    def _counter(self, signal: str, source: int) -> int:
+        return self._counters.setdefault((signal, source), len(self._counters))
+
+    def _dtype(self, region: Region) -> str:
+        return self._buffers[region.buffer].dtype
+
+
+def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
+    """Return the problem of three of its ranks."""
+    dims = [dim for _, dim in problem.slots[0]]
+    width = sum(dims)
+    slots = tuple(tuple((rank * width + sum(dims[:i]), dim) for i, dim in enumerate(dims)) for rank in range(3))
+    return replace(
+        problem, world_size=3, batch_sizes=problem.batch_sizes[:3], slots=slots, rows_read=problem.rows_read[:3]
+    )
+
+
+def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
+    """Yield the items of three ranks in blocks: items for the two peers follow each other, with the same kinds of steps."""
+    at = 0
+    while at < len(items):
+        peers = next((end for end in range(at, len(items)) if not _of_peer(items[end])), len(items)) - at
+        for count in range(1, peers // 2 + 1):
+            first, other = items[at : at + count], items[at + count : at + 2 * count]
+            if [_look(item) for item in first] == [_look(item) for item in other]:
+                yield _Block(first, other)
+                at += 2 * count
+                break
+        else:
+            yield _Block(items[at : at + 1])
+            at += 1
+
+
+def _of_peer(item: NumberedStep) -> bool:
+    if item.tiled:
+        return bool(item.tiled[0].sets) or any(any(numbers[2::3]) for _, numbers, _ in item.tiled[0].parts)
+    return item.distance is not None or item.awaited is not None
+
+
+def _look(item: NumberedStep) -> tuple[str, str]:
+    return item.origin.step.kind, item.signal
