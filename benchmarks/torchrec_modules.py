@@ -1,0 +1,165 @@
+"""weft's embedding module beside TorchRec's, module for module: forward, and forward + backward + fused SGD.
+
+    torchrun --nproc-per-node 2 benchmarks/torchrec_modules.py [--json FILE] [--quick]
+
+Both have the same tables on the same ranks, table-wise, and get twenty batches in turn, each as a new KeyedJaggedTensor of local
+samples. `DistributedModelParallel` shards TorchRec's module, which runs FBGEMM's kernels: torchrec and fbgemm_gpu must be
+importable. Variants alternate; milliseconds are the slowest rank's median of rounds. Outputs are compared before, and tables
+after all steps: both have learned the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from embedding_prefetch import BATCHES, CASES, ROUNDS, SMALL, batches_of, synchronize
+
+import weft
+from weft.bench.core.console import print_table
+from weft.bench.core.records import append, environment
+from weft.nn import ShardedEmbeddingBagCollection
+
+LR, LIMIT = 0.01, 1e-4
+WAYS = ("torchrec", "weft")
+
+
+def of_torchrec(configs: list[Any], device: torch.device) -> tuple[Any, dict[str, int]]:
+    """Return TorchRec's sharded module with fused SGD, and the rank of each table."""
+    from torchrec import EmbeddingBagCollection
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ShardingEnv
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    world: Any = dist.group.WORLD
+    module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
+    whole = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    topology = Topology(world_size=world.size(), compute_device=device.type, local_world_size=world.size())
+    planner = EmbeddingShardingPlanner(topology=topology, constraints={config.name: whole for config in configs})
+    sharder: Any = EmbeddingBagCollectionSharder()
+    plan = planner.collective_plan(module, [sharder], world)
+    sharded = DistributedModelParallel(
+        module, env=ShardingEnv.from_process_group(world), device=device, plan=plan, sharders=[sharder]
+    )
+    ranks = {name: sharding.ranks[0] for of_module in plan.plan.values() for name, sharding in dict(of_module).items()}
+    return sharded, ranks
+
+
+def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: int) -> dict[str, float]:
+    from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+    tables, rows, dim, _, _ = case
+    names = [f"f{i}" for i in range(tables)]
+    configs = [
+        EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=rows, feature_names=[names[i]])
+        for i in range(tables)
+    ]
+    theirs, ranks = of_torchrec(configs, device)
+    group: Any = dist.group.WORLD
+    ours = ShardedEmbeddingBagCollection(
+        configs, group=group, device=device, placement=ranks, optimizer=weft.SGD(lr=LR)
+    )
+    own = {
+        name.split(".")[-2]: tensor.local_shards()[0].tensor
+        for name, tensor in theirs.state_dict().items()
+        if tensor.local_shards()
+    }
+    with torch.no_grad():
+        for name, bag in ours.embedding_bags.items():
+            bag.weight.copy_(own[name])
+    batches = batches_of(case, dist.get_rank(), device)
+
+    def features(number: int) -> Any:
+        ids, lengths = batches[number % BATCHES]
+        return KeyedJaggedTensor(names, ids, lengths=lengths)
+
+    def call(which: str, number: int) -> Any:
+        found = (theirs if which == "torchrec" else ours)(features(number))
+        return found.wait() if hasattr(found, "wait") else found
+
+    def forward(which: str, numbers: Iterator[int]) -> None:
+        with torch.no_grad():
+            for number in numbers:
+                call(which, number).values()
+
+    def step(which: str, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            call(which, number).values().sum().backward()
+
+    with torch.no_grad():
+        columns = [torch.cat([pooled[name] for name in names], 1) for pooled in (call(which, 0) for which in WAYS)]
+    require_close(*columns, "outputs")
+    parts: dict[str, Callable[[str, Iterator[int]], None]] = {"forward": forward, "step": step}
+    ms = {f"{part}, {which}": 0.0 for part in parts for which in WAYS}
+    for part, run in parts.items():
+        times: dict[str, list[float]] = {which: [] for which in WAYS}
+        for number in range(1 + ROUNDS):
+            for which in WAYS:
+                synchronize(device)
+                dist.barrier(control)
+                begin = time.perf_counter()
+                run(which, iter(range(calls)))
+                synchronize(device)
+                if number:
+                    times[which].append(1e3 * (time.perf_counter() - begin) / calls)
+        medians = torch.tensor([statistics.median(times[which]) for which in WAYS], dtype=torch.float64)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=control)
+        ms |= {f"{part}, {which}": value for which, value in zip(WAYS, medians.tolist(), strict=True)}
+    for name, bag in ours.embedding_bags.items():
+        require_close(own[name], bag.weight.detach(), f"table {name} after training")
+    ours.close()
+    return ms | {f"{part}, speedup": ms[f"{part}, torchrec"] / ms[f"{part}, weft"] for part in parts}
+
+
+def require_close(wanted: torch.Tensor, found: torch.Tensor, what: str) -> None:
+    error = float((wanted - found).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    if not error < LIMIT:
+        raise RuntimeError(f"{what}: weft and TorchRec differ by {error:.2g} of the largest element")
+
+
+def release(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="few steps")
+    given = parser.parse_args()
+    on_gpu, rank = torch.cuda.is_available(), int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    control, lines = dist.new_group(backend="gloo"), []
+    ms: dict[str, float] = {}
+    releases = {"torchrec": release("torchrec"), "fbgemm_gpu": release("fbgemm-gpu") or release("fbgemm-gpu-cpu")}
+    for name, case in (CASES if on_gpu else SMALL).items():
+        ms = measured(case, device, control, 5 if given.quick or not on_gpu else BATCHES)
+        lines.append((name, *(f"{value:.3f}" for value in ms.values())))
+        if rank == 0 and given.json is not None:
+            append(given.json, [{"case": name, "ms": ms, "peers": releases, **environment(device.type)}])
+        if on_gpu:
+            torch.cuda.empty_cache()
+    if rank == 0:
+        print_table(f"milliseconds; {releases}", ("case", *ms), lines, [])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
