@@ -136,8 +136,8 @@ SCHEDULES: dict[str, list[str | None]] = {
 
 
 def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
-    """Write each call in another way on rank 1 than on rank 0, at a new shape or at a known one, after no calls and
-    after calls in both ways. What is new in one schedule is known in the next."""
+    """Write each call differently on rank 1 than on rank 0, at a new and at a known shape. No calls come before it, or calls in
+    both ways. What is new in one schedule is known in the next."""
     for number, schedule in enumerate(SCHEDULES[operator]):
         options = {} if schedule is None else {"schedule": schedule}
         make = OPERATORS[operator]

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 
 import pytest
 import torch
+from support.slow import mostly
 from typer.testing import CliRunner
 
 from weft.bench.core import console
@@ -214,7 +215,7 @@ def test_all_shows_all(tmp_path: Path) -> None:
     assert "bf16, single" in single
 
 
-@pytest.mark.parametrize("width", [80, 100, 120, 140, 200])
+@pytest.mark.parametrize("width", mostly([80, 100, 120, 140, 200], 80, 140))
 def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(width: int, monkeypatch, capsys) -> None:
     found = explanation(
         "all_gather_matmul", M=131072, N=2048, K=16384, ranks=8, hw="mi300x", dtype="bf16", mode="queued"

@@ -173,7 +173,7 @@ def test_ranks_that_divide_the_batch_otherwise_learn_it_when_they_choose(pool: P
 def choices_of(
     group: dist.ProcessGroup, problems: list[Problem], how: str
 ) -> tuple[list[tuple[str, torch.Tensor]], list[int], list[int]]:
-    """How calls of many batch sizes were done, the number of choices by then, and bytes left after each of two closings."""
+    """Call many batch sizes. Return (transport, result) of each, the choices by then, and the bytes left after two closings."""
     own, found, counts, left = dist.new_group(list(range(group.size()))), [], [], []
     model = replace(model_of(load_machine("h200"), group.size()), signal_kernel_us={"serial": 1e5}.get(how, 1.0))
     before = embedding_all_to_all.choose_transport

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.slow import mostly, slow
+from support.slow import slow
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions
@@ -44,7 +44,8 @@ def measured(group: dist.ProcessGroup, operator: str) -> list[dict[str, Any]]:
     return run_rank(group.rank(), 2, BenchOptions(operator, "64x24x32", variants=named, quick=True, seconds=0.05))
 
 
-@pytest.mark.parametrize("operator", mostly(MEASURED, "matmul_reduce_scatter"))
+@pytest.mark.slow  # test_bench_matmul.py measures another operator in the same way
+@pytest.mark.parametrize("operator", MEASURED)
 def test_it_is_measured(pool: Pool, operator: str) -> None:
     written = pool.run(measured, operator, ranks=2, timeout_s=120)[0]
     assert {r["variant"] for r in written} == {"serial", "weft", MEASURED[operator]}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.slow import slow
 from test_replay import long_ways
 
 import weft
@@ -140,7 +141,7 @@ def test_ranks_prepare_the_same_sizes_whatever_their_layouts(pool: Pool) -> None
     pool.run(in_another_layout, ranks=2, timeout_s=60)
 
 
-@pytest.mark.parametrize("wanted", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("wanted", [slow(False), True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("operator", list(products(None)))  # type: ignore[arg-type]
 def test_sizes_that_do_not_come_back_are_run_in_turn(pool: Pool, operator: str, wanted: bool) -> None:
     pool.run(passing, operator, wanted, ranks=2, timeout_s=120)

@@ -48,8 +48,8 @@ def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
 
 def _mend() -> None:
     """Work around Triton 3.6. It takes a loop's bounds from arrays of one element in a way that numpy refuses from 2.4 on. It
-    multiplies the bits of bf16 as integers. The rest saves time: it patches its own functions into the language at every call of
-    a function, makes a dict for every look at a dtype, and computes conditions of overflow that it then ignores."""
+    multiplies the bits of bf16 as integers. The rest saves time. Triton patches its own functions into the language at every
+    call of a function, and makes a dict for every look at a dtype. It computes conditions of overflow that it then ignores."""
     from triton.runtime import interpreter
 
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot

@@ -70,7 +70,13 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
-LONG = ("reduced by 2 and normed", "scattered to 4")  # of which others like them are tried by `make test`
+# `make test` plays others like these.
+LONG = (
+    "reduced by 2 and normed",
+    "scattered to 4",
+    "gathered from 4 and wanted",
+    "columns of products of 2, gradients",
+)
 
 
 def test_every_operator_is_played() -> None:

@@ -70,7 +70,7 @@ def test_parts_have_the_numbers_of_the_whole(
     schedule, model = named(problem, name).build(), gpu(machine, 3)
     late = (0.0, 1.0, 2.5)  # so that every rank is simulated
     apart = simulate(schedule, model, runs=3, late_us=late)
-    monkeypatch.setattr(lowering, "_lowered", {})
+    monkeypatch.setattr(lowering, "_lowered", lowering._LastLowered(schedules=1, tasks=1))
     monkeypatch.setattr(lowering, "scarce_only", lambda loads, lanes: loads)
     monkeypatch.setattr(lowering, "parts_of", lambda loads, lanes: [0] * len(lanes))
     together = simulate(schedule, model, runs=3, late_us=late)

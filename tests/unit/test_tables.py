@@ -299,6 +299,7 @@ def test_statistics_are_no_part_of_the_identity():
     assert BASE.difference(informed) is None
 
 
+@pytest.mark.slow  # test_embedding_plan.py has the same of whole plans
 def test_the_fingerprint_is_the_same_in_another_process():
     program = (
         "from weft.embedding import *\n"

@@ -175,7 +175,7 @@ class RowParallelLinear(ParallelLinear):
 
     The GEMM overlaps with the reduce-scatter of the ranks' products (`weft.matmul_reduce_scatter`), and in backward with the
     all-gather. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features/W] ->
-    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`), and backward has no collective: ranks
+    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`). Then backward has no collective: ranks
     continue with the same result, and the incoming gradient must be whole and equal on all ranks.
 
     in_features must be divisible by the number of ranks, and so must the sequence. Other arguments are as for
@@ -193,8 +193,9 @@ class RowParallelLinear(ParallelLinear):
         """Return the result y; with `norm` the pair (norm(y), y): the next layer's input, and its residual.
 
         residual: a tensor of the result's shape, which is added to it.
-        norm: a norm over the hidden dimension. With `sequence_dim=None`, residual and norm are part of the all-reduce, if
-            residual and parameters have the same dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no hooks.
+        norm: a norm over the hidden dimension. With `sequence_dim=None`, the all-reduce includes residual and norm on two
+            conditions. Residual and parameters have the same dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no
+            hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)

@@ -62,8 +62,8 @@ _MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the ol
 class Peer:
     """A connected rank.
 
-    pid: the id in this process's namespace, 0 if the peer is in a namespace that is not visible here; for a rank on another
-    host, the id on that host. host: "" if the whole group is on one host."""
+    pid: the id in this process's namespace; 0 if the peer's namespace is not visible here. For a rank on another host it is the
+    id there. host: "" if the whole group is on one host."""
 
     rank: int
     pid: int

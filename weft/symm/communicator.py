@@ -187,8 +187,8 @@ class Communicator:
         """Wait until the counter at `address` is at least `wanted` (acquire order) and return its value.
 
         peer: the rank expected to raise it (None: any rank). Raises `DeadlineError` with rank, signal, wanted and found values
-        after `deadline_s` seconds (default `WEFT_DEADLINE_S`), which also poisons the group; `PeerLostError` if that peer has
-        left or died; `PoisonedGroupError` if the group failed otherwise.
+        after `deadline_s` seconds (default `WEFT_DEADLINE_S`), which also poisons the group. Raises `PeerLostError` if that
+        peer has left or died, and `PoisonedGroupError` if the group failed otherwise.
         """
         control = self._control
         control.check()

@@ -2,7 +2,7 @@
 
 A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
 access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to them.
-All ranks cut slabs in the same way: `allocate` is collective, gets the same size on every rank, and places the region at an
+All ranks cut slabs in the same way. `allocate` is collective and gets the same size on every rank. It places the region at an
 offset that is free on every rank. Every wait goes through the communicator, with its deadline.
 
 A group of one rank needs no peer: its slab is ordinary memory.

@@ -9,8 +9,8 @@ listens, and code(x) = HMAC-SHA256 of x with L's token as the key:
     L -> C    code(both nonces)                                C has reached a rank of the group too
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is logged
-and closed. A port may be reached at several addresses, some of which belong to other machines as well (bridges of containers), so
-C tries all of them at once, and takes the first that proves itself.
+and closed. A port may have several addresses, some of which other machines have too (bridges of containers). So C tries all of
+them at once, and takes the first that proves itself.
 """
 
 from __future__ import annotations

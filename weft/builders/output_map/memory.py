@@ -20,8 +20,8 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 class SharedMemory:
     """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
 
-    m: rows that a rank owns. times, slots, made_slots: by node of `routes.ranks`, when it may be sent on, and the first part in
-    `box` of the updates that it receives, and in `made` of its product, counted in m rows.
+    m: rows that a rank owns. times, slots, made_slots, by node of `routes.ranks`: the time at which it may be sent on, the
+    first part in `box` of its arriving updates, and the first part in `made` of its product. Parts count m rows.
     """
 
     def __init__(
