@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 from weft.bench.core import records as files
 from weft.bench.report import rewrite
 from weft.cli.app import app
+from weft.hw.topology.links import torus
+from weft.sim.collectives import algorithms
 from weft.studies import fused_embedding as study
-from weft.studies.dlrm_iteration import Dlrm, Task, ends_us
-from weft.studies.fused_embedding_model import Order, Setting, bag_bytes, between_nodes, in_a_node, rate, with_pooling
+from weft.studies.dlrm_iteration import Dlrm, Task, ends_us, exchange_us, reduce_us
+from weft.studies.fused_embedding_model import Order, Setting, bag_bytes, between_nodes, in_a_node, rate
 from weft.studies.numbers import load_numbers
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ def test_two_nodes_do_what_a_loop_over_slices_does(order: Order, size: int) -> N
 
 @pytest.mark.parametrize("rows", [5.5, 70])
 def test_no_kernel_is_faster_than_its_memory_or_its_links(rows: float) -> None:
-    numbers = with_pooling(NUMBERS, rows)
+    numbers = NUMBERS.with_value("model.pooling", rows)
     peak = 1e-6 * numbers["memory.bandwidth"]
     for setting in study.BETWEEN:
         least = max(setting.vectors * bag_bytes(numbers) / peak, setting.vectors / 2 * 1024 / 20e9 * 1e6)
@@ -83,6 +85,27 @@ def test_no_gain_is_above_what_is_exposed(samples: int, tables: int) -> None:
     # All ranks send as many bytes: a node's links need this long for theirs, each over half of a line's length.
     links_us = dlrm.exchange_bytes * 127 / 128 / (4 * 25e9) * 1e6
     assert dlrm.exchange_us > links_us
+
+
+@pytest.mark.parametrize(("nodes", "columns"), [(128, 16), (128, 8), (24, 4), (9, 3)])
+def test_collectives_on_the_torus_take_what_the_simulator_finds_by_all_routes(nodes: int, columns: int) -> None:
+    numbers = NUMBERS.with_value("scale.nodes", nodes).with_value("scale.columns", columns)
+    topology = torus(nodes, 25e3, 0.7, columns)
+    (direct,) = algorithms(topology, "all_to_all")
+    assert exchange_us(1e8, numbers) == pytest.approx(direct.time_us(1e8))
+    (rings,) = (one for one in algorithms(topology, "all_reduce") if one.name == "ring by dimension")
+    assert reduce_us(1e8, numbers) == pytest.approx(rings.time_us(1e8))
+
+
+def test_a_training_pass_on_16384_nodes_gains_less_than_on_128() -> None:
+    """The exchange grows with the torus, and the pooling of a node's tables with the samples alone."""
+    large = NUMBERS.with_value("scale.nodes", 16384).with_value("scale.columns", 128)
+    few, many = Dlrm(512, 7, NUMBERS), Dlrm(512, 7, large)
+    assert many.exchange_us / few.exchange_us > 128  # as many times the bytes, over longer ways
+    assert many.embedding_us == pytest.approx(128 * few.embedding_us, rel=0.01)
+    assert 0 < many.gain < few.gain
+    with pytest.raises(ValueError, match="128 nodes have no whole rows of 12: use a divisor"):
+        Dlrm(512, 7, NUMBERS.with_value("scale.columns", 12)).iteration_us(True)
 
 
 def test_numbers_are_read_with_units_and_wrong_ones_are_named() -> None:

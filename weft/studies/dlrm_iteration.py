@@ -16,10 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from weft.hw.topology.links import Topology, torus
-from weft.sim.collectives import algorithm, algorithms
 from weft.studies.fused_embedding_model import FLOAT
 from weft.studies.numbers import Numbers
 
@@ -84,9 +81,7 @@ class Dlrm:
 
     @property
     def exchange_us(self) -> float:
-        n = self.numbers
-        (direct,) = algorithms(_torus(n), "all_to_all")
-        return n.us("nic.collective") + direct.time_us(self.exchange_bytes)
+        return self.numbers.us("nic.collective") + exchange_us(self.exchange_bytes, self.numbers)
 
     def mlp_us(self, layers: float, times: float = 1.0) -> float:
         n = self.numbers
@@ -97,7 +92,7 @@ class Dlrm:
         """All-reduce of the gradients of MLP layers."""
         n = self.numbers
         count = layers * n["scale.width"] ** 2 * FLOAT
-        return n.us("nic.collective") + algorithm(_torus(n), "all_reduce", count).time_us(count)
+        return n.us("nic.collective") + reduce_us(count, n)
 
     def tasks(self, fused: bool) -> list[Task]:
         n = self.numbers
@@ -138,11 +133,34 @@ class Dlrm:
         return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
 
 
-def _torus(numbers: Numbers) -> Topology:
-    return _torus_of(
-        numbers.count("scale.nodes"), 1e-6 * numbers["scale.bandwidth"], numbers.us("scale.latency"),
-        numbers.count("scale.columns"),
-    )  # fmt: skip
+def exchange_us(count: float, numbers: Numbers) -> float:
+    """Return the time of an all-to-all of `count` bytes of each node on the torus, by the load of its fullest link.
+
+    Every node sends alike, along its row and then along the column, and half way around a ring over both ways. So a link of a
+    ring carries half of what all nodes of the ring send over its hops. It is what `weft.sim.collectives` finds by all routes.
+    """
+    columns, rows = _sizes(numbers)
+    fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2
+    latency_us = (columns // 2 + rows // 2) * numbers.us("scale.latency")
+    return latency_us + 1e6 * count / (columns * rows) * fullest / numbers["scale.bandwidth"]
 
 
-_torus_of = cache(torus)
+def reduce_us(count: float, numbers: Numbers) -> float:
+    """Return the time of an all-reduce of `count` bytes: rings along rows, then along columns, and back."""
+    us, left = 0.0, count
+    for size in _sizes(numbers):
+        left /= size
+        us += 2 * (size - 1) * (numbers.us("scale.latency") + 1e6 * left / numbers["scale.bandwidth"])
+    return us
+
+
+def _sizes(numbers: Numbers) -> tuple[int, int]:
+    nodes, columns = numbers.count("scale.nodes"), numbers.count("scale.columns")
+    if columns < 1 or nodes % columns:
+        raise ValueError(f"{nodes} nodes have no whole rows of {columns}: use a divisor as scale.columns")
+    return columns, nodes // columns
+
+
+def _hops(size: int) -> int:
+    """Return the hops from a node of a ring to all others, each by the shorter way."""
+    return sum(min(distance, size - distance) for distance in range(size))

@@ -18,7 +18,7 @@ with Computation", 3.2 to 4.3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -144,8 +144,3 @@ def _shuffle_us(setting: Setting, numbers: Numbers) -> float:
 
 def _memory_us(count: float, numbers: Numbers) -> float:
     return 1e6 * count / (numbers["memory.bandwidth"] * numbers["memory.share"])
-
-
-def with_pooling(numbers: Numbers, rows: float) -> Numbers:
-    pooling = replace(numbers.quantities["model.pooling"], value=rows)
-    return replace(numbers, quantities={**numbers.quantities, "model.pooling": pooling})

@@ -30,6 +30,11 @@ class Numbers:
             raise KeyError(f"{key} is no number of {self.name}: use one of {', '.join(self.quantities)}")
         return self.quantities[key].si
 
+    def with_value(self, key: str, value: float) -> Numbers:
+        """Return the same with another value, in the unit that it has."""
+        self[key]
+        return replace(self, quantities={**self.quantities, key: replace(self.quantities[key], value=value)})
+
     def count(self, key: str) -> int:
         return int(self[key])
 
@@ -38,8 +43,7 @@ class Numbers:
 
     def scaled(self, key: str, factor: float) -> Numbers:
         self[key]
-        changed = replace(self.quantities[key], value=self.quantities[key].value * factor)
-        return replace(self, quantities={**self.quantities, key: changed})
+        return self.with_value(key, self.quantities[key].value * factor)
 
     def of_source(self, *sources: str) -> Iterator[str]:
         return (key for key, quantity in self.quantities.items() if quantity.source in sources)

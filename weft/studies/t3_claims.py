@@ -27,6 +27,8 @@ def claims(
     yield _steps(small)
     yield _ring(found["14"])
     yield _traffic(found["17"])
+    yield _worst(small)
+    yield _stagger(found["4.4"])
     yield from _iterations(small, large)
     yield _attention(small)
     yield from _more_units(found["20"])
@@ -97,6 +99,23 @@ def _traffic(record: Record) -> Claim:
     said = f"GEMM {slower['T3']:.2f}x as long in T3, {slower['T3-MCA']:.2f}x in T3-MCA"
     held = slower["T3-MCA"] < slower["T3"]
     return Claim("the GEMM waits for the ring's bursts, less with MCA", "6.1.3, figure 17", "yes", said, held=held)
+
+
+def _worst(rows: Sequence[HardwareRow]) -> Claim:
+    """Judge the sub-layer in which T3-MCA loses most of the ideal's speedup."""
+    lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
+    worst = max(lost, key=lambda name: lost[name])
+    target = "T-NLG FC-1, 16 ranks"
+    said = f"{worst} ({100 * (lost[worst] - 1):.0f}%); {target}: {100 * (lost[target] - 1):.0f}%"
+    return Claim(
+        "T3-MCA is furthest from the ideal where the L2 is bypassed", "6.1.3", target, said, held=worst == target
+    )
+
+
+def _stagger(record: Record) -> Claim:
+    slower = [together / staggered - 1 for _, staggered, together in record["lines"]]
+    said = f"{100 * min(slower):.0f} to {100 * max(slower):.0f}% slower in one order"
+    return Claim("staggered chunks are faster than one order of all ranks", "4.4", "yes", said, held=min(slower) > 0)
 
 
 def _iterations(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> Iterator[Claim]:
