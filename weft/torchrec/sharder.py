@@ -26,7 +26,7 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     collection. With "dense" the tables have gradients for an optimizer of torch.
 
     fused_params: FBGEMM's options by name, as in TorchRec. An option that weft lacks is a `ValueError`.
-    transport, outputs, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
+    transport, outputs, deterministic, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
     """
 
     def __init__(
@@ -35,10 +35,13 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
         *,
         transport: Transport = "auto",
         outputs: int = 2,
+        deterministic: bool = True,
         deadline_s: float | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params)
-        self._options = {"transport": transport, "outputs": outputs, "deadline_s": deadline_s}
+        self._options = {
+            "transport": transport, "outputs": outputs, "deterministic": deterministic, "deadline_s": deadline_s,
+        }  # fmt: skip
 
     def shard(  # type: ignore[override]
         self,

@@ -32,13 +32,7 @@ def update(
     """Update each row that occurs. Return how many were skipped, because their gradient is infinite or NaN.
 
     scale: a number on the device, times every gradient."""
-    optimizer = tables.optimizer
-    memory = np.zeros((len(tables.weights), 5), dtype=np.int64)
-    numbers_of_tables = of.plan.sharding.local_tables(of.rank)
-    for line, weight, states, number in zip(memory, tables.weights, tables.states, numbers_of_tables, strict=True):
-        line[0] = weight.data_ptr()
-        line[1 : 1 + len(states)] = [state.data_ptr() for state in states]
-        line[4] = number
+    optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers
     beta1, beta2 = numbers.get("beta1", 0.0), numbers.get("beta2", 0.0)
     step = int(tables.step)
@@ -51,6 +45,27 @@ def update(
     skipped = _updated(of, rows, received, memory, optimizer.rule, given, skip, of.plan.sharding.dtype, random)
     torch.autograd.graph.increment_version(tables.tensors)
     return skipped
+
+
+_memories: dict[Any, np.ndarray[Any, Any]] = {}
+
+
+def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
+    """Return the addresses of tables and states, and the number of each table. A known layout says all that they depend on."""
+    key = of.plan, of.rank, of.layout
+    if of.layout is not None and (known := _memories.get(key)) is not None:
+        return known
+    memory = np.zeros((len(tables.weights), 5), dtype=np.int64)
+    numbers_of_tables = of.plan.sharding.local_tables(of.rank)
+    for line, weight, states, number in zip(memory, tables.weights, tables.states, numbers_of_tables, strict=True):
+        line[0] = weight.data_ptr()
+        line[1 : 1 + len(states)] = [state.data_ptr() for state in states]
+        line[4] = number
+    if of.layout is not None:
+        if len(_memories) >= 64:
+            _memories.clear()
+        _memories[key] = memory
+    return memory
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:

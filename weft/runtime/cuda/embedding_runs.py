@@ -119,9 +119,8 @@ class SortedAhead:
     """
 
     def __init__(self, rows: Rows, home: torch.cuda.Stream | None, side: torch.cuda.Stream | None) -> None:
-        self._rows, self._home, self._side = rows, home, side
+        self._rows, self._home, self._side, self._is_taken = rows, home, side, False
         self._done = None if side is None else side.record_event()
-        self._is_taken = False
 
     def take(self) -> Rows:
         """Return the rows, for the current stream."""
