@@ -8,8 +8,8 @@
     unit = "1"
     source = "datasheet"
 
-A name with a size needs no file: `torus:16x8` is a torus with rows of 16 and columns of 8, `hosts:4x8` has 4 hosts of 8 GPUs, and
-`ring:8`, `mesh:8` and `switch:8` have 8 GPUs. Such a topology refuses any other number of ranks.
+A name with a size needs no file. `torus:16x8` has rows of 16 and columns of 8, and `hosts:4x8` has 4 hosts of 8 GPUs. `ring:8`,
+`mesh:8` and `switch:8` have 8 GPUs. Such a topology refuses any other number of ranks.
 
 Numbers that the file lacks are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
 are linked directly.
