@@ -1,9 +1,9 @@
 """Distances that are alike: flows over them take the same shares of equally fast links, on the resources of a lowered schedule.
 
 A lowered schedule has the resources of its first ranks only, each for those of all ranks that it represents (`weft.sim.lower`).
-Routes of distances d and d + period may differ in the number, kind, rate, latency and represented ranks of their links. If they
-do not, steps cost the same. On a switch all distances are alike; on hosts those within the host are, and those beyond it, for each
-place in a host.
+Routes of distances d and d + period may differ in the number, kind, rate, latency and represented ranks of their links. If they do
+not, steps cost the same. On a switch all distances are alike, on hosts those within the host and those beyond it, for each place
+in a host.
 """
 
 from __future__ import annotations
