@@ -102,7 +102,7 @@ def test_an_assumed_number_moves_what_depends_on_it_and_others_are_listed(monkey
 
 def test_the_recorded_picks_meet_the_bar_and_the_heuristics_form_does_not() -> None:
     rows = rows_of(files.read([RECORDS]))
-    claims = {claim.what: claim for claim in ficco_claims.claims(rows)}
+    claims = {claim.what: claim for claim in ficco_claims.bars(rows)}
     for what in ("table I", "the synthetic GEMMs"):
         assert claims[f"closed form within 3% of the best of eight, {what}"].reproduced
     limits = {(s.form[:3], s.among): s.near["table-1"] for s in choosers.sweep(rows, {"table-1": "g"})}

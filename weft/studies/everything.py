@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from weft.bench.core.tables import Record, ResultTable, table
-from weft.studies import ficco, ficco_claims, fused_embedding, pgas, t3_hardware
+from weft.studies import ficco, fused_embedding, pgas, t3_hardware
 from weft.studies.claims import Claim
 
 Progress = Callable[[str, float], None]
@@ -28,7 +28,7 @@ class Study:
 
 STUDIES = (
     Study("t3", t3_hardware, 0.3, lambda step: t3_hardware.simulated(progress=step), t3_hardware.claims),
-    Study("ficco", ficco, 0.64, lambda step: ficco.simulated("mi300x", 8, progress=step), ficco_claims.claims),
+    Study("ficco", ficco, 0.64, lambda step: ficco.simulated("mi300x", 8, progress=step), ficco.claims),
     Study(
         "fused-embedding", fused_embedding, 0.01, lambda step: fused_embedding.simulated(progress=step),
         fused_embedding.claims,

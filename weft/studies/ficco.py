@@ -32,6 +32,9 @@ from weft.plan.predict import least_us, predict
 from weft.sim.losses import communication_us, gemms_us
 from weft.studies import ficco_choosers as choosers
 from weft.studies import ficco_sensitivity as sensitivity
+from weft.studies.claims import claims_table
+from weft.studies.ficco_claims import bars as bars_of
+from weft.studies.ficco_claims import claims
 from weft.studies.ficco_rows import ASYNCTP, EIGHT, KINDS, NAMED, NEAR, SERIAL, SHARD, STUDIED, WEFT, GemmRow, GemmRows
 from weft.studies.pages import bars, block, figure, head, model_for, where
 
@@ -106,6 +109,7 @@ def rows_of(records: Sequence[Record]) -> GemmRows:
             "no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1 --mode queued --json FILE"
         )
     rows = GemmRows()
+    rows.mesh = mine[-1].get("topology") == "mesh"
     rows.others = {r["variant"]: r for r in records if r["run"] == mine[-1]["run"] and not _gemm_of(r["config"])}
     for of_run in last_runs(mine, itemgetter("config")).values():
         first, config = of_run[0], of_run[0]["config"]
@@ -131,8 +135,15 @@ def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
     """Return figures 13, 12(b) and 14 and the heuristic's accuracy, without columns that were not recorded."""
     made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
     known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
-    if all(set(EIGHT) <= row.ms.keys() for row in rows):
+    if all({*EIGHT, SHARD} <= row.ms.keys() for row in rows):
         made.append(choosers.sweep_table(rows, known))
+        if set(known) == set(TABLES) and isinstance(rows, GemmRows) and rows.mesh:
+            made.insert(
+                0,
+                claims_table(
+                    "The paper's claims, and a bar of weft's, beside our numbers", [*claims(rows), *bars_of(rows)]
+                ),
+            )
     others = rows.others if isinstance(rows, GemmRows) else {}
     return [*made, *(sensitivity.sensitivity_table(one) for name, one in others.items() if name == "sensitivity")]
 

@@ -54,9 +54,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class GemmRows(list["GemmRow"]):
-    """The rows of a run. others: its records that are of no GEMM, by variant."""
+    """The rows of a run. others: its records that are of no GEMM, by variant. mesh: True if it ran on the paper's topology."""
 
     others: Mapping[str, Record]
+    mesh: bool = False
 
 
 @dataclass(frozen=True)
