@@ -45,6 +45,16 @@ def test_only_the_asked_for_schedule_and_serial(tmp_path: Path) -> None:
     assert {row["schedule"] for row in json.loads(file.read_text())["schedules"]} == {"serial", "direct"}
 
 
+def test_a_chakra_trace_is_a_file_for_each_rank_and_three_for_astra_sim(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    arguments = ["sim", "matmul_reduce_scatter", "--shape", "1024,512,512", "--hw", "mi300x", "--topology", "torus:2x2"]
+    done = runner.invoke(app, [*arguments, "--schedule", "serial", "--chakra", "serial", str(folder)])
+    assert done.exit_code == 0, done.output
+    traces = {f"matmul_reduce_scatter.{rank}.et" for rank in range(4)}
+    assert {path.name for path in folder.iterdir()} == {*traces, "comm_group.json", "network.yml", "system.json"}
+    assert "a Chakra trace of serial" in done.output
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

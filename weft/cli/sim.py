@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from weft.bench.core.arguments import appended, check_file
+from weft.bench.core.arguments import appended, check_file, check_folder
 from weft.cli.operators import (
     MOST_RANKS,
     SAYS_EVERY_S,
@@ -59,6 +59,14 @@ def _run(
             show_default=False,
         ),
     ] = None,
+    chakra: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            metavar="NAME FOLDER",
+            help="Write this schedule as a Chakra execution trace, with ASTRA-sim's network and system files.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = None,
 ) -> None:
     from weft.bench.core.console import print_table, progress
@@ -70,14 +78,17 @@ def _run(
         check_file("--json", json)
     if trace is not None:
         check_file("--trace", trace[1])
+    if chakra is not None:
+        check_folder("--chakra", chakra[1])
     wanted = [] if schedule is None or _ALL in schedule else schedule
-    if trace is not None and wanted:
-        wanted = [*wanted, trace[0]]
+    if wanted:
+        wanted = [*wanted, *(one[0] for one in (trace, chakra) if one is not None)]
     with progress(1.0, True, "weft sim: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = comparison(
             op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, schedules=wanted, progress=step, **sized
         )
         traced = None if trace is None else found.simulated(trace[0])
+        exported = None if chakra is None else found.chakra(chakra[0], op)
     facts = found.facts()
     width = max(len(what) for what, _ in facts)
     print("\n".join(f"{what:<{width}}  {text}" for what, text in facts))
@@ -91,6 +102,10 @@ def _run(
         about = {what: text for what, text in facts if what != "bound"}
         write_trace(trace[1], {trace[0]: traced.timeline}, **about)
         print(f"written: {trace[1]}, a trace of {trace[0]}")
+    if chakra is not None and exported is not None:
+        exported.write(chakra[1])
+        scaled = f"; its times are {exported.scale} times as long" if exported.scale > 1 else ""
+        print(f"written: {chakra[1]}, a Chakra trace of {chakra[0]}{scaled}")
 
 
 class _Sims(Operators):

@@ -18,6 +18,7 @@ from weft.plan.predict import Progress, Row, predicted_rows
 from weft.schedule import RANK, Schedule
 from weft.sim import Mode, Model, Simulated, simulate
 from weft.sim.bounds import Bound, bound, bound_of
+from weft.sim.chakra import Trace, chakra_trace
 from weft.sim.orbits import NAMES as ORBITS
 from weft.sim.orbits import orbit, orbit_us
 
@@ -54,13 +55,20 @@ class Comparison:
 
     def simulated(self, name: str) -> Simulated:
         """Return one run of the schedule `name`, with its timeline. Raise `ValueError` if it was not simulated."""
+        return simulate(self._schedule(name), self.model, mode=self.mode, trusted=True)
+
+    def chakra(self, name: str, prefix: str = "weft") -> Trace:
+        """Return the schedule `name` as a Chakra execution trace, whose files begin with `prefix`."""
+        return chakra_trace(self._schedule(name), self.model, prefix)
+
+    def _schedule(self, name: str) -> Schedule:
         if not self.schedules:
             raise ValueError(f"{self.problem.world_size} ranks have no trace: at most {MOST_EACH} ranks have one")
         if name not in self.schedules:
             row = next((row for row in self.rows if row.name == name), None)
             why = f": {row.why_not}" if row else f"; simulated were {', '.join(self.schedules)}"
             raise ValueError(f"schedule {name!r} was not simulated{why}")
-        return simulate(self.schedules[name], self.model, mode=self.mode, trusted=True)
+        return self.schedules[name]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the lines above the table as (label, text)."""
