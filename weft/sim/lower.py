@@ -125,10 +125,6 @@ class LoweredSchedule:
         loads = scarce_only(self.loads, of_lanes)
         return loads, parts_of(loads, of_lanes)
 
-    @property
-    def tasks(self) -> int:
-        return sum(len(lane.tasks) for lane in self.lanes)
-
     def only_communication(self) -> LoweredSchedule:
         """Return the program with only transfers between ranks, collectives and signals. Kernels that set signals take no time."""
         idle = len(self.loads)
@@ -184,7 +180,7 @@ class _LastLowered:
             self.tasks -= self._kept.pop(next(iter(self._kept)))[2]
 
 
-_lowered = _LastLowered(schedules=256, tasks=1 << 18)
+_lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
