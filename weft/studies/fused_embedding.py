@@ -316,7 +316,8 @@ def notes(records: Sequence[Record]) -> list[str]:
     assumed, known = last["assumed"]
     return [
         f"Simulated: {last['machine']}, two nodes, four GPUs of one, and {last['ranks']} nodes, {last['dtype']}; commit "
-        f"{last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} numbers in the machine's file are assumed."
+        f"{last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} numbers in the machine's "
+        "file are assumed."
     ]
 
 
