@@ -173,7 +173,7 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
         )
         raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {nearest}{listing}")
     if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
-        raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
+        raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once: give each parameter once")
     chosen = {
         key: _value(f"no schedule {name!r}: {key}", given[key], listed) if key in given else entry.defaults[key]
         for key, listed in entry.parameters.items()

@@ -154,7 +154,7 @@ class KeyedJaggedTensor:
 
     def weights(self) -> torch.Tensor:
         if self._weights is None:
-            raise ValueError("this KeyedJaggedTensor has no weights: weights_or_none() asks without raising")
+            raise ValueError("this KeyedJaggedTensor has no weights: call weights_or_none(), which then returns None")
         return self._weights
 
     def weights_or_none(self) -> torch.Tensor | None:
@@ -390,8 +390,8 @@ def _check_bags(lengths: Any, offsets: Any) -> None:
     if by_lengths.shape == by_offsets.shape and (by_lengths != by_offsets).any():
         bag = int((by_lengths != by_offsets).nonzero()[0])
         raise ValueError(
-            f"lengths and offsets disagree: by lengths bag {bag} holds {counted(int(by_lengths[bag]), 'id')}, by offsets "
-            f"{int(by_offsets[bag])}: pass one of the two"
+            f"lengths and offsets disagree: bag {bag} has {counted(int(by_lengths[bag]), 'id')} by lengths, but "
+            f"{int(by_offsets[bag])} by offsets: pass only one of them"
         )
 
 

@@ -89,7 +89,7 @@ class FusedOptimizers:
                 if given.size() != state.size() or given.dtype != state.dtype:
                     raise ValueError(
                         f"state {name!r} of {parameter!r} is {given.dtype} {list(given.size())} and must be {state.dtype} "
-                        f"{list(state.size())}"
+                        f"{list(state.size())}: load a state dict saved from this model and optimizer"
                     )
                 copies += zip(local_tensors(state), local_tensors(given), strict=True)
         for path, numbers in own["param_groups"].items():

@@ -157,7 +157,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
-                raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
+                raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
             # Refuse bad options now, on every rank, instead of at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs, output_dtype)
         except (ValueError, TypeError) as error:
@@ -211,8 +211,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             refusal = ValueError(no_tables_on(self.device))
         elif batch_sizes is not None:
             refusal = ValueError(
-                f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
-                f"local batches"
+                f"batch_sizes={batch_sizes} works only with input='global_batch': do not pass it, because ranks exchange the "
+                "sizes of local batches"
             )
         if torch.compiler.is_compiling():
             if refusal is not None and batch_sizes is not None:  # the operator refuses tables on meta, on every rank
@@ -245,11 +245,14 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """
         with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
             if self.input != "local_batch":
-                raise ValueError(f"prefetch with input={self.input!r}: nothing is distributed, leave it out")
+                raise ValueError(
+                    f"prefetch with input={self.input!r}: this input exchanges no ids, so there is nothing to prefetch: "
+                    "remove the call to prefetch"
+                )
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
             if self._prefetched is not None:
-                raise ValueError("prefetch of a second batch: call the module with the first one before")
+                raise ValueError("prefetch of a second batch: first call the module with the prefetched batch")
             self._prefetched = Prefetched(self._input_dist, features)
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:

@@ -256,7 +256,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[list[Any]]:
         if self._collected is not None:
-            raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
+            raise ValueError("accumulate() was called inside accumulate() of the same module: remove the inner call")
         self._collected = collected = list[Any]()
         try:
             yield collected
@@ -457,7 +457,7 @@ def _check(partition: Partition) -> None:
     first = partition.tables[0]
     for table, sharding in zip(partition.tables, partition.shardings, strict=True):
         if "." in table.name:
-            raise ValueError(f"table {table.name!r}: torch has no parameter with a dot in its name, choose another")
+            raise ValueError(f"table {table.name!r}: torch allows no dot in a parameter's name: choose another name")
         if isinstance(sharding, DataParallel):
             raise ValueError(
                 f"table {table.name!r}: {sharding} is not supported without pooling: use TableWise, RowWise or ColumnWise"

@@ -229,8 +229,8 @@ class _AllGatherScaledMatmul(Operator[_Call]):
             check_on(x.device, f"B_scales[{i}]", scale, torch.float32)
             if out == "fp8" and call.by_row:
                 raise ValueError(
-                    f"out_dtypes[{i}] is {FP8} (or None): fp8 GEMMs with scales of rows have no fp8 results; use "
-                    "torch.bfloat16, or one scale for all of A, without dimensions"
+                    f"out_dtypes[{i}] is {FP8} (or None): fp8 GEMMs with a scale per row have no fp8 results: use "
+                    "torch.bfloat16, or one scale for all of A, a tensor without dimensions"
                 )
             check_beside(B, scale, bias, out, call.by_row, (f"B_scales[{i}]", f"biases[{i}]"))
         scaled = Scaled(

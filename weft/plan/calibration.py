@@ -71,7 +71,9 @@ class Measure(Protocol):
         """Return the time of NCCL's all-gather in which every rank receives `count` bytes from its peers."""
 
     def signal_us(self, remote: bool) -> float:
-        """Return the time from a set to the end of its wait, in another lane of this rank or at a peer (`remote`)."""
+        """Return the time from setting a signal to the end of the wait for it.
+
+        The waiter is another lane of this rank, or a peer if `remote`."""
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]

@@ -202,7 +202,9 @@ def parsed(text: str) -> ast.expr:
 def check(node: ast.expr) -> None:
     """Allow arithmetic only: an expression from a file is evaluated."""
     match node:
-        case ast.Constant(value=bool()) | ast.Name(id="sum"):
+        case ast.Constant(value=bool()):
+            raise ValueError(f"{ast.unparse(node)!r} is a bool: write a whole number or a variable of the schedule")
+        case ast.Name(id="sum"):
             raise ValueError(
                 f"{ast.unparse(node)!r} is neither a number nor a variable of a schedule: write sums as sum(buffer[first:end])"
             )

@@ -17,7 +17,10 @@ TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation. If ranks do the same, only the first of them are simulated and represent the others."""
+    """The result of a simulation.
+
+    If ranks behave identically, only the first ones are simulated. Rank r has the result of rank r % (number of simulated ranks).
+    """
 
     program: LoweredSchedule = field(repr=False)
     runs: int

@@ -52,7 +52,9 @@ class ExpertsProblem(Problem):
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
-            raise ValueError(f"one rank sends {sent} tokens to another rank, which is more than most={self.most}")
+            raise ValueError(
+                f"splits: a rank sends {sent} tokens to one other rank, but most={self.most}: pass most={sent} or more"
+            )
 
     def __str__(self) -> str:
         """Return repr without `splits` if they are even (a number for each expert of all), and without an unset `return_x`."""

@@ -127,7 +127,7 @@ def fused(
     routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
     if not routes.alike:
         raise ValueError(
-            "the ranks' maps differ by more than their place in the ring, and one GPU cannot stand for all: use fused_on_all"
+            "the ranks' maps differ in more than positions in the ring, so one GPU cannot represent all: use fused_on_all"
         )
     setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
     return _run(_mapped(setup, routes, 0, one_for_all=True))
@@ -163,13 +163,16 @@ def _routes(
             )
     if tiles % chunks:
         raise ValueError(
-            f"{tiles} tiles in {chunks} chunks: each chunk needs as many, for the peer's to be the same; use other tiles"
+            f"{tiles} tiles in {chunks} chunks: every chunk must have the same number of tiles; use another tile size"
         )
     return routes_of("reduce_scatter", world, chunks, tuple((output.order, output.entries) for output in outputs))
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Put a rank's routes into a setup. one_for_all: this rank gets what it sends, as from a peer that is like it."""
+    """Put a rank's routes into a setup.
+
+    one_for_all: simulate only this rank; its own sends stand for those of an identical peer.
+    """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
     output, copied, expected, lands, peer, link = [], [], [], [], [], []
