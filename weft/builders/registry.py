@@ -59,7 +59,7 @@ def builder(
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
     """Register the decorated function as a builder for `problem`, once for each combination of its parameters' values.
 
-    A candidate's name leaves out values that are the function's defaults, so names stay the same when a parameter is added.
+    A candidate's name omits values that are the function's defaults, so names stay the same when a parameter is added.
 
     A function replaces a registered function of the same name and module (a notebook's cell run again). If the registered
     function is from another module, raise `ValueError`.

@@ -39,7 +39,7 @@ class Simulated:
 
     @property
     def per_run_us(self) -> float:
-        """Time of a run among consecutive runs. The first run is left out if there are several."""
+        """Mean time of consecutive runs. The first run does not count if there are several."""
         first = max(ends[0] for ends in self.simulated_ends_us.values())
         return (self.end_us - first) / (self.runs - 1) if self.runs > 1 else self.end_us
 

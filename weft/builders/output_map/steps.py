@@ -236,7 +236,7 @@ class _RankLanes:
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
-        """Send a chunk by engine when it is complete."""
+        """Send a chunk by copy engine when it is complete."""
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
         for send in self.routes.sends(self.rank, place):

@@ -137,7 +137,7 @@ def fused_on_all(
     gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks",
 ) -> list[ControllerRun]:  # fmt: skip
-    """Return the runs of all ranks, with a map for each, simulated together: as `fused`, for maps that are not alike too."""
+    """Simulate all ranks together, with a map for each rank, and return their runs. Unlike in `fused`, maps may differ."""
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
         _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
@@ -210,7 +210,7 @@ def reduce_scatter(
 
 
 def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) -> ControllerRun:
-    """Return the run of a ring all-gather of `total` bytes in all."""
+    """Return the run of a ring all-gather whose result has `total` bytes."""
     return _ring(total, world, gpu, copies=1, update=False, units=units)
 
 
