@@ -31,7 +31,7 @@ OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
 class FusedOptimizers:
     """The fused optimizers of all tables in `model`, for `torch.distributed.checkpoint`.
 
-    Save and load it beside the model, on every rank. Another number of ranks may load it, with another placement of tables:
+    Save and load it together with the model, on every rank. Another number of ranks may load it, with another placement of tables:
 
         state = {"model": model, "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)

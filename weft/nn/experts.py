@@ -39,13 +39,13 @@ class ExpertParallelMLP(nn.Module):
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The router is outside, because
-    models differ in it. Every rank has the whole router: reduce its parameters' gradients over ranks, as data parallelism
-    does. Tokens are neither dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of
-    experts are already sums over all ranks' tokens: do not reduce them again.
+    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The caller provides the router, because
+    models differ in it. Every rank has the whole router: reduce its parameters' gradients over ranks, as data parallelism does.
+    Tokens are neither dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of experts are
+    already sums over all ranks' tokens: do not reduce them again.
 
-    hidden, intermediate: of an expert.
-    num_experts: of all ranks, divisible by their number.
+    hidden, intermediate: sizes of an expert.
+    num_experts: the number of experts of all ranks, divisible by the number of ranks.
     group: a process group, or its name.
     activation: the activation function of the gate.
     gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
@@ -58,11 +58,11 @@ class ExpertParallelMLP(nn.Module):
     device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, the dtype of x too. Autocast does not apply.
 
     Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
-    hidden]), and `down_proj` [E, hidden, intermediate]: rows of Hugging Face's `MixtralExperts`, whose forward this has.
-    `local_part` takes them from all experts' state dict, stacked or expert by expert, and `weft.nn.local_state_dict` from a
-    whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the
+    hidden]), and `down_proj` [E, hidden, intermediate]: rows of the parameters of Hugging Face's `MixtralExperts`. Forward has its
+    signature. `local_part` takes them from all experts' state dict, stacked or expert by expert, and `weft.nn.local_state_dict`
+    from a whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the
     order of
-    top_k: equal calls give equal bits. Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
+    top_k: equal calls give equal bits. Calls raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
     routing is refused on every rank.
     """
 
