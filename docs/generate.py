@@ -138,7 +138,7 @@ def _doc(value: Any) -> str:
     of: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     text = inspect.cleandoc(of.__doc__ or "")
     if inspect.isclass(of) and dataclasses.is_dataclass(of) and text.startswith(f"{of.__name__}("):
-        return f"Of {', '.join(f'`{field.name}`' for field in dataclasses.fields(of))}."
+        return f"Fields: {', '.join(f'`{field.name}`' for field in dataclasses.fields(of))}."
     return text
 
 

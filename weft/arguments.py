@@ -135,8 +135,8 @@ def checked_dimension(
         )
     if not last and (not known or dim % len(shape) == len(shape) - 1):
         raise ValueError(
-            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension before the last one, over which "
-            "the matmul sums"
+            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension other than the last, because "
+            "the matmul sums over the last"
         )
     return dim % len(shape)
 

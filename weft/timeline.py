@@ -1,7 +1,7 @@
 """The record of the times of all work. Every executor fills a `Timeline`, and `weft.trace` draws it.
 
 A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a clock that
-all ranks of one timeline share. Bytes crossed between ranks for the span, sent or fetched (0 for other spans).
+all ranks of one timeline share. `bytes` is how many bytes this work sent or fetched between ranks (0 for other spans).
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work of `lane` on `rank` from `start_us` to `end_us`, in microseconds. `bytes` crossed between ranks for it."""
+    """One piece of work of `lane` on `rank` from `start_us` to `end_us`, in microseconds.
+
+    bytes: how many bytes this work sent or fetched between ranks.
+    """
 
     rank: int
     lane: str

@@ -40,7 +40,7 @@ def _options(**given) -> BenchOptions:
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, "),
         ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
-        ({"variants": ("dispatch[by=kernel,rest=together]",)}, "supports none of these shapes: with 2 ranks all "
+        ({"variants": ("dispatch[by=kernel,rest=together]",)}, r"supports none of these shapes \(first shape: with 2 ranks all "
                                                                "other tokens come from one rank, so "
                                                                "rest=together is the same as rest=each"),
         ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),

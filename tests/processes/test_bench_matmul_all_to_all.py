@@ -31,7 +31,10 @@ def _options(**given) -> BenchOptions:
     ("wrong", "message"),
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine"),
-        ({"variants": (DMA + "-bounded",)}, "supports none of these shapes: the host must not wait for sizes"),
+        (
+            {"variants": (DMA + "-bounded",)},
+            r"supports none of these shapes \(first shape: the host must not wait for sizes",
+        ),
         ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
     ],
 )

@@ -31,7 +31,7 @@ def test_an_operators_own_options_are_measured_and_named() -> None:
     assert (p.columns, shape.name) == (True, "24x10x16 gather_dim=-1")
     with pytest.raises(ValueError, match=r"gather_dim=-1: matmul_all_reduce has no such option \(matmul_all_gather"):
         options_of(["matmul_all_reduce", *given])
-    with pytest.raises(ValueError, match=r"option=.*gather_dim.*: tensor_parallel has none: leave it out"):
+    with pytest.raises(ValueError, match=r"option=.*gather_dim.*: tensor_parallel has no options: do not pass it"):
         options_of(["tensor_parallel", *given[2:]])
     for wrong, said in {
         "gather_dim": "option 'gather_dim' has no value: write it as gather_dim=VALUE",

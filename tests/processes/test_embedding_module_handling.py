@@ -162,7 +162,7 @@ def given_as(what: str) -> Any:
     [
         ("values cut off", ["offsets go from 5 to", "pass offsets - 5"]),
         ("below zero", ["offsets go from -2 to", "0 or more"]),
-        ("two stories", ["lengths and offsets disagree: by lengths bag 0 holds", "pass one of the two"]),
+        ("two stories", ["lengths and offsets disagree: bag 0 has", "pass only one of them"]),
         ("two stories, unseen before the headers", ["lengths sum to", "offsets go from 5 to", "pass one of the two"]),
         ("lengths alone", ["lengths sum to", "pass offsets to use a part of the values"]),
     ],
@@ -181,7 +181,7 @@ def test_offsets_that_do_not_fit_are_refused_by_all(pool, what, words):
     [
         ("values cut off", ["beyond the", "pass offsets - 5"]),
         ("below zero", ["offsets[0]", "is -2", "0 or more"]),
-        ("two stories", ["lengths and offsets disagree: by lengths bag 0 holds", "pass one of the two"]),
+        ("two stories", ["lengths and offsets disagree: bag 0 has", "pass only one of them"]),
         ("dictionary", ["features is a dict without", "pass a KeyedJaggedTensor"]),
     ],
 )

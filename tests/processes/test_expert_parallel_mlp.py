@@ -33,7 +33,7 @@ def test_it_learns_as_a_dense_layer_does(pool: Pool) -> None:
 def test_copies_state_dicts_and_bad_arguments(pool: Pool) -> None:
     for rank, told in enumerate(pool.run(ranks.handled, ranks=2, timeout_s=60)):
         assert told["missing"].startswith(
-            "ValueError: the state dict has no gate_up_proj, and of single experts 1 weights are"
+            "ValueError: the state dict has no gate_up_proj, and lacks 1 weight of single experts"
         )
         assert f"first {2 * rank}.up_proj.weight" in told["missing"]
         assert "num_experts=5 must be positive and divisible by world_size=2" in told["experts"]

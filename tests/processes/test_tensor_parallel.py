@@ -147,4 +147,4 @@ def test_handling_and_bad_input(pool: Pool) -> None:
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert found[name].startswith(text), (name, found[name])
-        assert found["mesh"].endswith("is a DeviceMesh: pass its get_group(), for one of its dimensions")
+        assert found["mesh"].endswith("is a DeviceMesh: pass the group of one dimension, its get_group(dim)")

@@ -38,7 +38,7 @@ def test_every_public_name_and_argument_is_on_the_page() -> None:
     for name in weft.__all__:
         assert not callable(getattr(weft, name)) or f"### weft.{name}\n" in text
     about = text[text.index("### weft.all_gather_matmul\n") : text.index("### weft.all_gather_scaled_matmul")]
-    assert "- `gather_dim`: any dimension but the last.\n" in about
+    assert "- `gather_dim`: any dimension except the last.\n" in about
     assert "    rows: Sequence[int] | None = None,\n" in about
     assert "| `DeadlineError` | A wait outlasted its deadline. |" in text
 

@@ -298,5 +298,5 @@ def test_options_are_refused_with_a_reason(wrong: dict, message: str) -> None:
 
 
 def test_only_who_draws_takes_a_folder_for_pictures(tmp_path) -> None:
-    with pytest.raises(ValueError, match="embedding_all_to_all draws none"):
+    with pytest.raises(ValueError, match="embedding_all_to_all draws no pictures"):
         BenchOptions("embedding_all_to_all", pictures=tmp_path)

@@ -46,7 +46,7 @@ def test_several_weights_take_as_long_as_their_gemms() -> None:
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        (AllGatherMatmul(2, (64, 96), (8,), 64, "bf16"), "needs at least 2 ranks with as many rows each"),
+        (AllGatherMatmul(2, (64, 96), (8,), 64, "bf16"), "needs at least 2 ranks with equal numbers of rows"),
         (AllGatherMatmul.even(72, 8, 64, 8), "9 rows of a shard and K=64 must be divisible by 8 ranks: pad, or plan"),
     ],
 )

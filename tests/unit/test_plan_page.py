@@ -44,5 +44,5 @@ def test_the_page_says_the_planners_thresholds() -> None:
     steps = " ".join(text[text.index("\n1. ", first) : text.index("\n4. ", first)].split())
     parts = CLEARLY, CLEARLY_CHUNKED, CLEARLY_OWN, ALIKE, SPARED
     assert set(re.findall(r"(\d+)%", steps)) == {f"{100 * part:.0f}" for part in parts}
-    assert set(re.findall(r"(\d+) us", steps)) == {f"{us:.0f}" for us in (CLEARLY_US, ALIKE_US)}
+    assert set(re.findall(r"(\d+) us", steps)) == {f"{us:.0f}" for us in (CLEARLY_US, ALIKE_US, CLEARLY_US / SPARED)}
     assert re.findall(r"([\d.]+) times the best", steps) == [str(HOPELESS)]

@@ -207,7 +207,7 @@ def edited_json(path: str, new: Any) -> str:
         (
             "contents",
             [{"buffer": "x", "expected": [[1]]}],
-            r"schedule.contents\[0\] is expected on 1 ranks: give it for all 3",
+            r"schedule.contents\[0\] has expected values for 1 ranks: give them for all 3",
         ),
         ("signals.0.count", 10**30, r"signals\[0\].count is an integer of 100 bits: numbers must be finite"),
         ("signals.0.count", float("inf"), r"signals\[0\].count is inf: numbers must be finite"),
@@ -215,7 +215,7 @@ def edited_json(path: str, new: Any) -> str:
         ("lanes.0.steps.2.extent", "3 - 2 * rank", r"lanes\[0\].steps\[2\].extent is -1: it must"),
         ("lanes.0.steps.2.extent", 50_001, r"lanes\[0\].steps\[2\] has 100005 steps or more .* at most 100000"),
         ("buffers.0.rows", "sum", "'sum' is neither a number nor a variable of a schedule"),
-        ("buffers.0.rows", "True", "'True' is neither a number nor a variable of a schedule"),
+        ("buffers.0.rows", "True", "'True' is a bool: write a whole number"),
         ("buffers.0.rows", "1 + " * 200 + "1", "nested too deep: at most 200 levels"),
         ("buffers.0.rows", "1" * 1000, "a number of 3319 bits"),
         ("buffers.0.rows", f"({'1, ' * 30_000})[0]", "it has 90005 characters, but at most 65536"),

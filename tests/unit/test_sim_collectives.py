@@ -142,6 +142,6 @@ def test_a_collective_below_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(costs, "algorithm", too_fast)
     with pytest.raises(
-        SimulationError, match=r"all_gather x.* ends at 36700\.160 us, and its links need until 73400\.320"
+        SimulationError, match=r"all_gather x.* ends at 36700\.160 us, but its links carry its bytes until 73400\.320"
     ):
         _us("all_gather", 8, 8 * MIB, Wiring(switch, (100.0,)))

@@ -67,7 +67,7 @@ def test_a_torus_of_1024_is_near_its_bound_where_links_decide() -> None:
     assert set(rows) == set(NAMES)
     assert all(row.over_bound is not None and row.over_bound >= 1 for row in rows.values())
     assert (rows["serial"].over_bound or 9) < 1.1
-    with pytest.raises(ValueError, match="1024 ranks have no trace"):
+    with pytest.raises(ValueError, match="1024 ranks cannot be traced"):
         found.simulated("serial")
 
 

@@ -1,8 +1,8 @@
-"""The result of a run of the GPU tests, as a record besides the benchmarks': the number of tests that passed, and their code.
+"""Append the result of a run of the GPU tests to a JSON file: counts of passed, failed and skipped tests, and the commit.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 
-appends the record to the list in the first file. A missing junit file means that its tests did not finish, and the record says
+The first file holds a list of such records. A missing junit file means that its tests did not finish, and the record says
 so.
 """
 

@@ -55,7 +55,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """Put this rank's rows to all peers, then run one GEMM.
 
     by kernel: everything on one lane. A run's first launch also signals that the box is free for the peers' rows. by dma: a lane
-    for each peer, so that the copies run concurrently; the box is free when the run before has read its rows."""
+    for each peer, so that the copies run concurrently; the box is free when the previous run has read its rows."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")

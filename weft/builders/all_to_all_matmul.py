@@ -43,9 +43,10 @@ from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
 SendOrder: TypeAlias = Literal["in_turn", "at_once"]
-"""in_turn: to one peer after the other, fastest for the first tokens on a switch. at_once: over all links of a mesh."""
+"""The order of sends. in_turn: one peer after the other, which is fastest for the first tokens on a switch. at_once: all peers at
+once, over all links of a mesh."""
 Columns: TypeAlias = tuple[int, int]
-"""(first, count) of the k columns of tokens."""
+"""A block of the k columns of tokens: (first, count)."""
 _TILE = "t"
 
 
@@ -143,7 +144,7 @@ class _Dispatch(Draft):
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
-        """Return the first row of a local expert's tokens in what `source` sends here."""
+        """Return the first row of a local expert's tokens among all tokens that `source` sends here."""
         return total("counts", self._mine(source), self._mine(source) + expert)
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
@@ -225,8 +226,9 @@ class Sending(_Dispatch):
                 sender.set(self._taken, i)
 
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
-        """Send to every other rank the tokens for its experts `first` to `first + count - 1`, or only some columns of
-        these tokens."""
+        """Send to every other rank the tokens for its experts `first` to `first + count - 1`.
+
+        columns: only these columns of the tokens."""
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts
@@ -243,10 +245,10 @@ class Sending(_Dispatch):
     def multiply(
         self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
     ) -> None:
-        """Multiply the tokens of the ranks `distances` places before this one, 0 for this rank, for `count` experts from `first`
-        on.
+        """Multiply the tokens for `count` experts, starting with local expert `first`.
 
-        columns: only these columns of the tokens. adds: accumulate into y."""
+        distances: the source ranks, as numbers of places before this rank; 0 is this rank. columns: only these columns of the
+        tokens. adds: accumulate into y."""
         expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
         kernel = GroupedMatmul(
             self.counts.name, self.tokens.name, self._inbox.name, self.weights.name, self.y.name, self.p.experts, self.p.most,
@@ -257,8 +259,8 @@ class Sending(_Dispatch):
     def done(self) -> Schedule:
         """Release buffers for the next run, after all lanes have read counts.
 
-        A peer that gets tokens knows that they were sent after their lane had read counts, but nothing about other lanes. Tokens
-        for the caller (`return_x`) are copied after all GEMMs: the host then knows sizes that it reads meanwhile."""
+        A peer that receives tokens knows only that their lane had read counts, and nothing about other lanes. Tokens for the
+        caller (`return_x`) are copied after all GEMMs, because by then the host knows the sizes that it reads meanwhile."""
         if self.x:
             for distance in range(self.world_size):
                 source = peer(self.world_size, -distance) if distance else RANK
@@ -281,14 +283,15 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region of `rows` tokens of the rank `distance` places before this one, 0 for this rank, from token `first`
-        on, where they lie."""
+        """Return the region that holds `rows` tokens from one source rank, starting with its token `first`.
+
+        distance: the source rank, as the number of places before this rank; 0 is this rank."""
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Return the first row in x of the tokens of `source`: after those of the ranks before it."""
+        """Return the first row in x of the tokens from `source`. Tokens are in the order of source ranks."""
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
@@ -296,5 +299,5 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row in a rank's inbox of the tokens from the rank `distance` places before it."""
+        """Return the first row of an inbox's slot for the source rank `distance` places before the inbox's rank."""
         return (self.world_size - 1 - distance) * self.p.most

@@ -11,7 +11,7 @@ from weft.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A builder with its parameters; parameters with default values are left out."""
+    """A builder with its parameters; parameters with default values are omitted."""
 
     builder: str
     parameters: tuple[tuple[str, Any], ...]

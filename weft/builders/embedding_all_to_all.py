@@ -44,7 +44,7 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """Return the slices of one sample: runs of adjacent slots (column, dim), cut into at most `slice_size` of them."""
+    """Return the slices of one sample: runs of at most `slice_size` adjacent slots. slots: (column, dim)."""
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
         last = units[-1] if units else None
@@ -188,7 +188,7 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Return the lane, after it signals all ranks whose waits need it that this rank's output may be written."""
+        """Signal the ranks that wait for it that they may write this rank's output. Return the lane."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)

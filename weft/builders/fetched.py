@@ -42,7 +42,7 @@ class Fetched:
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
-        """Wait until the `number`-th peer has finished the run before."""
+        """Wait until the `number`-th peer has finished the previous run."""
         lane.wait(self._credit, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:

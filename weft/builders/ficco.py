@@ -177,7 +177,7 @@ def _sources(world: int, start: Start) -> list[Index]:
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first, count) of the rows of each GEMM, for all ranks' chunks of `rows` rows in the order of ranks."""
+    """Return (first row, number of rows) for each GEMM. The chunks of all ranks, `rows` rows each, are stored in rank order."""
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
     if start == "uniform":

@@ -257,7 +257,7 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Copy the rows that these experts of the rank `distance` places before this one have made of this rank's tokens into y."""
+        """Copy into y the results of this rank's tokens from these experts of the rank `distance` places before this rank."""
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
@@ -265,6 +265,7 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of the slot for the rank `distance` ahead; at the receiver, of the slot from the rank `distance`
-        after."""
+        """Return the first row of the slot for the rank `distance` places after this rank.
+
+        At the receiver, the slot has rows from the rank `distance` places before it."""
         return (distance - 1) * self.p.most

@@ -95,7 +95,7 @@ def all_gather_matmul_operands(
     """Return (draft, x_shard, weights, outputs, gathered x or None), for schedules that do not support scales."""
     if p.scaled is not None:
         raise NotApplicableError(
-            "this builder does not support scaled (fp8) GEMMs: use one that is written with Operands"
+            "this builder does not support scaled (fp8) GEMMs: use a builder that is written with Operands"
         )
     found = Operands(name, p)
     return found.d, found.x.data, found.ws, found.ys, found.gathered

@@ -1,8 +1,8 @@
 """An operator's own options: the keywords after the dtype of its problem's `sized`.
 
-Options are values (`weft.plan.explain`) or texts (`--option` of `weft plan` and `weft bench`). Both are checked against the
-keyword's annotation: bool, int, float, str, Literal, or a union of these types and None. All other texts are refused, so
-that no arbitrary text counts as True. A keyword with another annotation accepts only values, and its problem checks them.
+Options are values (`weft.plan.explain`) or strings (`--option` of `weft plan` and `weft bench`). Both are checked against the
+keyword's annotation: bool, int, float, str, Literal, or a union of these types and None. All other strings are refused, so
+that no arbitrary string counts as True. A keyword with another annotation accepts only values, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def name_and_value(text: str) -> tuple[str, str]:
 
 
 def from_text(name: str, text: str, annotation: Any) -> Any:
-    """Parse `text` as the value of a keyword; raise `ValueError` with the allowed texts."""
+    """Parse `text` as the value of a keyword; raise `ValueError` with the allowed strings."""
     wanted = _alternatives(annotation)
     if type(None) in wanted and text.lower() == _NOTHING:
         return None

@@ -59,7 +59,7 @@ def builder(
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
     """Register the decorated function as a builder for `problem`, once for each combination of its parameters' values.
 
-    A candidate's name leaves out values that are the function's defaults, so names stay the same when a parameter is added.
+    A candidate's name omits values that are the function's defaults, so names stay the same when a parameter is added.
 
     A function replaces a registered function of the same name and module (a notebook's cell run again). If the registered
     function is from another module, raise `ValueError`.
@@ -173,7 +173,7 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
         )
         raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {nearest}{listing}")
     if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
-        raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
+        raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once: give each parameter once")
     chosen = {
         key: _value(f"no schedule {name!r}: {key}", given[key], listed) if key in given else entry.defaults[key]
         for key, listed in entry.parameters.items()

@@ -15,9 +15,9 @@ _TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast if the product is 
 class TrackedTiles:
     """Tile t of a tracked GEMM, whose result is one or more parts of m x n, each in `chunks` chunks of whole row tiles.
 
-    order: for each chunk in the order of production, its number in its part. Default: the chunks of one part, in order. pieces,
-    counts: (first, count) of the rows, and the number of tiles, of each chunk of a part. extent: the extent of t. rows, cols:
-    (first, count) of tile t, relative to the part."""
+    order: for each chunk in the order of production, its number in its part. Default: the chunks of one part, in order.
+    pieces: (first row, number of rows) of each chunk of a part. counts: the number of tiles of each chunk of a part.
+    extent: the number of values of t. rows, cols: (first, count) of the rows and columns of tile t, relative to the part."""
 
     def __init__(self, m: int, n: int, chunks: int, order: Sequence[int] | None = None) -> None:
         height, width = (
@@ -45,5 +45,5 @@ class TrackedTiles:
         self.cols = width * col, lookup([min(width, n - width * j) for j in range(across)], col)
 
     def by_chunk(self, values: Sequence[int]) -> Index:
-        """Return the value of the chunk of tile t, from a value for each chunk in the order of production."""
+        """Return the value for the chunk that contains tile t. values: one for each chunk, in the order of production."""
         return lookup([values[chunk] for chunk in self._chunks], self._at)

@@ -293,7 +293,7 @@ def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: i
     blocks, used = blocks_of_slots(keys, sharding, rank), {slot.feature for slot in sharding.slots}
     if unknown := [key for key in keys if key not in used]:
         raise ValueError(
-            f"feature {unknown[0]!r} has no table: name it in some table's feature_names, or leave it out of the input "
+            f"feature {unknown[0]!r} has no table: name it in some table's feature_names, or remove it from the input "
             f"(tables have the features {_some(slot.feature for slot in sharding.slots)})"
         )
     return blocks

@@ -78,7 +78,9 @@ class ForwardCall:
 
     @property
     def adds_each(self) -> bool:
-        """True if a GPU may add the gradient of each id to its row by atomics: SGD that needs no sum of a row's gradients."""
+        """True if a GPU may add each id's gradient to its row with atomic adds.
+
+        This needs fp32 tables, `deterministic=False`, and SGD without weight decay, clipping or `nonfinite="skip"`."""
         if self.deterministic or self.tables is None or self.plan.sharding.dtype != torch.float32:
             return False
         one = self.tables.optimizer

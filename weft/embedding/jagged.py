@@ -59,15 +59,15 @@ class JaggedTensor:
 
 
 class KeyedJaggedTensor:
-    """Bags of ids for T named features and B samples, feature-major; fields and methods as TorchRec's.
+    """Bags of ids for T named features and B samples, feature-major, with the fields and methods of TorchRec's class.
 
     `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets` [T * B + 1],
     int32 or int64 (one of the two is enough). Bags by lengths begin at the first value. Offsets may also begin above 0 and end
     before N, for a slice of a larger batch that shares its values. If both are given they must describe the same bags, and
     lengths alone must cover all of `values`. On CPU, pooling refuses other input. On GPUs, where a check would wait, a local
-    batch is refused if its sums differ; otherwise the caller must have them right. `stride` is B; it is derived, but must be
-    given without keys. Every key has the same B: TorchRec's variable stride per key is not supported. Nothing here copies, or
-    waits for a GPU, except `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
+    batch is refused if its sums differ; otherwise the caller must ensure that they are right. `stride` is B; it is derived, but
+    must be given without keys. Every key has the same B: TorchRec's variable stride per key is not supported. Nothing here copies,
+    or waits for a GPU, except `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
 
     Raises `ValueError` on a key named twice and on numbers of elements that do not fit together; `[key]` raises `KeyError`.
     Pooling checks dtypes and contents.
@@ -154,7 +154,7 @@ class KeyedJaggedTensor:
 
     def weights(self) -> torch.Tensor:
         if self._weights is None:
-            raise ValueError("this KeyedJaggedTensor has no weights: weights_or_none() asks without raising")
+            raise ValueError("this KeyedJaggedTensor has no weights: call weights_or_none(), which then returns None")
         return self._weights
 
     def weights_or_none(self) -> torch.Tensor | None:
@@ -390,8 +390,8 @@ def _check_bags(lengths: Any, offsets: Any) -> None:
     if by_lengths.shape == by_offsets.shape and (by_lengths != by_offsets).any():
         bag = int((by_lengths != by_offsets).nonzero()[0])
         raise ValueError(
-            f"lengths and offsets disagree: by lengths bag {bag} holds {counted(int(by_lengths[bag]), 'id')}, by offsets "
-            f"{int(by_offsets[bag])}: pass one of the two"
+            f"lengths and offsets disagree: bag {bag} has {counted(int(by_lengths[bag]), 'id')} by lengths, but "
+            f"{int(by_offsets[bag])} by offsets: pass only one of them"
         )
 
 

@@ -126,7 +126,7 @@ class EmbeddingOptimizer:
 class SGD(EmbeddingOptimizer):
     """Stochastic gradient descent without momentum. It keeps no state.
 
-    lr: learning rate. The other options are those of `EmbeddingOptimizer`.
+    lr: learning rate. `EmbeddingOptimizer` documents the other options.
     """
 
     rule = 1

@@ -42,9 +42,9 @@ class EmbeddingBagConfig:
 
     `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max` (default
     -+sqrt(1 / num_embeddings)), or by `init_fn`, which gets the [num_embeddings, embedding_dim] tensor, and fills it or returns
-    another of its shape. Equality ignores initial values: two configs that differ only there describe one table.
+    another tensor of its shape. Equality ignores initial values: two configs that differ only there describe one table.
 
-    Raises `ValueError` on sizes below 1, an unknown pooling or dtype, no feature, a feature named twice, bounds that are no
+    Raises `ValueError` on sizes below 1, an unknown pooling or dtype, no feature, a feature named twice, bounds that do not form an
     interval, or both bounds and `init_fn`.
     """
 
@@ -122,7 +122,7 @@ class EmbeddingBagConfig:
 
     @classmethod
     def of(cls, config: Any) -> EmbeddingBagConfig:
-        """Return `config` if it is one of ours, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
+        """Return `config` if it is weft's, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
 
         As in TorchRec, a table without `feature_names` is looked up by a feature of its own name. Raises `ValueError` on an
         option that weft does not have, unless it is at its default.
@@ -208,7 +208,7 @@ class EmbeddingSharding:
     """The assignment of tables to ranks: the same value on every rank of a group.
 
     `rank_of_table[i]` in [0, world_size) owns `tables[i]`; a rank may own none. `rows_read` (mean rows per sample and table), if
-    known, serves `describe()` alone: equality and the fingerprint ignore it. Raises `ValueError` on no table, duplicate names,
+    known, is used only by `describe()`: equality and the fingerprint ignore it. Raises `ValueError` on no table, duplicate names,
     mixed dtypes, a wrong number of ranks, or a rank out of range.
     """
 

@@ -46,7 +46,9 @@ _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity]
 ) -> dict[str, Quantity]:
-    """Return `given`, and all other numbers of the machine `base`, scaled. Raise `ValueError` if one of `GIVEN` is missing."""
+    """Return the numbers in `given`. Derive the missing ones from machine `base` by scaling.
+
+    Raise `ValueError` if a number of `GIVEN` is missing."""
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(
             f"{name}: add {', '.join(missing)}: the other numbers are derived from these and from {base}'s"

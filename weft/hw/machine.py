@@ -170,7 +170,10 @@ def _leaves(file: str, prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[s
     for key, node in tree.items():
         path = f"{prefix}{key}"
         if not isinstance(node, Mapping):
-            raise ValueError(f"{file}: {path} = {node!r} needs value, unit and source")
+            raise ValueError(
+                f"{file}: {path} = {node!r} needs value, unit and source: write "
+                f'{path} = {{value = ..., unit = "...", source = "..."}}'
+            )
         if "value" in node:
             yield path, _quantity(file, path, node)
         else:

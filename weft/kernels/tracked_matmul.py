@@ -3,26 +3,27 @@ table, and sets signals as soon as their tiles are stored.
 
 It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in this
 device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and
-DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and copies by
-engine take no compute units from it.
+DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and copy-engine
+(DMA) transfers use no compute units.
 
     table [tiles, columns]      for each tile: its first row of a, its number of rows, its first column, its number of columns,
                                 the address of its first element, the row pitch there; then the indices of its counters; and with
                                 an addend (ADDS), the addend's address and row pitch
-    counters [n, 4]             for each counter: tiles that have arrived (zero between launches), tiles in all, the begin and the
-                                end of its words in `sets`
+    counters [n, 4]             for each counter: number of tiles that have arrived (zero between launches), total number of tiles,
+                                start and end of its range in `sets`
     sets                        addresses of flag words (`weft.kernels.signals`), on this rank and on peers
 
-Split-K (SPLITS > 1): SPLITS programs multiply parts of one tile, and each leaves its fp32 sum in `partials`. The last program to
-arrive reduces them in the order of the parts, whatever the order of arrival, so results are bitwise reproducible. It stores the
-tile and increments the counters.
+Split-K (SPLITS > 1): SPLITS programs each multiply one part of the K range of a tile, and store an fp32 partial sum in
+`partials`. The last program to arrive reduces them in the order of the parts, whatever the order of arrival, so results are
+bitwise reproducible. It stores the tile and increments the counters.
 
 A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in bytes from
 `y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer, once per element, when the product is done,
 and added in fp32. So a partial sum crosses a link while other tiles compute, without a separate copy.
 
 Order: a tile's stores, a barrier, the increment with acquire and release at system scope. The program with the last increment has
-seen all others, and stores the flags with release. The loop contains no wait, which would break the compiler's pipelining.
+seen all others, and stores the flags with release. Do not wait inside the loop: a wait would break the compiler's software
+pipelining.
 
 Speed. The loop over tiles and the loop over K become one, so that the next tile's operands arrive while a tile is stored. A
 barrier, a branch or a loop of Triton's after a tile would prevent that. So on NVIDIA GPUs one thread counts and sets flags, in

@@ -31,7 +31,7 @@ OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
 class FusedOptimizers:
     """The fused optimizers of all tables in `model`, for `torch.distributed.checkpoint`.
 
-    Save and load it beside the model, on every rank. Another number of ranks may load it, with another placement of tables:
+    Save and load it together with the model, on every rank. Another number of ranks may load it, with another placement of tables:
 
         state = {"model": model, "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
@@ -89,7 +89,7 @@ class FusedOptimizers:
                 if given.size() != state.size() or given.dtype != state.dtype:
                     raise ValueError(
                         f"state {name!r} of {parameter!r} is {given.dtype} {list(given.size())} and must be {state.dtype} "
-                        f"{list(state.size())}"
+                        f"{list(state.size())}: load a state dict saved from this model and optimizer"
                     )
                 copies += zip(local_tensors(state), local_tensors(given), strict=True)
         for path, numbers in own["param_groups"].items():

@@ -86,7 +86,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     `weft.embedding.ColumnWise` and `RowWise` cut a table into parts, and `DataParallel` copies it to every rank. The
     parameters are then the parts, with names such as "table[rows, columns]". Row-wise and data-parallel tables need
     input="local_batch".
-    rows_read: mean rows per sample and table, by name or in table order, for the balance; default 1 per feature. Give it if
+    rows_read: mean rows per sample and table, by name or in table order, to balance the ranks; default 1 per feature. Give it if
         pooling factors differ.
     input: with "local_batch", as in TorchRec, a rank passes all features of its own samples, and weft distributes the
     ids over `group`. With "global_batch", a rank passes the features of its own tables for the samples of all ranks, in
@@ -103,8 +103,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Ranks exchange
     these numbers in each call. Default: no limit.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for `weft.embedding_all_to_all`. The
-        distribution of a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout. Tables in parts or on
-        every rank have no `output_dtype`.
+        distribution of a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout. `output_dtype` supports
+        only whole tables.
     """
 
     _container = "embedding_bags"
@@ -157,7 +157,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
-                raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
+                raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
             # Refuse bad options now, on every rank, instead of at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs, output_dtype)
         except (ValueError, TypeError) as error:
@@ -211,8 +211,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             refusal = ValueError(no_tables_on(self.device))
         elif batch_sizes is not None:
             refusal = ValueError(
-                f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
-                f"local batches"
+                f"batch_sizes={batch_sizes} works only with input='global_batch': do not pass it, because ranks exchange the "
+                "sizes of local batches"
             )
         if torch.compiler.is_compiling():
             if refusal is not None and batch_sizes is not None:  # the operator refuses tables on meta, on every rank
@@ -235,9 +235,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 module.prefetch(following)
                 loss(pooled).backward()
 
-        On GPUs the numbers of ids are exchanged on a stream of its own, behind what is enqueued by then. So at the next call the
-        host waits for that exchange alone, and not for the device, and the ids travel beside the work enqueued in between. Do
-        not change the tensors of the batch before its call. Bad input raises at the call.
+        On GPUs the numbers of ids are exchanged on a separate stream, after the work that is already enqueued. So at the next call
+        the host waits only for that exchange, and not for the device. The ids travel while the work that you enqueue in between
+        runs. Do not change the tensors of the batch before its call. Bad input raises at the call.
 
         features: as for a call, the same object.
 
@@ -245,11 +245,14 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """
         with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
             if self.input != "local_batch":
-                raise ValueError(f"prefetch with input={self.input!r}: nothing is distributed, leave it out")
+                raise ValueError(
+                    f"prefetch with input={self.input!r}: this input exchanges no ids, so there is nothing to prefetch: "
+                    "remove the call to prefetch"
+                )
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
             if self._prefetched is not None:
-                raise ValueError("prefetch of a second batch: call the module with the first one before")
+                raise ValueError("prefetch of a second batch: first call the module with the prefetched batch")
             self._prefetched = Prefetched(self._input_dist, features)
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:

@@ -59,7 +59,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     Backward sends the gradient of each row to its owner, which sums equal rows in a fixed order, in float32. So equal inputs give
     equal bits. With an `optimizer` it updates the tables, and `fused_optimizer` has the learning rate.
 
-    Parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part; only this rank's exist here.
+    Parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part; a rank has only its own parts.
     Initial values depend on the seed and the table alone.
 
     tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, of one dimension and one dtype.
@@ -71,14 +71,14 @@ class ShardedEmbeddingCollection(TrainedTables):
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
     dedup: if True, each rank sends each distinct id once, and one gradient for it. This is faster if ids repeat often.
     Sums of gradients are rounded to the tables' dtype before they are sent.
-    max_ids: the largest number of ids that a rank may receive in a call, those of each part of a table counted. If any rank would
-    receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
+    max_ids: the largest number of ids that a rank may receive in a call, where the ids of each part of a table count. If any rank
+    would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
     hash: map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: "warning" reads ids out of range as zero rows, and warns; "fatal" refuses the call on every rank; "ignore" reads
         zero rows.
     deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs the process group's timeout.
 
-    Memory: a call holds its ids, the rows that this rank sends and those that it receives; backward the same for gradients.
+    Memory: a call holds its ids, the rows that this rank sends and those that it receives; backward needs the same for gradients.
     """
 
     _container = "embeddings"
@@ -256,7 +256,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[list[Any]]:
         if self._collected is not None:
-            raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
+            raise ValueError("accumulate() was called inside accumulate() of the same module: remove the inner call")
         self._collected = collected = list[Any]()
         try:
             yield collected
@@ -457,7 +457,7 @@ def _check(partition: Partition) -> None:
     first = partition.tables[0]
     for table, sharding in zip(partition.tables, partition.shardings, strict=True):
         if "." in table.name:
-            raise ValueError(f"table {table.name!r}: torch has no parameter with a dot in its name, choose another")
+            raise ValueError(f"table {table.name!r}: torch allows no dot in a parameter's name: choose another name")
         if isinstance(sharding, DataParallel):
             raise ValueError(
                 f"table {table.name!r}: {sharding} is not supported without pooling: use TableWise, RowWise or ColumnWise"

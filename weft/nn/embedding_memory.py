@@ -22,12 +22,12 @@ _SORT_BYTES = {"cpu": 20, "cuda": 60}
 class EmbeddingMemory:
     """The memory of a module on one rank, in bytes.
 
-    tables, states: of each table of this rank, and of its optimizer's states.
+    tables, states: the bytes of each table of this rank, and of its optimizer states.
     gradients: `.grad` of tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
     in_flight: ids, offsets and weights of calls whose backward has not run, and what `accumulate()` keeps; also of batches that a
         pipeline distributes ahead of their call. On GPUs also the input of the last call, by which an error names bad ids.
-    workspace: an estimate of what backward of the last differentiated call takes while it runs; not part of `total`.
+    workspace: an estimate of the memory that backward of the last differentiated call takes while it runs; not part of `total`.
     """
 
     tables: dict[str, int]

@@ -26,7 +26,7 @@ from weft.operator.layers import activated, compare_options, ends_group, fill, r
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.symm.groups import group_of
-from weft.words import kind
+from weft.words import counted, kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -39,13 +39,13 @@ class ExpertParallelMLP(nn.Module):
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The router is outside, because
-    models differ in it. Every rank has the whole router: reduce its parameters' gradients over ranks, as data parallelism
-    does. Tokens are neither dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of
-    experts are already sums over all ranks' tokens: do not reduce them again.
+    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The caller provides the router, because
+    models differ in it. Every rank has the whole router: reduce its parameters' gradients over ranks, as data parallelism does.
+    Tokens are neither dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of experts are
+    already sums over all ranks' tokens: do not reduce them again.
 
-    hidden, intermediate: of an expert.
-    num_experts: of all ranks, divisible by their number.
+    hidden, intermediate: sizes of an expert.
+    num_experts: the number of experts of all ranks, divisible by the number of ranks.
     group: a process group, or its name.
     activation: the activation function of the gate.
     gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
@@ -58,11 +58,11 @@ class ExpertParallelMLP(nn.Module):
     device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, the dtype of x too. Autocast does not apply.
 
     Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
-    hidden]), and `down_proj` [E, hidden, intermediate]: rows of Hugging Face's `MixtralExperts`, whose forward this has.
-    `local_part` takes them from all experts' state dict, stacked or expert by expert, and `weft.nn.local_state_dict` from a
-    whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the
+    hidden]), and `down_proj` [E, hidden, intermediate]: rows of the parameters of Hugging Face's `MixtralExperts`. Forward has its
+    signature. `local_part` takes them from all experts' state dict, stacked or expert by expert, and `weft.nn.local_state_dict`
+    from a whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the
     order of
-    top_k: equal calls give equal bits. Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
+    top_k: equal calls give equal bits. Calls raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
     routing is refused on every rank.
     """
 
@@ -147,7 +147,7 @@ class ExpertParallelMLP(nn.Module):
         missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
         if missing:
             raise ValueError(
-                f"the state dict has no {self.first_name}, and of single experts {len(missing)} weights are missing, first "
+                f"the state dict has no {self.first_name}, and lacks {counted(len(missing), 'weight')} of single experts, first "
                 f"{missing[0]}; it has {', '.join(list(whole)[:4])}, ...: strip the prefix of the experts' names"
             )
         first = [torch.cat([found[i, name] for name in parts]) for i in mine]

@@ -22,8 +22,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     fixed.
 
     `state_dict()` has torch's form, and names of TorchRec: state "<table>.momentum1" of parameter "embedding_bags.<table>.weight".
-    It is this rank's part. `load_state_dict()` copies into the states in place. For checkpoints that another number of ranks may
-    load, use `weft.nn.FusedOptimizers`.
+    It contains only this rank's part. `load_state_dict()` copies into the states in place. For checkpoints that another number of
+    ranks may load, use `weft.nn.FusedOptimizers`.
     """
 
     def __init__(self, update: FusedUpdate, tables: Mapping[str, nn.Parameter]) -> None:

@@ -56,7 +56,7 @@ def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
     if max_ids is not None and input == "global_batch":
         raise ValueError(
             f"max_ids={max_ids} works only with input='local_batch', because no ids are sent for a "
-            "global batch: leave it out"
+            "global batch: do not pass max_ids"
         )
 
 

@@ -16,7 +16,7 @@ class RMSNorm(nn.RMSNorm):
 
     For replicated activations (layers with `sequence_dim=None`) use torch's `nn.RMSNorm`.
 
-    Other arguments are those of `nn.RMSNorm`.
+    Other arguments are as for `nn.RMSNorm`.
     """
 
     def __init__(

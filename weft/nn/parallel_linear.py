@@ -145,15 +145,15 @@ class ColumnParallelLinear(ParallelLinear):
     [..., out_features/W], nothing is gathered: only backward is collective, and the all-reduce of x's gradient overlaps
     (`weft.matmul_all_reduce`).
 
-    in_features, out_features: of the whole layer. out_features must be divisible by the number of ranks.
-    bias: divided as the output features are.
+    in_features, out_features: sizes of the whole layer. out_features must be divisible by the number of ranks.
+    bias: divided like the output features.
     group: a process group, or its name.
     sequence_dim: the divided dimension of x: 1 for [B, S, H], 0 for [S, B, H] or [S, H]; None if x is whole on every rank.
     device, dtype: as for `nn.Linear`; fp32, fp16 or bf16. Autocast converts x and the weight as in `nn.Linear`.
 
-    Parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W], ordinary tensors: rows of a stock layer's.
-    `from_linear` makes a layer from a stock layer, `weft.nn.local_state_dict` loads a stock checkpoint. `deepcopy` and pickle
-    keep the group's name. Errors are those of `weft.all_gather_matmul`.
+    Parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W], ordinary tensors with rows of a stock layer's
+    parameters. `from_linear` makes a layer from a stock layer, `weft.nn.local_state_dict` loads a stock checkpoint. `deepcopy` and
+    pickle keep the group's name. Calls raise the errors of `weft.all_gather_matmul`.
     """
 
     divided = 0
@@ -181,9 +181,9 @@ class RowParallelLinear(ParallelLinear):
     in_features must be divisible by the number of ranks, and so must the sequence. Other arguments are as for
     `ColumnParallelLinear`.
 
-    Parameters are `weight` [out_features, in_features/W], columns of a stock layer's, and `bias` [out_features], the same on
+    Parameters are `weight` [out_features, in_features/W], columns of a stock layer's weight, and `bias` [out_features], the same on
     every rank. The bias is added once, to the sum. Its gradient is the sum over ranks; with `sequence_dim=None` each rank has the
-    whole gradient already. Errors are those of `weft.matmul_reduce_scatter`.
+    whole gradient already. Calls raise the errors of `weft.matmul_reduce_scatter`.
     """
 
     divided = 1

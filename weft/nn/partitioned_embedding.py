@@ -72,8 +72,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._options = EmbeddingOptions(hash=hash, **options)
             if self._options.output_dtype != "table":
                 raise ValueError(
-                    f"output_dtype={self._options.output_dtype!r} with tables in parts or on every rank, whose vectors are summed "
-                    "or pooled in the tables' dtype: leave it out, or place whole tables"
+                    f"output_dtype={self._options.output_dtype!r} supports only whole tables, because the vectors of parts and of "
+                    "data-parallel tables keep the tables' dtype: do not pass it, or place whole tables"
                 )
         except (ValueError, TypeError) as error:
             refusal = error
@@ -97,7 +97,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _check(self, partition: Partition) -> None:
         """Raise `ValueError` for options that the shardings exclude."""
         if dotted := [table.name for table in partition.tables if "." in table.name]:
-            raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
+            raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
         local = partition.replicated_tables or [
             number for number, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)
         ]
@@ -183,7 +183,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 return self._output(parts(features, batch_sizes=batch_sizes).values(), None, {})
             if batch_sizes is not None:
                 raise ValueError(
-                    f"batch_sizes={batch_sizes} works only with input='global_batch': leave it out, because ranks "
+                    f"batch_sizes={batch_sizes} works only with input='global_batch': do not pass it, because ranks "
                     "exchange the sizes of local batches"
                 )
             given = self._arrange(features, self.device)
@@ -205,7 +205,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if parts is None or self._arrange.is_needed:
             with together(f"prefetch of {NAME}", self.group, self._speaks_on, self.deadline_s):
                 raise ValueError(
-                    "prefetch with row-wise or data-parallel tables: their ids are arranged in the call, leave it out"
+                    "prefetch does not support row-wise or data-parallel tables, because the module's call distributes their "
+                    "ids: remove the call to prefetch"
                 )
         parts.prefetch(features)
 

@@ -32,13 +32,13 @@ from weft.words import kind
 
 
 class ParallelMLP(nn.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), Llama's (SwiGLU), tensor-parallel.
+    """Llama's MLP (SwiGLU), tensor-parallel: down_proj(activation(gate_proj(x)) * up_proj(x)).
 
         x [B, S/W, hidden]  ->  [B, S/W, hidden]        with sequence_dim=None  [..., hidden]  ->  [..., hidden]
 
     x is gathered once for gate_proj and up_proj.
 
-    hidden, intermediate: of the whole layer; intermediate must be divisible by the number of ranks.
+    hidden, intermediate: sizes of the whole layer; intermediate must be divisible by the number of ranks.
     bias: True for biases in all three layers.
     activation: a function of one tensor; it must act on each column separately, and keep the shape and the dtype.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
@@ -91,14 +91,14 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention, Llama's, with the heads divided over ranks: each rank attends with its own heads, over the whole sequence.
+    """Llama's self-attention, with the heads divided over ranks: each rank attends with its own heads, over the whole sequence.
 
         x [B, S/W, hidden]  ->  [B, S/W, hidden]        with sequence_dim=None  [B, S, hidden]  ->  [B, S, hidden]
 
     x is gathered once for q_proj, k_proj and v_proj. Grouped-query if kv_heads < heads.
 
-    hidden, heads, kv_heads: of the whole layer; heads and kv_heads must be divisible by the number of ranks. kv_heads: default
-        `heads`.
+    hidden, heads, kv_heads: sizes of the whole layer; heads and kv_heads must be divisible by the number of ranks. kv_heads:
+        default `heads`.
     head_dim: default hidden / heads.
     bias: True for biases in all four projections.
     causal: True: without a mask, a position attends only to itself and earlier positions.
@@ -256,8 +256,8 @@ def _wrong_mask(mask: Any, shape: tuple[int, ...], x: torch.Tensor) -> str:
 def rotary_embedding(
     length: int, head_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines for positions 0 ... length - 1, [length, head_dim] in fp32, for `ParallelAttention`. Once for all
-    layers.
+    """Return cosines and sines for positions 0 ... length - 1, [length, head_dim] in fp32, for `ParallelAttention`. Call it once
+    for all layers.
 
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """

@@ -76,7 +76,7 @@ def made(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
         if timeline is not None:
-            raise ValueError("timeline= is not supported in a compiled call: leave it out, or call in eager mode")
+            raise ValueError("timeline= is not supported in a compiled call: do not pass it, or call in eager mode")
         name = group if isinstance(group, str) else group_of(group).group_name
         options = name, schedule or "", deadline_s or 0.0
         if torch.compiler.is_compiling():
@@ -346,6 +346,6 @@ def gradients_of_call(
         if len(made) != len(wanted):
             raise TypeError(
                 f"{op.name}.gradients returns {len(made)} gradients, but a call has {len(wanted)} tensors: return "
-                "one for each tensor, or None if it is not wanted"
+                "a gradient for each tensor, or None if it needs none"
             )
         return made

@@ -113,7 +113,7 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 
 
 def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
-    """Return the transport of a choice. Warn of a choice without overlap."""
+    """Return the chosen transport. Warn once if the choice is `serial`, which does not overlap."""
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
     return names[choice.candidate.name]

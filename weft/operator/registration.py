@@ -42,7 +42,7 @@ def registered(op: O) -> O:
     """Register `op` for calls, and return it."""
     if type(op).gradients is not Operator.gradients and not op.gradients_of:
         raise TypeError(
-            f"{op.name}: the spec has gradients but does not say of which fields: set gradients_of = "
+            f"{op.name}: the spec implements gradients, but gradients_of is empty: set gradients_of = "
             f"{{field: its name}}"
         )
     OPERATORS[op.name], TABLES[op.name] = op, Table()

@@ -70,7 +70,7 @@ class _Making:
     def __call__(self, rows: int) -> torch.Tensor:
         name = self._buffer.name
         if rows < 0:
-            raise ValueError(f"{name} would have {rows} rows in this run: pass counts of at least 0 on every rank")
+            raise ValueError(f"{name} would have {rows} rows in this run: pass row counts of at least 0 on every rank")
         t = self._make(rows)
         buffer = Buffer(name, rows, self._buffer.cols, self._buffer.dtype, self._buffer.role)
         try:

@@ -51,7 +51,7 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """All-gather `A_shard` along `gather_dim` over `group` and multiply the result with each of `Bs`.
 
-    Signature and results are those of `torch.ops.symm_mem.fused_all_gather_matmul`. It computes
+    It has the signature and the results of `torch.ops.symm_mem.fused_all_gather_matmul`, and computes
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
@@ -65,7 +65,7 @@ def all_gather_matmul(
     Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, shapes must be equal
         on all ranks: pad a vocabulary that is not divisible by the number of ranks. If they differ, the call raises
         `DisagreementError` before anything is sent.
-    gather_dim: any dimension but the last.
+    gather_dim: any dimension except the last.
     group: a process group, or its name.
     return_A: also return the gathered A, which costs its memory and a copy of the arrived rows.
     schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",

@@ -57,7 +57,7 @@ def all_gather_scaled_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """All-gather the fp8 `A_shard` along `gather_dim` over `group` and multiply the result with each of the fp8 `Bs`, scaled.
 
-    Arguments and results are those of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. It computes
+    It has the arguments and the results of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`, and computes
 
         A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
 
@@ -86,7 +86,7 @@ def all_gather_scaled_matmul(
 
     Memory: as for `weft.all_gather_matmul`; scales of rows lie in symmetric memory too.
 
-    Raises what `weft.all_gather_matmul` raises.
+    Raises the errors of `weft.all_gather_matmul`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", which covers GEMMs
     without scales.
@@ -229,8 +229,8 @@ class _AllGatherScaledMatmul(Operator[_Call]):
             check_on(x.device, f"B_scales[{i}]", scale, torch.float32)
             if out == "fp8" and call.by_row:
                 raise ValueError(
-                    f"out_dtypes[{i}] is {FP8} (or None): fp8 GEMMs with scales of rows have no fp8 results; use "
-                    "torch.bfloat16, or one scale for all of A, without dimensions"
+                    f"out_dtypes[{i}] is {FP8} (or None): fp8 GEMMs with a scale per row have no fp8 results: use "
+                    "torch.bfloat16, or one scale for all of A, a tensor without dimensions"
                 )
             check_beside(B, scale, bias, out, call.by_row, (f"B_scales[{i}]", f"biases[{i}]"))
         scaled = Scaled(

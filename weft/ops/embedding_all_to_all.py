@@ -78,9 +78,9 @@ def embedding_all_to_all(
     one thread per rank may call at a time.
 
     Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
-    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks, unless `update` allows others.
+    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks, unless `update` has `deterministic=False`.
     Gradients are sums over all samples of all ranks. With `update`, backward updates the tables; otherwise tables that
-    require gradients get them. Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get none.
+    require gradients get them. Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get no gradients.
     Second derivatives are an error.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
@@ -115,7 +115,7 @@ def embedding_all_to_all(
     sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
     requires_grad: without `update`, True if other ranks' tables require gradients. Only a rank without tables needs it: other
         ranks read it from their weights.
-    deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). Backward has it too.
+    deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). It also applies in backward.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype or `output_dtype`, in table order; on GPUs valid in

@@ -49,7 +49,7 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Multiply `A` with `B`, reduce the products of all ranks of `group`, and return each rank's part along `scatter_dim`.
 
-    Signature and result are those of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. It computes
+    It has the signature and the result of `torch.ops.symm_mem.fused_matmul_reduce_scatter`, and computes
 
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 

@@ -53,7 +53,7 @@ def scaled_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Multiply the fp8 `A` with the fp8 `B`, scaled, reduce the products of all ranks of `group`, and return each rank's part.
 
-    Arguments and result are those of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`. It computes
+    It has the arguments and the result of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`, and computes
 
         y = torch._scaled_mm(A.flatten(0, -2), B, A_scale, B_scale, bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
         return reduce_scatter(y.view(output_shape), reduce_op, orig_scatter_dim)
@@ -89,7 +89,7 @@ def scaled_matmul_reduce_scatter(
 
     Memory: as for `weft.matmul_reduce_scatter`, with products in out_dtype.
 
-    Raises what `weft.matmul_reduce_scatter` raises.
+    Raises the errors of `weft.matmul_reduce_scatter`.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", for unscaled data.
     """

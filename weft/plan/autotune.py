@@ -34,8 +34,9 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the `count` candidates with the fastest predictions among the candidates that `choice` could take, and serial and
-    gather."""
+    """Return the `count` candidates with the fastest predictions, and serial and gather.
+
+    Candidates that `choice` could not take do not count."""
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
     fastest = sorted(usable, key=lambda row: row.predicted_us or 0.0)[:count]
@@ -105,7 +106,7 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
         return {}
     times = content.get("times_us")
     if content.get("key") != key or not isinstance(times, dict):
-        raise UnreadableError(f"{path} contains times for another key than its file name says; {store.FIX}")
+        raise UnreadableError(f"{path} contains times for a key other than the key in its file name; {store.FIX}")
     for name, us in times.items():
         if not store.is_time(us):
             raise UnreadableError(f"{path}: times_us.{name} is {us!r}: {store.TIMES}; {store.FIX}")

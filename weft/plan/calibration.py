@@ -2,7 +2,7 @@
 
     GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its errors at
                   the nearest grid points
-    transfers     copies by engine and by kernel, NCCL's collective, by bytes: the model interpolates
+    transfers     copies by copy engine and by kernel, NCCL's collective, by bytes: the model interpolates
     the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
 
 This module is independent of the device: `calibrate` gets the times from a `Measure`.
@@ -59,19 +59,21 @@ class Measure(Protocol):
         """Return the host's time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """Return the time of a copy of `count` bytes to a peer by the copy engine, one of a sequence, on all ranks at once."""
+        """Return the time of a copy-engine copy of `count` bytes to a peer, in a sequence of copies, while all ranks copy."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
         """Return the time of the same copy as `rows` rows of `row_bytes` bytes, read from rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        """Return the time of a copy by the kernel of schedules, with its launch: stores to a peer (`put`), or loads from a peer."""
+        """Return the time of a copy by weft's copy kernel, launch included. put: store to a peer, else load from a peer."""
 
     def all_gather_us(self, count: int) -> float:
         """Return the time of NCCL's all-gather in which every rank receives `count` bytes from its peers."""
 
     def signal_us(self, remote: bool) -> float:
-        """Return the time from a set to the end of its wait, in another lane of this rank or at a peer (`remote`)."""
+        """Return the time from setting a signal to the end of the wait for it.
+
+        The waiter is another lane of this rank, or a peer if `remote`."""
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]

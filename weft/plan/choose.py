@@ -251,7 +251,7 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if issuing a call takes the host longer than the device needs for it, and longer than serial takes on host or device.
+    """True if the host time of `row` exceeds its device time, and both the host time and the device time of serial.
 
     A loop of such calls would be slower than a loop of serial calls, since the host would never get ahead of the device.
     """

@@ -55,13 +55,13 @@ def closed_form_pick(problem: AllGatherMatmul, model: Model) -> str:
 
 
 def closed_form_us(problem: AllGatherMatmul, model: Model) -> dict[str, float]:
-    """Return the microseconds of FiCCO's eight schedules by name, with as many steps as ranks and copies by engine.
+    """Return the microseconds of FiCCO's eight schedules by name, with W steps for W ranks and copies by copy engine.
 
     Raises `ValueError` for ranks with different numbers of rows, and for shards that ranks do not divide.
     """
     world, rows = problem.world_size, problem.m // problem.world_size
     if len(set(problem.rows)) > 1 or world < 2:
-        raise ValueError(f"{problem.text}: the closed form needs at least 2 ranks with as many rows each")
+        raise ValueError(f"{problem.text}: the closed form needs at least 2 ranks with equal numbers of rows")
     if rows % world or problem.k % world:
         raise ValueError(
             f"{rows} rows of a shard and K={problem.k} must be divisible by {world} ranks: pad, or plan with the simulator"
@@ -111,7 +111,7 @@ class _Clock:
 def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
     """Return the time of a copy of `count` bytes to each peer at once, and the slowdown of GEMMs beside it.
 
-    rows: of a two-dimensional copy, each of which takes an engine some time; else 0.
+    rows: the number of rows of a two-dimensional copy, each of which takes the engine some time; else 0.
     """
     (direct,) = (one for one in algorithms(model.wiring.of(world), "all_gather") if one.name == "direct")
     us = max(model.transfer_us("copy", count), world * count * direct.us_per_byte) + rows * model.copy_row_us
@@ -121,7 +121,7 @@ def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, fl
 
 
 def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, update: bool) -> float:
-    """Return the time of a GEMM for each weight, with launches. update: they read their results and add to them."""
+    """Return the time of a GEMM for each weight, launches included. update: the GEMMs add to their results."""
     us = 0.0
     for n in widths:
         out_us = m * n * ITEM_BYTES[dtype] / model.hbm_bytes_per_us

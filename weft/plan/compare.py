@@ -63,7 +63,7 @@ class Comparison:
 
     def _schedule(self, name: str) -> Schedule:
         if not self.schedules:
-            raise ValueError(f"{self.problem.world_size} ranks have no trace: at most {MOST_EACH} ranks have one")
+            raise ValueError(f"{self.problem.world_size} ranks cannot be traced: use at most {MOST_EACH} ranks")
         if name not in self.schedules:
             row = next((row for row in self.rows if row.name == name), None)
             why = f": {row.why_not}" if row else f"; simulated were {', '.join(self.schedules)}"

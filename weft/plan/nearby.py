@@ -80,7 +80,7 @@ def typical(problem: Problem) -> Problem:
 def between(known: Mapping[int, T], here: int) -> T | None:
     """Return the choice of the nearest size buckets below and above `here` if it is the same; None if it must be planned.
 
-    For two ways whose times are each a constant plus a time per row, the faster one changes at most once.
+    If the times of two schedules are each a constant plus a time per row, the faster schedule changes at most once.
     """
     below = max((one for one in known if one <= here), default=None)
     above = min((one for one in known if one >= here), default=None)

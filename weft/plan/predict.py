@@ -44,7 +44,7 @@ SAME_AS = "the same schedule as "
 HOPELESS = 2.5
 """Multiple of the fastest prediction: schedules with a higher lower bound are not simulated."""
 HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
-"""The same for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the fastest prediction that can be
+"""The limit for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the fastest prediction that can be
 chosen, and microseconds beyond it. Both exceed the margins within which the planner prefers simple schedules."""
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -82,8 +82,7 @@ class Row:
     """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
     for these."""
     own_gemms: bool = False
-    """True if kernels of weft compute its GEMMs, which serial's NCCL and cuBLAS calls do not share: their times differ more than
-    those of pieces of the same GEMM."""
+    """True if weft's kernels compute its GEMMs. The predicted ratio to serial, which uses cuBLAS, is then less certain."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The distinct cuBLAS GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
@@ -364,7 +363,8 @@ def _times(
 ) -> dict[str, float | str]:
     """Return microseconds of each candidate, or the reason for not simulating it.
 
-    A candidate that a graph can capture is compared with the best such candidate, any other with the best of all.
+    A candidate that a graph can capture is compared with the best capturable candidate. Other candidates are compared with the
+    best of all.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
@@ -399,21 +399,22 @@ def _times(
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """Return a lower bound: the longest lane's steps, each alone, for many ranks the bytes on their links, and in a single run the
-    host's time for all steps."""
+    """Return a lower bound: the largest of the time of the longest lane's steps, each alone, for many ranks the time of the bytes
+    on their links, and in a single run the host's time for all steps."""
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
     return max(host_us, _lanes_us(built, model))
 
 
 _MANY_RANKS = 8
-"""With more ranks than this, bytes on links bound predictions too: it saves more simulations than it takes time."""
+"""With more ranks than this, the bytes on links bound predictions too: this saves more time in simulations than it takes."""
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
-    """Return the time of the longest lane's steps, each alone, or of the kind of resource that all steps use most.
+    """Return the time of the longest lane's steps, each alone, or the time of the busiest kind of resource if that is longer.
 
-    Latencies of copies by kernel do not count, since one kernel may do several copies. If all ranks move as many bytes, what one
-    rank takes of all resources of a kind, of which each rank has one, is what all ranks take of one of them on average.
+    Latencies of copies by kernel do not count, since one kernel may do several copies. Each rank has one resource of each kind.
+    If all ranks move the same number of bytes, the load that one rank puts on all resources of a kind equals the average load of
+    one such resource.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

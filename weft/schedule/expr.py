@@ -129,7 +129,9 @@ class Expr:
         return 0 if other == 1 else _join(self, ast.Mod(), other)
 
     def __bool__(self) -> bool:
-        raise TypeError(f"{self.text} has a value on each rank, and whether it is 0 is not known yet: {_PER_RANK}")
+        raise TypeError(
+            f"{self.text} differs between ranks, so it has no truth value here; do not use it in if, and, or, not: {_PER_RANK}"
+        )
 
     def __eq__(self, other: object) -> bool:
         # False for a number. It cannot raise, since comparing steps and regions compares expressions with numbers. So

@@ -32,7 +32,7 @@ class PrefixSums:
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """Return the sum of the elements in this slice, so that `sum` of it is the number itself."""
+        """Return the sum of the elements in this slice, so that evaluating `sum(buffer[first:end])` adds nothing up."""
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
@@ -152,7 +152,7 @@ def period_of(node: ast.AST, name: str) -> int:
 
 
 def split_without(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
-    """True if `node` does not depend on `name`; otherwise add its largest parts that do not, except constants, to `parts`."""
+    """True if `node` does not depend on `name`. Otherwise add to `parts` its largest independent parts, except constants."""
     match node:
         case ast.Name(id=found):
             return found != name
@@ -202,7 +202,9 @@ def parsed(text: str) -> ast.expr:
 def check(node: ast.expr) -> None:
     """Allow arithmetic only: an expression from a file is evaluated."""
     match node:
-        case ast.Constant(value=bool()) | ast.Name(id="sum"):
+        case ast.Constant(value=bool()):
+            raise ValueError(f"{ast.unparse(node)!r} is a bool: write a whole number or a variable of the schedule")
+        case ast.Name(id="sum"):
             raise ValueError(
                 f"{ast.unparse(node)!r} is neither a number nor a variable of a schedule: write sums as sum(buffer[first:end])"
             )

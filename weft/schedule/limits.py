@@ -32,7 +32,8 @@ def check_sizes(schedule: Schedule) -> None:
     for i, held in enumerate(schedule.contents):
         if len(held.expected) != schedule.world_size:
             raise ValueError(
-                f"schedule.contents[{i}] is expected on {len(held.expected)} ranks: give it for all {schedule.world_size}"
+                f"schedule.contents[{i}] has expected values for {len(held.expected)} ranks: give them for all "
+                f"{schedule.world_size}"
             )
     alike = all(isinstance(step.extent, int) for step in schedule.walk() if isinstance(step, For | Tiles))
     formulas = [(i, buffer.rows) for i, buffer in enumerate(schedule.buffers) if isinstance(buffer.rows, Expr)]

@@ -161,8 +161,8 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 
 
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
-    """Return the cache of `of_rank` for this very schedule. Only the last schedule's is kept: checks, ordering and runs ask
-    again."""
+    """Return the cache of `of_rank` for this schedule object. Only the cache of the last schedule is kept, because checks,
+    ordering and runs follow each other."""
     global _last
     of, known = _last
     if of is None or of() is not schedule:
@@ -206,7 +206,7 @@ class Draft:
         _require_known("buffer", name, "role", role, _ROLES)
         if role == "symmetric" and not isinstance(rows, int):
             raise ValueError(
-                f"buffer {name}: symmetric memory has one size on all ranks, and {rows} depends on the rank"
+                f"buffer {name}: symmetric memory has one size on all ranks, but rows={rows} depends on the rank"
             )
         self._buffers[name] = made = Buffer(name, rows, cols, dtype, role)
         return made
@@ -323,7 +323,7 @@ class LaneDraft:
 def _require_step(step: Any, *where: str) -> None:
     """Raise `TypeError` unless `step` is a Step over regions and numbers.
 
-    Large schedules have ten thousands of steps: texts are only built for errors."""
+    Large schedules have tens of thousands of steps, so texts are only built for errors."""
     if not isinstance(step, Step):
         hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is not a step{hint if isinstance(step, LaneDraft) else ''}")

@@ -6,7 +6,7 @@
               same routes
     bound     the larger of the two
 
-Latencies, launches and memory are left out.
+Latencies, launches and memory do not count.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Bound:
 
 
 def bound(problem: Problem, model: Model) -> Bound:
-    """Return the bound of all schedules of `problem`."""
+    """Return a time that no schedule of `problem` can beat."""
     return bound_of(lower(serial_of(problem), model), gemms_us(problem, model, launches=False))
 
 
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
-    """Return the bound of all schedules of the problem of a lowered serial schedule."""
+    """Return the same bound, given the lowered serial schedule of the problem."""
     works = [
         (origin.step, task)
         for lane in serial.lanes

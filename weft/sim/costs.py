@@ -306,7 +306,7 @@ def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *p
 
 
 def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
-    """Return the cost of a reduce-scatter: an all-gather of as many bytes, plus the memory traffic of the reduction."""
+    """Return the cost of a reduce-scatter: an all-gather of the same number of bytes, plus the memory traffic of the reduction."""
     sent = source.bytes - target.bytes
     us = model.transfer_us("all_gather", sent)
     return _collective(model, links, "reduce_scatter", us, source.bytes + 2 * sent, source.bytes)

@@ -12,7 +12,7 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The distances from each simulated rank, of which there are `period`."""
+    """The distances from each of the `period` simulated ranks."""
 
     def __init__(self, topology: Topology, period: int) -> None:
         self._topology, self._period = topology, period
@@ -29,7 +29,7 @@ class Distances:
         return found
 
     def first_like(self, rank: int, distance: int) -> int:
-        """Return the first distance that was asked for from `rank` and is like `distance`."""
+        """Return the first distance from `rank` that was looked up and is equivalent to `distance`."""
         if self._period == self._topology.ranks:
             return distance  # every rank has its own resources
         found = self._alike.get((rank, distance))

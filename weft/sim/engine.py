@@ -59,7 +59,8 @@ def simulate(
         raise ValueError(f"runs={runs} must be at least 1")
     if model.world_size not in (0, schedule.world_size):
         raise ValueError(
-            f"schedule {schedule.name} is for {schedule.world_size} ranks, but the model has {model.world_size}"
+            f"schedule {schedule.name} is for {schedule.world_size} ranks, but the model has {model.world_size}: "
+            f"pass a model of {schedule.world_size} ranks"
         )
     late = tuple(late_us) or (0.0,) * schedule.world_size
     if len(late) != schedule.world_size or min(late) < 0:
@@ -163,7 +164,8 @@ class _Engine:
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:
             raise ScheduleError(
-                f"schedule {self.program.schedule.name} never ends:\n" + "\n".join(map(self._stuck, stuck))
+                f"schedule {self.program.schedule.name} deadlocks; these lanes wait forever:\n"
+                + "\n".join(map(self._stuck, stuck))
             )
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 
@@ -266,8 +268,8 @@ class _Engine:
         meeting.open -= 1
         if not meeting.open and self.now < meeting.least_end * (1 - 1e-9) - 1e-6:
             raise SimulationError(
-                f"{self.program.schedule.name}: {self.program.name_of(lane.program, lane.next)} ends at {self.now:.3f} us, and its "
-                f"links need until {meeting.least_end:.3f} us: the costs of collectives and the topology disagree"
+                f"{self.program.schedule.name}: {self.program.name_of(lane.program, lane.next)} ends at {self.now:.3f} us, but its "
+                f"links carry its bytes until {meeting.least_end:.3f} us: the costs of collectives and the topology disagree"
             )
 
     def _work(self, lane: _Lane) -> None:

@@ -1,7 +1,7 @@
 """Issue times: when the host has issued each step of a single run, with nothing queued ahead.
 
 The host issues steps one by one in the order of `weft.schedule.verify.issue_order`, which plays all ranks at once. If rank 0
-stands for all ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round
+represents all ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round
 later. All ranks reach a collective in the same round.
 """
 

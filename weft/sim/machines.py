@@ -144,7 +144,7 @@ _NEEDED = (
 
 
 def _gaps(machine: Machine) -> list[str]:
-    """Return all keys that a model needs and `machine` lacks; where any of several will do, one of them."""
+    """Return all keys that a model needs and `machine` lacks. If any of several keys would do, return one of them."""
     gaps = [key for key in _NEEDED if key not in machine.quantities]
     for what in ("stores", "loads"):
         if not any(_programs(what, key) for key in machine):
@@ -174,7 +174,7 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
     """Return the compute lost per byte/us read or written, beyond the share of the units that was held.
 
-    In the measurement each GPU read `bytes_per_us` and wrote as many.
+    In the measurement each GPU read and wrote `bytes_per_us`.
     """
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 
@@ -182,7 +182,7 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 def share_held(model: Model, bytes_per_us: float) -> float:
     """Return the average share of the units that copying kernels held while they wrote `bytes_per_us` beside GEMMs.
 
-    If they write more alone, they spent the rest of the time waiting for units, and held none.
+    If they write faster alone, they spent the rest of the time waiting for units, and held none.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

@@ -1,4 +1,4 @@
-"""The memory that a schedule needs on one rank, and the refusal of schedules that do not fit."""
+"""Compute the memory that a schedule needs on one rank. Raise `ScheduleError` if it does not fit."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Model:
     """Rate of the compute units in a grouped GEMM, divided by their rate in one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     all_reduce: float = 1.0
-    """Time of an all-reduce, divided by the time of an all-gather that sends as many bytes."""
+    """Time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None
     """Rate of NCCL's (or RCCL's) algorithm for small collectives; None without such an algorithm. The other algorithm takes
     `large_collective_us` longer to start. The faster one is used."""

@@ -119,7 +119,7 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Items that a rank has once, or for each peer: those for the first peer, and those for any other."""
+    """Items that a rank has once (`first`), or for each peer: for its first peer (`first`) and for any other peer (`other`)."""
 
     first: Sequence[NumberedStep]
     other: Sequence[NumberedStep] = ()
@@ -209,7 +209,7 @@ class _Orbit:
 
 
 def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
-    """Return the problem of three of its ranks."""
+    """Return the problem with only three of its ranks."""
     dims = [dim for _, dim in problem.slots[0]]
     width = sum(dims)
     slots = tuple(tuple((rank * width + sum(dims[:i]), dim) for i, dim in enumerate(dims)) for rank in range(3))

@@ -17,7 +17,10 @@ TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation. If ranks do the same, only the first of them are simulated and represent the others."""
+    """The result of a simulation.
+
+    If ranks behave identically, only the first ones are simulated. Rank r has the result of rank r % (number of simulated ranks).
+    """
 
     program: LoweredSchedule = field(repr=False)
     runs: int
@@ -36,7 +39,7 @@ class Simulated:
 
     @property
     def per_run_us(self) -> float:
-        """Time of a run among consecutive runs. The first run is left out if there are several."""
+        """Mean time of consecutive runs. The first run does not count if there are several."""
         first = max(ends[0] for ends in self.simulated_ends_us.values())
         return (self.end_us - first) / (self.runs - 1) if self.runs > 1 else self.end_us
 

@@ -1,4 +1,4 @@
-"""The time of one run of a schedule: what the simulator plays, and what runs cost beside it.
+"""The time of one run of a schedule: the simulated time, and costs that are not simulated.
 
     queued    a run after another one, with the host ahead
     graph     the same, captured and replayed: collectives and the end of a run take longer
@@ -26,7 +26,7 @@ such steps, and 588 us by this number."""
 
 
 def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
-    """Return the microseconds of one run of a schedule of weft's own builders, or of a verified one: its steps are not checked."""
+    """Return the microseconds of one run of a schedule that needs no check: verified, or made by weft's own builders."""
     if mode == "single":
         us = simulate(schedule, model, mode=mode, trusted=True).end_us
     else:

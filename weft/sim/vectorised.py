@@ -51,7 +51,7 @@ class NumberedStep(NamedTuple):
 
     numbers: rows, columns and distance of each operand. tiled: the tiles of each rank, if it has any. signal, place: the signal
     that it sets or waits for, and its index. distance: to the rank whose signal it sets; None unless it sets one. awaited: number
-    of sets that it waits for, with `previous` in the run before; None unless it waits.
+    of sets that it waits for, with `previous` in the previous run; None unless it waits.
 
     same: equal for items that differ only in their origin. Most steps share their sizes with others, at other offsets.
     carried: True if a kernel that already runs does it. units: compute units that its launch holds while it polls
@@ -244,7 +244,7 @@ class Numbers:
 
 @singledispatch
 def _numbered(step: Step, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
-    """Return a step with its numbers. Empty steps are left out, but for collectives: all ranks call them."""
+    """Return a step with its numbers; omit empty steps except collectives, which all ranks call."""
     operands = numbers.operands(step, origin.turn, there)
     for distance, rows in enumerate(numbers.sent(step.sizes, origin.turn, there) if step.sizes else ()):
         operands += [rows, operands[1], distance]

@@ -399,8 +399,8 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
     name = "inefficiency"
     refuses = {  # noqa: RUF012
         "option": OperatorBenchmark.refuses["option"],
-        "variants": "compares all variants: leave it out",
-        "seconds": f"repeats each of its lanes {_REPETITIONS} times: leave it out, or pass --quick",
+        "variants": "compares all variants: do not pass it",
+        "seconds": f"repeats each measurement {_REPETITIONS} times: do not pass it, or pass --quick",
     }
 
     def modes(self, device: str) -> tuple[Mode, ...]:
@@ -408,7 +408,7 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
 
     def check_options(self, options: BenchOptions) -> None:
         if options.ranks < 2:
-            raise ValueError(f"ranks={options.ranks}: an all-gather needs at least 2")
+            raise ValueError(f"ranks={options.ranks}: an all-gather needs at least 2: pass --ranks 2 or more")
         self.presets(options)
 
     def presets(self, options: BenchOptions) -> Sequence[GatheredGemm]:

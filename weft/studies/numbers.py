@@ -27,7 +27,7 @@ class Numbers:
 
     def __getitem__(self, key: str) -> float:
         if key not in self.quantities:
-            raise KeyError(f"{key} is no number of {self.name}: use one of {', '.join(self.quantities)}")
+            raise KeyError(f"{self.name} has no number {key}: use one of {', '.join(self.quantities)}")
         return self.quantities[key].si
 
     def with_value(self, key: str, value: float) -> Numbers:

@@ -162,7 +162,7 @@ def rows_of(records: Sequence[Record]) -> PgasRows:
 
 
 def implied_gbps(row: PgasRow, speedup: float) -> float:
-    """Return the GB/s of a rank that a baseline reaches, if direct is as simulated and the speedup is the paper's."""
+    """Return the GB/s per rank that the baseline must reach for the paper's `speedup`. Assume the simulated time of `direct`."""
     return 1e-3 * row.sent / (speedup * row.direct - row.pooling - row.unpacking)
 
 

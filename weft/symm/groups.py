@@ -55,7 +55,8 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
-                f"torch.compile cannot look up group {group!r} by its name: use size_of(group) and rank_of(group)"
+                f"torch.compile cannot look up group {group!r} by name: call weft.symm.groups.size_of(group) or "
+                "rank_of(group) in the traced code"
             )
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         if hasattr(group, "get_group"):
             raise ValueError(
-                f"group={group!r} is a {type(group).__name__}: pass its get_group(), for one of its dimensions"
+                f"group={group!r} is a {type(group).__name__}: pass the group of one dimension, its get_group(dim)"
             )
         raise ValueError(
             f"group={group!r} is not a process group that this rank belongs to: only its members may make this call"

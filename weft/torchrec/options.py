@@ -57,9 +57,9 @@ def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) 
     for name, value in fused_params.items():
         if name in _OFF:
             if value != _OFF[name] and not (name == "stochastic_rounding" and dtype == torch.float32):
-                raise ValueError(f"{at}: {name}={value!r} is not supported: pass {_OFF[name]!r} or leave it out")
+                raise ValueError(f"{at}: {name}={value!r} is not supported: pass {_OFF[name]!r} or do not set it")
         elif name not in _READ | _OF_CACHES:
-            raise ValueError(f"{at}: option {name}={value!r} of FBGEMM is not supported: leave it out")
+            raise ValueError(f"{at}: option {name}={value!r} of FBGEMM is not supported: do not set it")
     precision = _dtype(at, fused_params.get("weights_precision"), dtype)
     if precision != dtype:
         raise ValueError(f"{at}: weights_precision={precision}, but the table is {dtype}: set the table's data_type")

@@ -99,7 +99,7 @@ def check_env(env: ShardingEnv) -> None:
         raise ValueError("two-dimensional sharding (ShardingEnv2D) is not supported: use DistributedModelParallel")
     if env.output_dtensor:
         raise ValueError(
-            "output_dtensor=True is not supported, because the state dict has ShardedTensors: leave it out"
+            "output_dtensor=True is not supported, because the state dict has ShardedTensors: do not set it"
         )
 
 
@@ -119,7 +119,7 @@ def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, wor
             f"memory: plan {' or '.join(KERNELS)}"
         )
     if sharding.key_value_params is not None:
-        raise ValueError(f"{at}: key_value_params is not supported, tables are in device memory: leave it out")
+        raise ValueError(f"{at}: key_value_params is not supported, because tables are in device memory: do not set it")
     ranks, shards = sharding.ranks or [], getattr(sharding.sharding_spec, "shards", None) or []
     if bad := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ValueError(f"{at}: ranks={ranks} names rank {bad[0]}: ranks are 0 to {world_size - 1}")

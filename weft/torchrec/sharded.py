@@ -1,12 +1,12 @@
 """TorchRec's sharded EmbeddingBagCollection, with weft's distribution of ids, fused pooling + all-to-all, and update.
 
-    input_dist                     begins the exchange of headers
-      first wait                   host reads the counts; begins the exchange of ids
-      second wait                  this rank's features of all samples
-    compute (and output_dist)      one call of weft.embedding_all_to_all: pooled vectors of this rank's samples
+    input_dist                     starts the exchange of headers (batch size, number of ids per feature)
+      first wait                   host reads the numbers of ids; starts the exchange of ids
+      second wait                  returns this rank's features for the samples of all ranks
+    compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
-TorchRec's pipelines call these parts themselves, those of the next batch among those of the current one. Every rank makes the
-same calls in the same order.
+TorchRec's pipelines call these steps themselves. They interleave the steps of the next batch with those of the current batch.
+Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -84,9 +84,12 @@ class ShardedEmbeddingBagCollection(
     It takes and returns TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own module: the
     state dict has all tables on every rank, as ShardedTensors. `weft_module` is the `weft.nn.ShardedEmbeddingBagCollection` inside.
 
-    Ids out of range have no row; FBGEMM reads row 0. Tables of 16 bits are pooled into 16 bits, and then converted to the plan's
-    `output_dtype`, float32 by default. Vectors of whole tables travel in `output_dtype` if that has 16 bits. The constructor and
-    calls are collective.
+    For ids out of range, weft reads a zero row and updates no row. FBGEMM reads row 0.
+
+    The pooled vectors of 16-bit tables are rounded to 16 bits, and then converted to the plan's `output_dtype`, float32 by default.
+    If `output_dtype` has 16 bits and all tables of the collection are table-wise, weft sends vectors and gradients in it.
+
+    The constructor and calls are collective.
     """
 
     def __init__(

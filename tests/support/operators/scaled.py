@@ -162,7 +162,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             "out": ({"out_dtypes": [torch.float64]}, "out_dtypes has torch.float64: use one of torch.bfloat16"),
             "fp8 by row": (
                 {"A_scale": rows, "out_dtypes": [None]},
-                "out_dtypes[0] is torch.float8_e4m3fn (or None): fp8 GEMMs with scales of rows",
+                "out_dtypes[0] is torch.float8_e4m3fn (or None): fp8 GEMMs with a scale per row",
             ),
             "bias of fp8": (
                 {"biases": [zeros], "out_dtypes": [None]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"

@@ -79,7 +79,7 @@ def number_of_ranks(given: int | None, device: str) -> int:
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if env.under_torchrun():
         if given is not None:
-            raise ValueError(f"ranks={given} conflicts with torchrun, which sets the number of ranks: leave it out")
+            raise ValueError(f"ranks={given} conflicts with torchrun, which sets the number of ranks: do not pass it")
         return env.world_size()
     if given is None:
         return max(1, gpus) if device == "cuda" else 2

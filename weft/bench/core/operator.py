@@ -150,7 +150,10 @@ class OperatorBenchmark(ABC, Generic[P]):
     name: str
     matmul: bool = False  # True if the roofline needs the rate of a GEMM
     fp8: bool = False  # True if the operator supports fp8 operands
-    refuses: Mapping[str, str] = {"pictures": "draws none: leave it out", "option": "has none: leave it out"}
+    refuses: Mapping[str, str] = {
+        "pictures": "draws no pictures: do not pass it",
+        "option": "has no options: do not pass it",
+    }
     baselines: tuple[str, ...] = ()
     columns: ClassVar[Columns] = {}
     """Columns of the table of a configuration, besides the columns of all operators."""

@@ -158,7 +158,8 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
-    """Return the bytes of the float64 check: two input sets and one per rank, operands in fp32 and fp64, products."""
+    """Return the bytes that the float64 check needs: `2 + ranks` input sets, copies of the operands in fp32 and fp64, and two fp64
+    products per rank."""
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 

@@ -202,7 +202,9 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
             raise ValueError(f"no variant {name!r}: {said}")
         left = [_why_not(name, problems) for problems in shapes]
         if all(left):
-            raise ValueError(f"variant {name!r} supports none of these shapes: {left[0]}")
+            raise ValueError(
+                f"variant {name!r} supports none of these shapes (first shape: {left[0]}): choose another shape or variant"
+            )
 
 
 def cannot(names: Sequence[str], problems: Problems) -> list[str]:

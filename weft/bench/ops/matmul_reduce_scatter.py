@@ -123,7 +123,7 @@ class _ScaledReduceScatterBenchmark(TorchOperator):
 
     def check_options(self, options: BenchOptions) -> None:
         if options.dtype != "fp8":
-            raise ValueError(f"dtype={options.dtype!r}: the operands of {self.name} are fp8: leave it out")
+            raise ValueError(f"dtype={options.dtype!r}: the operands of {self.name} are fp8: do not pass dtype")
         super().check_options(options)
 
 

@@ -131,7 +131,7 @@ class Routes:
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place of the chunk at its receiver: in an all-to-all, that of its source."""
+        """Return the place of the chunk at its receiver. In an all-to-all this is the place for its source rank."""
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
@@ -140,7 +140,7 @@ class Routes:
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
     def sources(self, rank: int, place: int) -> list[int]:
-        """Return the ranks that send a chunk to this place, the nearest behind in the ring first."""
+        """Return the ranks that send a chunk to this place, starting with the nearest rank before this rank in the ring."""
         found = self._sources.get(self.representative(rank, place), [])
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
 

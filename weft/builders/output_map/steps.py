@@ -236,7 +236,7 @@ class _RankLanes:
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
-        """Send a chunk by engine when it is complete."""
+        """Send a chunk by copy engine when it is complete."""
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
         for send in self.routes.sends(self.rank, place):
@@ -285,11 +285,11 @@ class _RankLanes:
                 self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Wait for free slots before a lane first fills slots of a rank in a run.
+        """Wait until the slots on rank `to` are free. Do this once per lane and run.
 
-        Only one lane waits for them: the GEMMs' lane if it fills some of them. Otherwise a reader of its chunks might signal free
-        slots again while a second lane still waits for the last signal. Other lanes run after the GEMMs if these compute their
-        chunks; lanes that forward chunks wait for `opened`."""
+        Only one lane waits for this credit: `compute` if its GEMMs fill some of the slots. With two waiting lanes, the reader could
+        grant the next credit before the second lane has seen this one. Lanes that forward chunks then wait for the signal `opened`.
+        Lanes that send GEMM output need no wait, because they run after the GEMMs."""
         if (lane.name, to) in self._opened:
             return
         self._opened.add((lane.name, to))

@@ -52,10 +52,12 @@ class ExpertsProblem(Problem):
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
-            raise ValueError(f"one rank sends {sent} tokens to another rank, which is more than most={self.most}")
+            raise ValueError(
+                f"splits: a rank sends {sent} tokens to one other rank, but most={self.most}: pass most={sent} or more"
+            )
 
     def __str__(self) -> str:
-        """Return repr without `splits` if they are even (a number for each expert of all), and without an unset `return_x`."""
+        """Return the repr. Omit `splits` if they are even, because they have an entry per expert, and `return_x` if it is False."""
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
@@ -69,7 +71,7 @@ class ExpertsProblem(Problem):
 
     @classmethod
     def even(cls, rows: int, n: int, k: int, experts: int, world_size: int, dtype: str = "bf16") -> Self:
-        """Return the problem with `rows` tokens on each rank, equally many for each of `experts` experts of a rank."""
+        """Return the problem with `rows` tokens on each rank and even routing. experts: the number of experts on each rank."""
         return cls(world_size, experts, (rows,) * world_size, n, k, dtype, most=rows)
 
     @classmethod

@@ -19,7 +19,7 @@ Place = tuple[str, int]
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Steps on empty regions are left out.
+    """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Steps on empty regions are omitted.
 
     size_of: returns (rows, columns) of a buffer of a rank. Raises `ValueError` for a region outside its buffer.
     """

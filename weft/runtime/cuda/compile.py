@@ -392,7 +392,9 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:
-        raise ScheduleError(f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first")
+        raise ScheduleError(
+            f"{step}: streams read sizes only from scratch or symmetric buffers: first copy {buffer} to one"
+        )
     if step.by == "host":
         compiler.items.dynamic(lane, HostRead(context, buffer))
     if step.by == "meanwhile":

@@ -212,7 +212,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
                 lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")
                 timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
         if not len(timeline):
-            raise WeftError("the device recorded no unit of work: the call had none on this rank")
+            raise WeftError("the device recorded no work, because the call had no work on this rank")
 
 
 class _Look:

@@ -97,7 +97,11 @@ class _Variant:
 
 
 class EmbeddingKernel:
-    """The kernel of one rank of one plan on one device. widest: the widest column count of feature blocks pooled elsewhere."""
+    """The kernel of one rank of one plan on one device.
+
+    widest: the largest number of columns of a feature block that another kernel pools. The block size covers it and this plan's own
+        columns, so results have the same bits for any placement of tables.
+    """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
         self.plan, self.rank, self.device = plan, rank, device

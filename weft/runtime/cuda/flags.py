@@ -101,13 +101,15 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
-    """Raise `ScheduleError` unless a wait waits for all tiles: tiles that set a counter many times raise one flag at the end."""
+    """Raise `ScheduleError` unless the wait is for all sets by a tile kernel.
+
+    On GPUs the kernel raises the flag once, after its last tile."""
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
         if times not in (0, wait.count):
             raise ScheduleError(
                 f"schedule {schedule.name}: rank {rank} waits for {wait.count} of the {times} times that tiles set "
-                f"{wait.signal}[{wait.index}], but kernels set a word once, after all of them: wait for all {times}"
+                f"{wait.signal}[{wait.index}], but a kernel raises the flag once, after all of them: wait for all {times}"
             )
 
 

@@ -101,7 +101,7 @@ class CudaSchedule(Executor):
         if self.schedule.contents:
             if capturing and self._reads_on_host:
                 raise ValueError(
-                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot: pass max_rows"
+                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot do: pass max_rows"
                 )
             run = context.run
             run.caller = torch.cuda.current_stream(self.device)

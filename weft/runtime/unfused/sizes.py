@@ -35,8 +35,8 @@ class Sizes:
         if both.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    "the host reads sizes here, which a captured CUDA graph cannot: pass max_rows (all_to_all_matmul) or rows "
-                    "(matmul_all_to_all), use another schedule than 'serial', and capture without gradients"
+                    "the host reads sizes here, which a captured CUDA graph cannot do: pass max_rows (all_to_all_matmul) or "
+                    "rows (matmul_all_to_all), use a schedule other than 'serial', and capture without gradients"
                 )
             copied = torch.cuda.Event()
         self.numbers.copy = both.to("cpu", non_blocking=True)

@@ -160,7 +160,8 @@ class Pending:
 class Marks:
     """The times at which the steps of a call ended on the caller's thread or stream.
 
-    Each step begins where the previous step ended. Steps become spans of lane `compute`, on the clocks of executors.
+    Each step begins where the previous step ended. `end` adds the steps to the timeline as spans of lane `compute`, on the clock
+    that executors use.
     """
 
     def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:

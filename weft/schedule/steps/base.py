@@ -31,7 +31,7 @@ _PLAIN = (Region, Norm, TileKernel)  # values that consist of their fields only
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A wait for `count` sets of a counter of this rank; with `previous`, for the sets of the run before."""
+    """A wait for `count` sets of a counter of this rank; with `previous`, for sets of the previous run."""
 
     signal: str
     index: Index
@@ -61,11 +61,11 @@ class Step:
         return tuple([access.region for access in self.accesses()])
 
     def sets(self) -> Mapping[CounterId, int]:
-        """Return how often a step in numbers increments which counters."""
+        """Return, for each counter, how often a step in numbers increments it."""
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return the step with nothing but its sets; None if it has none."""
+        """Return the step reduced to its sets; None if it has no sets."""
         return self if self.sets() else None
 
     @property
@@ -157,8 +157,9 @@ class Step:
         yield from ()
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        """Return the name in a timeline, without rows and columns. at: "@2" for another rank than its own. number: an index's
-        value."""
+        """Return the name in a timeline, without rows and columns.
+
+        at: returns "@2" for rank 2, "" for the step's own rank. number: returns an index's value."""
         return " ".join([self.kind, *(f"{a.region.buffer}{at(a.region.at)}" for a in self.accesses() if a.writes)])
 
     def __str__(self) -> str:
@@ -232,7 +233,7 @@ def variables_of(item: Any) -> Set[str]:
 
 
 def depends(item: Any, names: Collection[str]) -> bool:
-    """True if an expression of a step, region or index has one of these variables: faster than all its variables."""
+    """True if an expression of a step, region or index has one of these variables. Faster than listing all variables."""
     kind = type(item)
     if kind is int or kind is str:
         return False

@@ -49,7 +49,7 @@ class Set(Step):
 class Wait(Step):
     """Wait until this rank's counter has been set `count` times in this run, with acquire semantics.
 
-    With `previous`: `count` times in the run before; the first run waits for nothing. This tells a producer that the
+    With `previous`: `count` times in the previous run; the first run waits for nothing. This tells a producer that the
     reader has finished with a buffer, which may then be filled again.
     """
 

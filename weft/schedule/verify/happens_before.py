@@ -3,7 +3,7 @@
 A step is before another if the other can never begin without it. A step begins when the step before it on its lane has happened,
 and besides
 
-    first step of a lane    when all lanes of its rank have ended the run before
+    first step of a lane    when all lanes of its rank have ended the previous run
     wait for a count of T   when T of the sets of that counter have happened: of any run, so that a fast rank's second set may stand
                             in for a slow rank's first
     collective              when all ranks have reached it

@@ -53,7 +53,10 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     events, stuck = play(ranks)
     if stuck:
-        raise ScheduleError(f"schedule {schedule.name} never ends:\n" + "\n".join(explain(ranks, stuck)))
+        raise ScheduleError(
+            f"schedule {schedule.name} deadlocks; these lanes wait forever (add or correct the set of each signal):\n"
+            + "\n".join(explain(ranks, stuck))
+        )
     order: dict[int, list[tuple[str, Step]]] = {rank: [] for rank in range(schedule.world_size)}
     for event in events:
         lane = ranks[event.rank][event.lane]

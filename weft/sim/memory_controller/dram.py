@@ -87,7 +87,7 @@ def _stream(op: Op, start: int, count: int) -> list[Access]:
 
 
 def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
-    """Return accesses to runs of `length` bytes that lie anywhere."""
+    """Return accesses to runs of `length` bytes at random addresses."""
     rng, found = random.Random(seed), list[Access]()
     while len(found) < count:
         start = rng.randrange(1 << 18) * length
@@ -96,7 +96,7 @@ def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
 
 
 def _mixed(*streams: list[Access], run: int = CHUNK // ATOM) -> list[Access]:
-    """Interleave streams, a run of each in turn."""
+    """Interleave streams: one run from each stream, in rotation."""
     found = []
     for i in range(0, max(map(len, streams)), run):
         for stream in streams:
@@ -105,7 +105,7 @@ def _mixed(*streams: list[Access], run: int = CHUNK // ATOM) -> list[Access]:
 
 
 def patterns(count: int = 3000) -> dict[str, list[Access]]:
-    """Return the accesses of a channel by what makes them. A slab's row of an operand has 64 bytes, a tile's row 512."""
+    """Return the accesses of a channel by their source. A slab's row of an operand has 64 bytes, a tile's row 512."""
     away = 1 << 26
     return {
         "last step of a reduce-scatter: two reads, one store": _mixed(
@@ -126,7 +126,7 @@ def patterns(count: int = 3000) -> dict[str, list[Access]]:
 
 
 def update_ratio(count: int = 3000) -> float:
-    """Return the time of near-memory updates over that of stores, for tiles anywhere."""
+    """Return the time of near-memory updates divided by the time of stores, for tiles at random addresses."""
     return cycles(_pieces("update", count, CHUNK, 2)) / cycles(_pieces("store", count, CHUNK, 2))
 
 

@@ -47,13 +47,13 @@ class TrackingGpu:
         ways, waves = self.count("tracker.ways"), self.count("tracker.wavefronts")
         if self["tracker.sets"] and ways < waves:
             raise ValueError(
-                f"tracker.ways = {ways} cannot hold a work-group's {waves} wavefronts: its first stores would wait for ever. "
+                f"tracker.ways = {ways} cannot hold a work-group's {waves} wavefronts: its first stores would wait forever. "
                 f"Use at least {waves} ways, or fewer wavefronts"
             )
 
     def __getitem__(self, key: str) -> float:
         if key not in self.quantities:
-            raise KeyError(f"{key} is no number of {self.name}: use one of {', '.join(self.quantities)}")
+            raise KeyError(f"{self.name} has no number {key}: use one of {', '.join(self.quantities)}")
         return self.quantities[key].si
 
     def __iter__(self) -> Iterator[str]:
@@ -63,7 +63,7 @@ class TrackingGpu:
         return int(self[key])
 
     def with_values(self, values: Mapping[str, float]) -> TrackingGpu:
-        """Return this GPU with other values, in the units that it has them in."""
+        """Return this GPU with other values, in the units of the present values."""
         for key in values:
             self[key]
         changed = {
@@ -86,7 +86,7 @@ class TrackingGpu:
 
 @cache
 def t3_gpu() -> TrackingGpu:
-    """Return the paper's GPU, with 150 GB/s read as 75 in each direction."""
+    """Return the paper's GPU. The paper's 150 GB/s is interpreted as 75 GB/s in each direction."""
     data = tomllib.loads(files(__package__).joinpath("t3.toml").read_text())
     quantities = {
         f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()

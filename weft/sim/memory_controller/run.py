@@ -127,7 +127,7 @@ def fused(
     routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
     if not routes.alike:
         raise ValueError(
-            "the ranks' maps differ by more than their place in the ring, and one GPU cannot stand for all: use fused_on_all"
+            "the ranks' maps differ in more than positions in the ring, so one GPU cannot represent all: use fused_on_all"
         )
     setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
     return _run(_mapped(setup, routes, 0, one_for_all=True))
@@ -137,7 +137,7 @@ def fused_on_all(
     gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks",
 ) -> list[ControllerRun]:  # fmt: skip
-    """Return the runs of all ranks, with a map for each, simulated together: as `fused`, for maps that are not alike too."""
+    """Simulate all ranks together, with a map for each rank, and return their runs. Unlike in `fused`, maps may differ."""
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
         _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
@@ -163,13 +163,16 @@ def _routes(
             )
     if tiles % chunks:
         raise ValueError(
-            f"{tiles} tiles in {chunks} chunks: each chunk needs as many, for the peer's to be the same; use other tiles"
+            f"{tiles} tiles in {chunks} chunks: every chunk must have the same number of tiles; use another tile size"
         )
     return routes_of("reduce_scatter", world, chunks, tuple((output.order, output.entries) for output in outputs))
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Put a rank's routes into a setup. one_for_all: this rank gets what it sends, as from a peer that is like it."""
+    """Put a rank's routes into a setup.
+
+    one_for_all: simulate only this rank; its own sends stand for those of an identical peer.
+    """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
     output, copied, expected, lands, peer, link = [], [], [], [], [], []
@@ -207,7 +210,7 @@ def reduce_scatter(
 
 
 def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) -> ControllerRun:
-    """Return the run of a ring all-gather of `total` bytes in all."""
+    """Return the run of a ring all-gather whose result has `total` bytes."""
     return _ring(total, world, gpu, copies=1, update=False, units=units)
 
 
