@@ -375,7 +375,7 @@ def test_why_the_heuristic_is_not_followed_is_said() -> None:
     assert plan.pick_here(LARGE, "no machine of this name") == (plan.static_pick(LARGE, load_machine("mi300x")), "")
     for problem, why in (
         (uneven, "does not support this problem: shards of (64, 32) rows cannot be cut into equal chunks"),
-        (odd, "a shard: 1 cannot be cut into 2 pieces"),
+        (odd, "a shard (1) cannot be cut into 2 pieces"),
         (described("matmul_reduce_scatter", m=8, n=8, k=8, ranks=2), "it does not cover matmul_reduce_scatter"),
     ):
         picked, said = plan.pick_here(problem, "NVIDIA H200")
