@@ -131,7 +131,9 @@ def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, li
 
 
 def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
-    """Figure 4: what collectives take of an iteration, and with GEMMs twice as fast."""
+    """Return figure 4: the share of an iteration spent in collectives.
+
+    The table also has their share of sub-layer time with GEMMs twice as fast."""
     lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}
     for i, phase in enumerate(PHASES):
