@@ -82,9 +82,9 @@ def _look_at(name: str, x: Any) -> None:
         if base.__name__ in _FIX:
             raise ValueError(f"{name} is {kind(x)}: {_FIX[base.__name__]}")
     if x.is_nested:
-        raise ValueError(f"{name} is a nested tensor: pass a dense one, such as its to_padded_tensor(0)")
+        raise ValueError(f"{name} is a nested tensor: pass a dense tensor, such as {name}.to_padded_tensor(0)")
     if x.layout is not torch.strided:
-        raise ValueError(f"{name} is {x.layout}: pass a dense one (to_dense())")
+        raise ValueError(f"{name} has layout {x.layout}: pass a dense tensor, such as {name}.to_dense()")
     check_memory(name, x)
     # Other classes may keep their memory elsewhere. Those that torch makes while it traces a call are allowed.
     inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -31,6 +31,12 @@ def kind(thing: object) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
+def or_list(names: Iterable[str]) -> str:
+    """ "one, another or a third"."""
+    *before, last = names
+    return f"{', '.join(before)} or {last}" if before else last
+
+
 def and_list(names: Iterable[str]) -> str:
     """ "one, another and a third"."""
     *before, last = names

@@ -240,7 +240,7 @@ EIGHT = ["--option", "experts=8"]
 
 def test_experts_have_a_table_too(tmp_path: Path) -> None:
     text = runner.invoke(app, [*EXPERTS, *EIGHT]).output
-    assert "8192 tokens [4096] of each of 2 ranks @ [4, 4096, 14336]" in text
+    assert "8192 tokens [4096] from each of 2 ranks @ [4, 4096, 14336]" in text
     assert "heuristic" in text
     for words in ("GEMM DIL", "exposed us", "dispatch[by=kernel,rest=each]", "rounds at every step", "serial", "taken"):
         assert words in text

@@ -102,7 +102,7 @@ SPOILED: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "fewer lengths than bags": (foreign(lambda n: n[:-2]), ["lengths for", "keys x 4 samples", "pass one per bag"]),
     "lengths of another library, bool": (foreign(torch.Tensor.bool), ["lengths is torch.bool"]),
     "lengths in an array": (foreign(torch.Tensor.numpy), ["lengths is a ndarray", "torch.from_numpy(lengths)"]),
-    "sparse lengths": (foreign(torch.Tensor.to_sparse), ["lengths is torch.sparse_coo", "to_dense()"]),
+    "sparse lengths": (foreign(torch.Tensor.to_sparse), ["lengths has layout torch.sparse_coo", "to_dense()"]),
     "float offsets": (with_offsets(torch.Tensor.float), ["is torch.float32", "pass torch.int32 or torch.int64"]),
     "offsets beyond the values": (with_offsets(lambda n: n + 100), ["values"]),
 }  # fmt: skip

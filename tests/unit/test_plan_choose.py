@@ -78,7 +78,7 @@ def test_no_prediction_is_faster_than_the_gemm_whole() -> None:
 def test_what_rounds_at_every_step_is_not_taken_before_experts_either() -> None:
     rough = [row for row in plan.choose(AllToAllMatmul.even(8192, 14336, 4096, 4, 2), H200).rows if row.rough]
     assert {row.candidate.builder for row in rough} == {"ficco_2d"}
-    assert all(row.why_not == "rounds at every step, so its error is larger" for row in rough if row.us is not None)
+    assert all(row.why_not == "rounds at every step: larger rounding error" for row in rough if row.us is not None)
     exact = plan.choose(
         AllToAllMatmul(2, 4, (512, 512), 64, 64, "fp32", 512), replace(H200, matmul_flops_per_us={"fp32": 1e8})
     )
@@ -91,7 +91,7 @@ def test_what_rounds_at_every_step_is_not_taken() -> None:
     choice = plan.choose(LARGE, H200)
     rough = [row for row in choice.rows if row.rough]
     assert {row.candidate.builder for row in rough} == {"ficco_2d", "ficco_2d_collective"}
-    assert all(row.why_not == "rounds at every step, so its error is larger" for row in rough if row.us is not None)
+    assert all(row.why_not == "rounds at every step: larger rounding error" for row in rough if row.us is not None)
     exact = plan.choose(
         AllGatherMatmul.even(LARGE.m, 8192, 4096, 2, "fp32"), replace(H200, matmul_flops_per_us={"fp32": 1e8})
     )
@@ -375,7 +375,7 @@ def test_why_the_heuristic_is_not_followed_is_said() -> None:
     assert plan.pick_here(LARGE, "no machine of this name") == (plan.static_pick(LARGE, load_machine("mi300x")), "")
     for problem, why in (
         (uneven, "does not support this problem: shards of (64, 32) rows cannot be cut into equal chunks"),
-        (odd, "a shard: 1 cannot be cut into 2 pieces"),
+        (odd, "a shard (1) cannot be cut into 2 pieces"),
         (described("matmul_reduce_scatter", m=8, n=8, k=8, ranks=2), "it does not cover matmul_reduce_scatter"),
     ):
         picked, said = plan.pick_here(problem, "NVIDIA H200")

@@ -82,7 +82,7 @@ def test_before_experts_it_goes_by_the_tokens_of_all_ranks() -> None:
     assert static_pick(long, toy) == "ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]"
     assert pick_here(long, "") == ("ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]", "")
     assert all(named(few, static_pick(p, toy)).build() for p in (few, many))
-    assert "experts of a rank: 1 cannot be cut into 2 pieces" in pick_here(AllToAllMatmul.even(64, 8, 8, 1, 2), "")[1]
+    assert "experts of a rank (1) cannot be cut into 2 pieces" in pick_here(AllToAllMatmul.even(64, 8, 8, 1, 2), "")[1]
 
 
 def test_other_dtypes_have_the_peak_that_matmuls_say() -> None:

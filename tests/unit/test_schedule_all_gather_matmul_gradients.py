@@ -3,6 +3,7 @@ gives the gradients in random legal orders over several runs. Small whole number
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -131,12 +132,12 @@ def test_some_small_shapes(data: st.DataObject) -> None:
             "direct[chunks=1]",
             "a size is 0, so there is nothing to multiply",
         ),
-        ({"m": 3}, "direct[chunks=4]", "rows of a product: 3 cannot be cut into 4 pieces"),
-        ({"n": 3}, "direct[chunks=4,last=columns]", "columns of a product: 3 cannot be cut as 1:1:1:1"),
+        ({"m": 3}, "direct[chunks=4]", "rows of a product (3) cannot be cut into 4 pieces"),
+        ({"n": 3}, "direct[chunks=4,last=columns]", "columns of a product (3) cannot be cut as 1:1:1:1"),
     ],
 )
 def test_what_cannot_overlap_is_refused_with_the_reason(change: dict[str, int], name: str, why: str) -> None:
-    with pytest.raises(NotApplicableError, match=why):
+    with pytest.raises(NotApplicableError, match=re.escape(why)):
         named(replace(MatmulAllGatherGradients(2, 14, 9, 4, "bf16"), **change), name).build()
 
 

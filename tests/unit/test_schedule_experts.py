@@ -3,6 +3,7 @@ processes check their results."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -81,18 +82,18 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
     assert launches["hetero,gemms=unfused"] == [(0, 1, 4), *[(3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4]
     assert launches["uniform,gemms=unfused"] == [(0, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4
     for name, why in (
-        ("ficco_2d[start=uniform,gemms=fused,steps=9,by=dma]", "columns of tokens: 8 cannot be cut into 9 pieces"),
+        ("ficco_2d[start=uniform,gemms=fused,steps=9,by=dma]", "columns of tokens (8) cannot be cut into 9 pieces"),
         (
             "ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]",
             "the host must not wait for sizes in this call, but it needs them",
         ),
-        ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank: 4 cannot be cut into 5 pieces"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank (4) cannot be cut into 5 pieces"),
         (
             "ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]",
             "the host must not wait for sizes in this call, but it needs them",
         ),
     ):
-        with pytest.raises(NotApplicableError, match=why):
+        with pytest.raises(NotApplicableError, match=re.escape(why)):
             named(replace(even, exact=False) if "host" in why else even, name).build()
 
 

@@ -195,7 +195,7 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
     [
         ("tracked[chunks=1,to=dma]", 15, "m=15 must be divisible by world_size=2"),
         ("tracked[chunks=2,to=store]", 14, "tiles go to their owner one by one"),
-        ("two_shot[chunks=4,by=dma,add=gemm]", 6, "rows of a rank's part: 3 cannot be cut into 4 pieces"),
+        ("two_shot[chunks=4,by=dma,add=gemm]", 6, "rows of a rank's part (3) cannot be cut into 4 pieces"),
         ("one_shot[by=dma]", 1 << 21, "it needs memory for 2 whole products, which is more than 256 MiB: use two_shot"),
     ],
 )

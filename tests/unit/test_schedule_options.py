@@ -44,7 +44,7 @@ def test_texts_are_values_of_the_annotation(annotation: Any, text: str, value: A
         (int, "true", "one=true: give a whole number"),
         (float, "inf", "one=inf: give a finite number"),
         (int | None, "some", "one=some: give a whole number or none"),
-        (BY, "3", "one=3: give dma, kernel, 2"),
+        (BY, "3", "one=3: give dma, kernel or 2"),
         (list[int], "[1]", "one=[1]: list cannot be given as text"),
     ],
 )
@@ -60,11 +60,11 @@ def test_other_texts_are_refused_with_what_is_allowed(annotation: Any, text: str
         (bool, 1e-5, "one=1e-05 is a float: pass True or False"),
         (bool, 1, "one=1 is an int: pass True or False"),
         (bool, None, "one=None is a NoneType: pass True or False"),
-        (int, True, "one=True is a bool: pass a whole number, an int"),
-        (int | None, "4", "one='4' is a str: pass a whole number, an int or None"),
+        (int, True, "one=True is a bool: pass an int"),
+        (int | None, "4", "one='4' is a str: pass an int or None"),
         (float, True, "one=True is a bool: pass a number"),
-        (str, 3, "one=3 is an int: pass a text"),
-        (BY, "store", "one='store' is a str: pass 'dma', 'kernel', 2"),
+        (str, 3, "one=3 is an int: pass a string"),
+        (BY, "store", "one='store' is not a valid value: pass 'dma', 'kernel' or 2"),
     ],
 )
 def test_values_of_other_types_are_refused(annotation: Any, value: Any, said: str) -> None:

@@ -49,5 +49,5 @@ def test_sizes(extent: int, pieces: int | str, sizes: list[int]) -> None:
     ("extent", "pieces", "how"), [(2, "2:1:1", "as 2:1:1"), (2, 3, "into 3 pieces"), (2, 0, "into 0")]
 )
 def test_what_cannot_be_cut(extent: int, pieces: int | str, how: str) -> None:
-    with pytest.raises(NotApplicableError, match=f"rows of a shard: {extent} cannot be cut {how}"):
+    with pytest.raises(NotApplicableError, match=rf"rows of a shard \({extent}\) cannot be cut {how}"):
         split(extent, pieces, what="rows of a shard")

@@ -120,8 +120,8 @@ def test_conclusions_name_the_assumptions_that_reverse_t3_and_mca_and_what_more_
     units = {"1": [["A OP, 8 ranks", 1.2, 1.2], ["A FC-2, 8 ranks", 1.2, 1.2]], "2": [["", 1.1, 1.3], ["", 1.3, 1.1]]}
     changed = {**rows.figures, "assumptions": {"lines": lines}, "20": {"units": units}}
     said = t3_hardware.conclusions(rows._replace(figures=changed))[0]
-    assert "T3 is 10 to 30% faster and T3-MCA 0 to 30%; T3-MCA is slower than T3 with first and with second." in said
-    assert "here 0 of 1 FC-2 gain more, 1 in the ideal, and 1 of 1 OP" in said
+    assert "T3 is 10 to 30% faster and T3-MCA 0 to 30%. T3-MCA is slower than T3 in these cases: first; second." in said
+    assert "Here 0 of 1 FC-2 layers gain more with T3-MCA (1 with the ideal), and 1 of 1 OP layers," in said
 
 
 def test_splitting_units_slows_both_sides(rows: t3_hardware.Rows) -> None:

@@ -282,7 +282,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('shape = "ring"', r'wires\.toml: a topology file must start with name = "\.\.\."'),
+        ('shape = "ring"', r'wires\.toml: a topology file needs a string as its name: add name = "\.\.\."'),
         ('name = "x"', r"wires\.toml: shape = None is unknown; use one of switch, mesh, ring, torus, hosts"),
         ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of switch, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',

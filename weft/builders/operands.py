@@ -117,7 +117,7 @@ def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
         possible = 1 <= pieces <= max(1, extent)
     if not possible:
         how = f"as {pieces}" if isinstance(pieces, str) else f"into {pieces} pieces"
-        raise NotApplicableError(f"{what}: {extent} cannot be cut {how}")
+        raise NotApplicableError(f"{what} ({extent}) cannot be cut {how}")
     return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 

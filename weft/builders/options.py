@@ -11,10 +11,10 @@ import inspect
 import math
 import numbers
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from weft.words import and_list, kind
+from weft.words import and_list, kind, or_list
 
 ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
 """Keywords that all operators have."""
@@ -58,11 +58,11 @@ def from_text(name: str, text: str, annotation: Any) -> Any:
                 continue
             if math.isfinite(number):
                 return number
-    known = [_TEXTS.get(one) or _listed(one, str) for one in wanted if one in _TEXTS or get_origin(one) is Literal]
+    known = _allowed(wanted, _TEXTS, str)
     if not known:
         of = ", ".join(getattr(one, "__name__", str(one)) for one in wanted)
         raise ValueError(f"{name}={text}: {of} cannot be given as text; bool, int, float, str and Literal can")
-    raise ValueError(f"{name}={text}: give {' or '.join(known)}")
+    raise ValueError(f"{name}={text}: give {or_list(known)}")
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:
@@ -81,8 +81,8 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
             return int(value)
         elif one is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
             return float(value)
-    allowed = " or ".join(_VALUES.get(one) or _listed(one, repr) for one in wanted)
-    raise ValueError(f"{name}={value!r} is {kind(value)}: pass {allowed}")
+    found = "not a valid value" if any(get_origin(one) is Literal for one in wanted) else kind(value)
+    raise ValueError(f"{name}={value!r} is {found}: pass {or_list(_allowed(wanted, _VALUES, repr))}")
 
 
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
@@ -117,11 +117,16 @@ _TEXTS = {
     bool: "true or false (1 or 0, yes or no)", int: "a whole number", float: "a finite number", type(None): _NOTHING,
 }  # fmt: skip
 _VALUES = {
-    bool: "True or False", int: "a whole number, an int", float: "a number, a float", str: "a text, a str",
-    type(None): "None",
+    bool: "True or False", int: "an int", float: "a number", str: "a string", type(None): "None",
 }  # fmt: skip
 
 
-def _listed(one: Any, show: Callable[[Any], str]) -> str:
-    """Return the values of a Literal as text."""
-    return ", ".join(map(show, get_args(one)))
+def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
+    """Return the text of each alternative of an annotation. A Literal gives one text per value. texts: the text of each type."""
+    found: list[str] = []
+    for one in wanted:
+        if get_origin(one) is Literal:
+            found += map(show, get_args(one))
+        elif one in texts:
+            found.append(texts[one])
+    return found

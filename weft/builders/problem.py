@@ -17,7 +17,7 @@ class Problem:
     """The description of an operator's work, for its builders and the planner.
 
     Every problem has a builder `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other
-    schedules, and its steps give the sizes of the whole operations."""
+    schedules. Its steps define the sizes of the undivided GEMM and collective."""
 
     world_size: int
     name: ClassVar[str]

@@ -1,6 +1,6 @@
-"""The report of `weft doctor --group`, which a launcher starts on every rank: who sits where, and how each pair of ranks is joined.
+"""The report of `weft doctor --group`: each rank's host and device, and how each pair of ranks is connected.
 
-The ranks form a group of gloo, so no GPU is needed, and NCCL is not started.
+A launcher starts it on every rank. The ranks form a gloo process group, so no GPU is needed, and NCCL is not started.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ class Tables(NamedTuple):
                     )
         for tensor in self.tensors:
             if tensor.device != self.step.device:
-                raise ValueError(f"a table or state is on {tensor.device} and its optimizer on {self.step.device}")
+                raise ValueError(
+                    f"a table or optimizer state is on {tensor.device}, but the optimizer's step counter is on "
+                    f"{self.step.device}: move the whole module, and not between forward and backward"
+                )
 
 
 @dataclass

@@ -351,8 +351,8 @@ def _check_container(features: Any) -> None:
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
-            f"features is {kind(features)} without {', '.join(missing)}(): pass a KeyedJaggedTensor (weft's "
-            f"or TorchRec's)"
+            f"features is {kind(features)}, which has no {', '.join(f'{name}()' for name in missing)}: pass a "
+            "KeyedJaggedTensor (weft's or TorchRec's)"
         )
     if _answer(features, "variable_stride_per_key"):
         raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")

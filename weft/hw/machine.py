@@ -153,7 +153,7 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
             f"no {what} {str(name)!r}: {either} a path ending in .toml{_WITHOUT_FILE if what == 'machine' else ''}"
         )
     if not isinstance(data.get("name"), str):
-        raise ValueError(f'{name}: a {what} file must start with name = "..."')
+        raise ValueError(f'{name}: a {what} file needs a string as its name: add name = "..." before the first table')
     return data
 
 

@@ -80,8 +80,8 @@ class ParallelLinear(nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """Draw parameters like `nn.Linear`: ranks with equal seeds have parts of one model. Temporarily needs memory for
-        the whole weight."""
+        """Initialise the parameters like `nn.Linear`. Ranks with the same seed get shards of the same full weight. Temporarily
+        needs memory for the full weight."""
         if not self.weight.is_meta:
             device, dtype = self.weight.device, self.weight.dtype
             whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype)

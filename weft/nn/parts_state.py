@@ -26,7 +26,7 @@ def partitioned(model: nn.Module) -> dict[str, Any]:
 
 
 def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
-    """Yield this rank's parts, with the names of the parameter and of the table's parameter."""
+    """Yield (part, parameter name, name of the whole table's weight in a state dict) for each part on this rank."""
     names = [name for name, _ in module.named_parameters()]
     for (part, _), name in zip(module.parts(), names, strict=True):
         attribute = name.partition(".")[0]

@@ -263,8 +263,9 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def require_device(op: Operator[Any], call: Any) -> None:
-    """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do
-    not synchronise on other devices."""
+    """Raise `ValueError` unless the device is a CPU or GPU.
+
+    Check here, because this code notifies peers. Ranks do not synchronise on other devices."""
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")

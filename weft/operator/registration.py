@@ -149,7 +149,9 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return one value per tensor, grouped as the call's fields. others: the values of fields that are not tensors."""
+        """Regroup the flat per-tensor values into the call's fields. A field that is a list of tensors gets a list.
+
+        others: the values of fields that are not tensors."""
         left = iter(flat)
         return [
             other

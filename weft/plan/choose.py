@@ -298,7 +298,7 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
     if mode == "graph" and row.reads_on_host and not chosen.reads_on_host:
         return "cannot be captured, because the host reads sizes"
     if row.rough:
-        return "rounds at every step, so its error is larger"
+        return "rounds at every step: larger rounding error"
     if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
         return f"keeps the host busy for {row.host_us:.0f} us per call"
     if row.us < chosen.us and chosen is serial:

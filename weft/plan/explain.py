@@ -216,7 +216,7 @@ def explanation(
     progress: Progress = lambda what, share: None,
     **options: Any,
 ) -> Explanation:
-    """Return the parts of `explain`. progress: see `weft.plan.predict.Progress`."""
+    """Return what `explain` prints, as an `Explanation`. progress: see `weft.plan.predict.Progress`."""
     machine, model, notes, problem = problem_on_machine(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
     )

@@ -63,12 +63,12 @@ def _is_clear(choice: Choice) -> bool:
 
 
 def octave(problem: Problem) -> int:
-    """Return the size bucket of the problem's size in its family."""
+    """Return the number of the size bucket that contains the problem's size."""
     return octave_of(problem.family[1])
 
 
 def octave_of(size: float) -> int:
-    """Return the size bucket of a size."""
+    """Return the number of the size bucket that contains `size`. Buckets are half an octave wide; size 0 has number 0."""
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
 
 

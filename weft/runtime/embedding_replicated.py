@@ -1,13 +1,13 @@
 """Backward of data-parallel tables: every rank has the tables, pools its own samples, and gets the sum of all ranks' gradients.
 
-    dense      [rows, columns] float32 of each table: this rank's gradient; then 1 for each row that it has read
+    dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
     parts      all ranks' values of a range of elements, all_to_all_single; summed in the order of ranks
     reduced    the sums of all ranges, all_gather
 
-So the sum is the same on every rank, to the bit, and does not depend on how torch's backends reduce. It depends on the number of
-ranks: each rank sums its own samples first. Rows that some rank has read are updated, as those of other tables are.
+So the sum is bitwise identical on every rank, and does not depend on how torch's backends reduce. It depends on the number of
+ranks: each rank sums its own samples first. Only rows that at least one rank has read are updated, as for other tables.
 
-Tables are updated as unpooled ones are (`weft.runtime.embedding_rows`): each row's gradient is the sum.
+The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Spans:
 
 
 def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
-    """Return the float32 gradients of all tables, flat, and after them 1 for each row that this rank has read.
+    """Return the flat float32 gradients of all tables, followed by a flag per row, 1 if this rank read it.
 
     grad: [samples, columns of all tables].
     """
@@ -65,7 +65,7 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
 
 
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
-    """Return the sum of all ranks' `flat`, equal on all ranks to the bit. Collective."""
+    """Return the sum of all ranks' `flat`, bitwise identical on every rank. Collective."""
     world = group.size()
     if world == 1:
         return flat

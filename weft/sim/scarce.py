@@ -45,7 +45,7 @@ def _kept(uses: Uses, resources: set[int]) -> Uses:
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
-    """Return the number of each lane's part. Lanes that share a resource are in the same part."""
+    """Return the index of each lane's connected component. Lanes that share a resource are in the same component."""
     above = list(range(len(lanes)))
 
     def part(lane: int) -> int:

@@ -84,7 +84,10 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 
 
 class Swept(NamedTuple):
-    """A chooser of a form, with the thresholds that suit a table best. near: GEMMs within `NEAR` of the best, by table."""
+    """The best thresholds found for one form of heuristic.
+
+    near: for each table, the number of GEMMs whose pick is within `NEAR` of the fastest schedule.
+    """
 
     form: str
     among: str

@@ -5,9 +5,9 @@
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-All variants alternate in each repetition, as lanes (`StudyLane`) of a fixed number of calls. To run concurrently, the GEMM and
-the all-gather are both repeated until both lanes take equally long. Only the time in which both run counts; timestamps of the
-calls tell how much each did in it. The fraction of that time is recorded as `overlap`.
+Each repetition runs every variant once, as lanes (`StudyLane`) with a fixed number of calls. To run concurrently, the GEMM and
+the all-gather are both repeated until both lanes take equally long. Only the time in which both lanes run counts; call timestamps
+give each lane's progress in it. The fraction of that time is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ _LONGEST_SLEEP_S = 0.05
 
 @dataclass(eq=False)
 class StudyLane:
-    """`call`, `count` times in a row. `by`: the resource that it uses. `enqueue_s`: the host time of the last play, if calls
-    return before they finish."""
+    """A lane that runs `call` `count` times in a row.
+
+    by: the resource that it uses. enqueue_s: the host time to enqueue the last run, if calls are asynchronous.
+    """
 
     call: Call
     count: int

@@ -217,7 +217,7 @@ def direct_table(record: Record) -> ResultTable:
         "T3-MCA us": lambda line: f"{line[2]:.0f}",
         "direct, T3 us": lambda line: f"{line[3]:.0f}",
         "T3-MCA us ": lambda line: f"{line[4]:.0f}",
-        "accesses but GEMM reads, ring": lambda line: f"{line[5]:.2f} outputs",
+        "accesses except GEMM reads, ring": lambda line: f"{line[5]:.2f} outputs",
         "direct": lambda line: f"{line[6]:.2f} outputs",
     }
     title = "A direct reduce-scatter on a full mesh (7.1): GEMM and reduce-scatter, without the all-gather"
@@ -384,7 +384,7 @@ def assumptions_table(record: Record) -> ResultTable:
 
 
 def simulate_dram(gpu: TrackingGpu) -> Record:
-    """Check of the memory's rate: what a channel's timings give for the accesses of GEMMs and rings."""
+    """Return the memory bandwidth that DRAM timings give for the accesses of GEMMs and rings."""
     rates = [[name, dram.rate(accesses, gpu.count("memory.channels"))] for name, accesses in dram.patterns().items()]
     return {"figure": "dram", "rates": rates, "update": dram.update_ratio(), "effective": gpu["memory.effective"]}
 
@@ -396,8 +396,8 @@ def dram_table(record: Record) -> ResultTable:
         "over the derived rate": lambda line: f"{line[1] / record['effective']:.2f}",
     }
     title = (
-        f"The memory's rate by the timings of its DRAM; derived from the paper: {record['effective'] / 1e12:g} TB/s. "
-        f"A tile's updates take {record['update']:.2f} times its stores"
+        f"Memory bandwidth from DRAM timings (the rate derived from the paper is {record['effective'] / 1e12:g} TB/s). "
+        f"Updates of a tile take {record['update']:.2f} times as long as its stores"
     )
     return table(title, record["rates"], columns)
 

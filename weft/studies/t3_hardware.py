@@ -153,18 +153,19 @@ def _ranges(rows: Rows) -> str:
     t3, mca = ([100 * (line[i] - 1) for line in lines] for i in (1, 2))
     reverse = [line[0] for line in lines if line[1] > line[2]]
     said = f"Under the other assumptions T3 is {min(t3):.0f} to {max(t3):.0f}% faster and T3-MCA {min(mca):.0f} to {max(mca):.0f}%"
-    return f"{said}; T3-MCA is slower than T3 with {' and with '.join(reverse)}." if reverse else f"{said}."
+    return f"{said}. T3-MCA is slower than T3 in these cases: {'; '.join(reverse)}." if reverse else f"{said}."
 
 
 def _differs(rows: Rows) -> str:
-    """Return sentences on what the paper has and the model has not."""
+    """Return sentences on results of the paper that the model does not reproduce."""
     more = figures.gain_with_more_units(rows.figures["20"])
     said = (
-        f"Twice the units: the paper's FC-2 gain more and OP less; here {more['FC-2'][0]} of {more['FC-2'][1]} FC-2 gain more, "
-        f"{more['ideal'][0]} in the ideal, and {more['OP'][0]} of {more['OP'][1]} OP, because the memory stays as it is."
+        "With twice the compute units, the paper's FC-2 layers gain more and its OP layers less. "
+        f"Here {more['FC-2'][0]} of {more['FC-2'][1]} FC-2 layers gain more with T3-MCA ({more['ideal'][0]} with the ideal), "
+        f"and {more['OP'][0]} of {more['OP'][1]} OP layers, because memory bandwidth stays the same."
     )
     off = iteration.largest_deviation({False: rows.small["75"], True: rows.large["75"]})
-    return f"{said} Iterations: {off}"
+    return f"{said} {off}"
 
 
 def notes(records: Sequence[Record]) -> list[str]:

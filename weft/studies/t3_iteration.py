@@ -131,7 +131,9 @@ def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, li
 
 
 def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
-    """Figure 4: what collectives take of an iteration, and with GEMMs twice as fast."""
+    """Return figure 4: the share of an iteration spent in collectives.
+
+    The table also has their share of sub-layer time with GEMMs twice as fast."""
     lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}
     for i, phase in enumerate(PHASES):
@@ -150,7 +152,10 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
         }
         twice = f"{max(share_with_faster_gemms(pair[1]) for pair in some):.0%} (75%)"
         last.append({"network": what, **shares, "with GEMMs twice as fast": twice})
-    title = "Share of an iteration that collectives take, and the paper's in brackets (figure 4); of the prompt's sub-layers alone"
+    title = (
+        "Share of an iteration spent in collectives, with the paper's in brackets (figure 4). "
+        "Last two columns: share of the prompt phase's sub-layers"
+    )
     return table(title, lines, columns, last)
 
 
@@ -211,7 +216,10 @@ def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> Re
     for name in lines[0][1]:
         columns[name] = lambda line, name=name: f"{line[1][name]:+.1f}"  # type: ignore[misc]
     columns["largest"] = lambda line: f"{max(map(abs, line[1].values())):.1f}"
-    title = "Deviations of the iterations' speedups from the paper's, in points, by what is assumed of the rest (6.3: 40 to 45%)"
+    title = (
+        "Deviations of iteration speedups from the paper, in points, by assumption about attention and other operations "
+        "(6.3: 40 to 45%)"
+    )
     return table(title, lines, columns)
 
 
@@ -227,9 +235,9 @@ def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -
 
 
 def largest_deviation(rows: Mapping[bool, Sequence[HardwareRow]]) -> str:
-    """Return sentences on the largest deviation from the paper, by the roofline and with the paper's share of the attention."""
+    """Return sentences on the largest deviation from the paper, with the roofline and with a fixed share for attention."""
     off, fixed = (max(map(abs, deviations(rows, rest).values())) for rest in (None, REST))
     return (
-        f"at most {off:.1f} points off the paper's speedups, with attention and all else by a roofline. With {REST:.1%} of the "
-        f"iteration for them at most {fixed:.1f}."
+        f"Iteration speedups deviate from the paper by at most {off:.1f} points with the roofline. With a fixed {REST:.1%} for "
+        f"attention and the rest, the maximum is {fixed:.1f}."
     )

@@ -58,8 +58,8 @@ class Variants(Workload):
 
     @abstractmethod
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
-        """Return the larger of the times of all bytes and all FLOPs at the rates measured in this run; None if they are not
-        counted. Collective."""
+        """Return the roofline time: the longer of memory time and compute time at the rates measured in this run. Return None if
+        bytes and FLOPs are not counted. Collective."""
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]

@@ -1,7 +1,7 @@
 """The list of operators that every command shows, and the lookup of their benchmarks.
 
-This module has names only: an operator's file is imported on demand. So the command line shows its help without importing torch,
-and operators check their own options.
+This module has names only: an operator's module is imported on demand. So `--help` works without importing torch, and each
+operator's module checks that operator's options.
 """
 
 from __future__ import annotations

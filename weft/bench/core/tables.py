@@ -19,7 +19,9 @@ class ResultTable(NamedTuple):
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
 ) -> ResultTable:
-    """Return a table with a line for each row, then the lines of `last`, by column. Columns without any value are omitted."""
+    """Return a table with one line per row, followed by the lines of `last` (text by column name).
+
+    Columns that are empty in all of `rows` are omitted."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]
     lines = [*zip(*(cells[name] for name in shown), strict=True)]

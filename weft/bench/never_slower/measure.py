@@ -1,4 +1,7 @@
-"""The measurement of one drawn shape on all ranks: inputs, checks and times by the shared harness, one row per mode."""
+"""The measurement of one randomly sampled shape on all ranks. It gives one row per mode.
+
+The shared harness creates the inputs, checks the results and times the variants.
+"""
 
 from __future__ import annotations
 

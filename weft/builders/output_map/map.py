@@ -1,4 +1,4 @@
-"""T3's output map: the configuration of where a GEMM's output goes, as a value from which a schedule is made.
+"""T3's output map: a data structure that says where each chunk of a GEMM's output goes. A schedule is built from it.
 
 A GEMM whose result goes into a collective computes its output chunk by chunk. An output map only gives the destination of each
 chunk. `weft.builders.output_map.steps` derives the waits, copies and sums from it.
@@ -10,8 +10,8 @@ chunk. `weft.builders.output_map.steps` derives the waits, copies and sums from 
 
 op="update" adds to the peer's product for the same chunk. op="store" writes the chunk at the peer, which has no product
 of its own for it. Chunks are numbered in the order in which their rank computes them. Ranks are staggered: rank r first
-computes the rows of rank r + 1, then of r + 2, and its own last. So 4.4's configuration of a ring reduce-scatter on
-four ranks is
+computes the rows of rank r + 1, then of r + 2, and its own last. So the paper's ring reduce-scatter (section 4.4) on four
+ranks is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
@@ -170,18 +170,16 @@ def schedule_of(
     """Return the schedule of `OutputMap.schedule`, with one map for each rank."""
     p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     add = add or ("reduce" if gemm == "tracked" else "gemm")
-    if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(CopyBy):
-        raise ValueError(
-            f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', and "
-            "by='dma' or 'kernel'"
-        )
+    for key, value, known in (("gemm", gemm, Gemm), ("add", add, Add), ("by", by, CopyBy)):
+        if value not in get_args(known):
+            raise ValueError(f"{key}={value!r} is unknown: use one of {', '.join(get_args(known))}")
     if gemm == "tracked" and add == "gemm":
         raise ValueError(
             "add='gemm' with gemm='tracked': a tracked GEMM computes all chunks in one kernel, so "
             "it cannot add to arriving chunks. Use add='reduce'"
         )
     if not isinstance(engines, int) or engines < 1:
-        raise ValueError(f"engines={engines!r}: use at least one copy engine")
+        raise ValueError(f"engines={engines!r} must be an int of at least 1: the number of copy engines")
     if len(maps) != p.world_size:
         raise ValueError(f"{len(maps)} maps were given for world_size={p.world_size}: give one map for each rank")
     first = maps[0]
@@ -201,7 +199,9 @@ def schedule_of(
             f"rows={rows} must be divisible by world_size={p.world_size}: pad to {-(-rows // p.world_size) * p.world_size}"
         )
     if not rows * p.n * p.k:
-        raise NotApplicableError("a size is 0, so there is nothing to multiply")
+        raise NotApplicableError(
+            f"a size is 0 (rows={rows}, n={p.n}, k={p.k}), so there is nothing to multiply: give at least 1 each"
+        )
     if gemm == "tracked":
         _require_tracked(maps, p)
     plain = [(one.order, one.entries) for one in maps]
@@ -216,7 +216,7 @@ def schedule_of(
 
 def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
     if p.world_size == 1:
-        raise NotApplicableError("there is only one rank, so there is nothing to send")
+        raise NotApplicableError("there is only one rank, so there is nothing to send: use gemm='chunks'")
     for rank, one in enumerate(maps):
         if p.collective == "all_gather" and (e := next((e for e in one.entries if e.how == "remote_map"), None)):
             raise ValueError(

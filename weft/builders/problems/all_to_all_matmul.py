@@ -48,9 +48,9 @@ class AllToAllMatmul(ExpertsProblem):
     @property
     def text(self) -> str:
         return (
-            f"{self.tokens} [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of "
-            f"their experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
-            f"{', and the tokens that arrive' if self.return_x else ''}"
+            f"{self.tokens} [{self.k}] from each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] "
+            f"expert weights on each rank, {self.dtype}, {'exact' if self.exact else 'bounded'} output rows"
+            f"{', and the received tokens' if self.return_x else ''}"
         )
 
     def takes(self, candidate: Candidate) -> bool:

@@ -169,10 +169,10 @@ def _launched(
     dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
     rate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch the kernels. Return how many rows were skipped, on the device.
+    """Launch the kernels. Return the number of skipped rows, as a device tensor.
 
     dtype: the dtype of tables, and of gradients that are written. seed: the seed of random bits, or None to round to nearest.
-    squares: the output of rule 6. rate: the learning rate of an update."""
+    squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update."""
     shape, device, count = rows.shape, received.device, rows.count
     skipped = torch.zeros(1, dtype=torch.int64, device=device) if skip else _none_skipped(device)
     if not count:

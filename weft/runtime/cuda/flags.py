@@ -1,4 +1,4 @@
-"""Signals between ranks as flags, which a captured CUDA graph can wait for: every run uses the same numbers.
+"""Binary flags as signals between ranks. A captured CUDA graph can wait for them: every replay waits for the same value.
 
 Each wait has a 64-bit word in its rank's symmetric memory. A flag is a 1 in the low half of the word. A set
 raises the flags of all waits for its counter. A wait ends when its flag is raised, and the flag is cleared before it can be
@@ -7,21 +7,20 @@ Kernels that wait and read the count from memory would occupy a part of the GPU:
 wait.
 
     word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
-            high half   POISONED: the group has failed, and no wait may last. Only the rank itself writes it
+            high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
 
-The flag of a wait for a signal of the previous run is raised from the start.
+A wait with `previous=True` starts with its flag raised, because the first run follows no other.
 
 Tiles of a kernel that set one counter many times raise the flag when the last of them has set it. The kernel counts in memory of
 its own device, and streams of its rank wait for the flag as they wait for peers.
 
 When to clear a flag. It must be clear before it is raised again, or the second signal is lost. A write is slow (it
-includes a fence of the whole system), so a stream clears a flag together with another write, if it can. This write is
-its next set for the rank that raised the flag, provided that this rank waits for that set before it raises the flag
-again. Then
+includes a fence of the whole system), so a stream clears a flag together with another write, if it can. Rank b clears W's flag
+together with its next set for rank a. This is allowed if rank a waits for that set before it raises the flag again:
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-and S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then verifies
+Then S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then verifies
 that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 

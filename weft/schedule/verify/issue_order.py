@@ -179,7 +179,9 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue the lane's waits, then one copy, GEMM or wait of the host, then sets, as far as possible."""
+        """Issue as many of the lane's next steps as possible: waits; one copy, GEMM or host wait; then sets.
+
+        Return True if any step was issued."""
         moves, run = self._moves[rank][i], self._run[rank]
         first = at = self._at[rank][i]
         worked = False
