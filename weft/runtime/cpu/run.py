@@ -23,7 +23,7 @@ from weft.runtime.collectives import (
 )
 from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.schedule_memory import Tensors
-from weft.runtime.two_levels import TwoLevels, Wait, waits
+from weft.runtime.two_levels import Call, TwoLevels
 from weft.symm import Communicator
 
 _OWN_LANE_S = 5.0
@@ -101,7 +101,7 @@ class Run:
         src, dst = sendable(src), sendable(dst)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         if len(set(rows)) == 1 and self.levels is not None:
-            self.levels.all_gather(src.contiguous(), whole, self._wait("all_gather"))
+            self.levels.all_gather(src.contiguous(), whole, self._call("all_gather"))
             works = []
         elif len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
@@ -129,7 +129,7 @@ class Run:
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
         if self.levels is not None:
-            self.levels.all_reduce(whole, self._wait("all_reduce"))
+            self.levels.all_reduce(whole, self._call("all_reduce"))
         else:
             work = all_reduce_single(whole, group=self.comm.group, async_op=True)
             finish(work, self.comm, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
@@ -141,7 +141,7 @@ class Run:
         time."""
         source = src.contiguous()
         if len(set(rows)) == 1 and self.levels is not None:
-            dst.copy_(self.levels.reduce_scatter(source, self._wait("reduce_scatter")))
+            dst.copy_(self.levels.reduce_scatter(source, self._call("reduce_scatter")))
             return
         if len(set(rows)) == 1:
             whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
@@ -154,5 +154,5 @@ class Run:
         if whole is not dst:
             dst.copy_(whole)
 
-    def _wait(self, op: str) -> Wait:
-        return waits(self.comm, f"{op} of {self.name}", self._deadline_s, self.levels, self.tensors)
+    def _call(self, op: str) -> Call:
+        return Call(f"{op} of {self.name}", self._deadline_s, (self.tensors,))

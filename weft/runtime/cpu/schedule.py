@@ -27,8 +27,8 @@ from weft.runtime.cpu.program import Bound, Program
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import agree_on_schedule
-from weft.runtime.two_levels import two_levels_of
-from weft.schedule import Collective, Schedule, Set
+from weft.runtime.two_levels import two_levels_for
+from weft.schedule import Schedule, Set
 from weft.symm import Communicator
 from weft.timeline import Span, Timeline
 
@@ -56,8 +56,7 @@ class CpuSchedule(Executor):
             checked = _agreed(schedule, comm)
             self._memory.kinds.add(kind)
         run = Run(schedule.name, what, comm)
-        if not comm.all_mapped and any(isinstance(step, Collective) for lane in checked.lanes for step in lane.steps):
-            run.levels = two_levels_of(comm)
+        run.levels = two_levels_for(schedule, checked.lanes, checked.rows, comm)
         self._program: Program | None = Program(schedule, checked, run)
         places, n_workers = self._program.places, len(self._program.lanes) - 1
         what = f"buffers of schedule {schedule.name}"
