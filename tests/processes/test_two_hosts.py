@@ -57,6 +57,10 @@ def test_examples_have_the_losses_of_one_host(pool: Pool, hosts: TwoHosts, tmp_p
     alpha, beta = [True, True, False, False], [False, False, True, True]
     assert [rank[:2] for rank in found["ranks"]] == [["alpha", alpha]] * 2 + [["beta", beta]] * 2
     assert [warnings for *_, warnings in found["ranks"]] == [[]] * 4
+    once = RANKS * 4096 // (2 * RANKS) * 512 * 4  # the rows of the other host
+    for schedule, sent in found["sent"].items():
+        times = 3 if schedule == "serial" else 1  # gloo's reduce-scatter is an all-reduce in a ring
+        assert times * once < sent < 1.1 * times * once, (schedule, sent)
     doctor = found["doctor"]
     assert doctor.startswith("4 ranks on 2 hosts\n\nalpha:\n  rank 0  pid ")
     assert "\nbeta:\n  rank 2  pid " in doctor

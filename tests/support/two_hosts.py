@@ -55,6 +55,12 @@ class TwoHosts:
         """Set a host's end of the link "up" or "down"."""
         self._do(host, "ip", "link", "set", INTERFACE, state)
 
+    def limit(self, rate: str) -> None:
+        """Limit the rate of both directions of the link, such as "1gbit". Raises OSError if the kernel has no `tbf`."""
+        for host in range(len(HOSTS)):
+            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            self._do(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
+
     def start(self, host: int, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[str]:
         """Start a command on a host. Its output, errors included, is text."""
         known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **environment}

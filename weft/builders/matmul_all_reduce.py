@@ -144,7 +144,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     return d.schedule()
 
 
-@builder(MatmulAllReduce, chunks=(2, 4))
+@builder(MatmulAllReduce, chunks=(1, 2, 4))
 def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
     """Reduce each chunk with one collective, on a lane beside the GEMMs."""
     o = PartialProducts.overlapped("collective", p)

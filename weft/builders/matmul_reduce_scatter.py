@@ -7,7 +7,7 @@
     ring      partial sums go around: each rank adds its own product to the sum from its left neighbour, and sends it on
     pulled    a ring without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has stored it
     collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed. It
-              needs no mapped memory: for ranks on several hosts
+              needs no mapped memory: for ranks on several hosts, which run its collectives in two levels on CPU
 
 fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
 ring, pulled), tracked, and collective. Their products travel, and are reduced, in the result's dtype.
@@ -95,7 +95,7 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
     return o.d.schedule()
 
 
-@builder(MatmulReduceScatter, chunks=(2, 4))
+@builder(MatmulReduceScatter, chunks=(1, 2, 4))
 def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
     """Reduce and scatter each chunk with one collective, on a lane beside the GEMMs."""
     o = PartialProducts.overlapped("collective", p)

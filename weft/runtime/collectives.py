@@ -27,7 +27,7 @@ all_gather_by_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_
 reduce_scatter_by_torch: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COALESCING = c10d._world.pg_coalesce_state
 """Groups whose collectives torch coalesces."""
-gather_now, scatter_now, _exchange_now = (
+gather_now, scatter_now, exchange_now = (
     getattr(dist.ProcessGroup, new, None) or getattr(dist.ProcessGroup, old)
     for new, old in (
         ("all_gather_single", "_allgather_base"),
@@ -81,7 +81,7 @@ def all_to_all_single(
     """Exchange rows. received, sent: rows from and to each rank; None: equal parts."""
     if async_op:
         return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
-    return _finished(_exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
+    return _finished(exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
 
 
 def _finished(work: dist.Work | None) -> None:

@@ -54,7 +54,7 @@ def set_up_within(deadline_s: float | None) -> Iterator[None]:
         _set_up_s.set(before)
 
 
-def _setup_deadline_s(given: float | None) -> float:
+def setup_deadline_s(given: float | None) -> float:
     return given or _set_up_s.get() or env.setup_deadline_s()
 
 
@@ -156,7 +156,7 @@ class Communicator:
 
     def await_answers(self) -> None:
         """Return when no peer can make the refused call any more, or raise the group's error. For GPUs, after a refusal."""
-        self._control.await_answers(_setup_deadline_s(None))
+        self._control.await_answers(setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:
         """Have peers compare this rank's call with their call of the same number; see `weft.symm.calls`."""
@@ -234,7 +234,7 @@ class Communicator:
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
         """Run `all_gather`, in which each rank may also send a file descriptor. The receiver closes descriptors of peers."""
-        deadline_s = _setup_deadline_s(deadline_s)
+        deadline_s = setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
@@ -338,7 +338,7 @@ def communicator(
             return known
         if (failure := failures.of(group)) is not None:
             raise unusable(str(failure))
-        deadline_s = _setup_deadline_s(deadline_s)
+        deadline_s = setup_deadline_s(deadline_s)
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
             calls = calls_of(group).begun

@@ -170,7 +170,7 @@ class AllGatherMatmul(Problem):
     def between_hosts(self) -> tuple[str, ...]:
         if self.return_gathered or len(set(self.rows)) > 1:
             return ()
-        return tuple(f"ficco_1d_collective[start=hetero,gemms=unfused,steps={steps}]" for steps in (2, 4))
+        return tuple(f"ficco_1d_collective[start=hetero,gemms=unfused,steps={steps}]" for steps in (1, 2, 4))
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

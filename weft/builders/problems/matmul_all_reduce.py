@@ -65,7 +65,7 @@ class MatmulAllReduce(GemmProblem):
 
     @property
     def between_hosts(self) -> tuple[str, ...]:
-        return "collective[chunks=2]", "collective[chunks=4]"
+        return "collective[chunks=1]", "collective[chunks=2]", "collective[chunks=4]"
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

@@ -23,6 +23,7 @@ from weft.runtime.collectives import (
 )
 from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.schedule_memory import Tensors
+from weft.runtime.two_levels import Call, TwoLevels
 from weft.symm import Communicator
 
 _OWN_LANE_S = 5.0
@@ -42,6 +43,8 @@ class Run:
         self._sets: list[int] = []  # for each counter of this rank, its number of sets when this run ends
         self._deadline_s = 0.0
         self.tensors: Tensors = {}
+        self.levels: TwoLevels | None = None
+        """The way of collectives between hosts, if ranks form rails."""
 
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Return when every rank begins this run.
@@ -97,7 +100,10 @@ class Run:
         ranks, group = range(self.comm.world_size), self.comm.group
         src, dst = sendable(src), sendable(dst)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
-        if len(set(rows)) == 1:
+        if len(set(rows)) == 1 and self.levels is not None:
+            self.levels.all_gather(src.contiguous(), whole, self._call("all_gather"))
+            works = []
+        elif len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
         else:  # gloo's all-gather does not support unequal rows
             parts = whole.split(rows)
@@ -122,8 +128,11 @@ class Run:
         """Sum all ranks' src into dst, by gloo. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
-        work = all_reduce_single(whole, group=self.comm.group, async_op=True)
-        finish(work, self.comm, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
+        if self.levels is not None:
+            self.levels.all_reduce(whole, self._call("all_reduce"))
+        else:
+            work = all_reduce_single(whole, group=self.comm.group, async_op=True)
+            finish(work, self.comm, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -131,6 +140,9 @@ class Run:
         """Sum all ranks' src [sum(rows), cols], and put this rank's rows into dst [rows[rank], cols], by gloo. One thread at a
         time."""
         source = src.contiguous()
+        if len(set(rows)) == 1 and self.levels is not None:
+            dst.copy_(self.levels.reduce_scatter(source, self._call("reduce_scatter")))
+            return
         if len(set(rows)) == 1:
             whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
             work = reduce_scatter_single(whole, source, group=self.comm.group, async_op=True)
@@ -141,3 +153,6 @@ class Run:
         finish(work, self.comm, f"reduce_scatter of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
+
+    def _call(self, op: str) -> Call:
+        return Call(f"{op} of {self.name}", self._deadline_s, (self.tensors,))

@@ -27,6 +27,7 @@ from weft.runtime.cpu.program import Bound, Program
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import agree_on_schedule
+from weft.runtime.two_levels import two_levels_for
 from weft.schedule import Schedule, Set
 from weft.symm import Communicator
 from weft.timeline import Span, Timeline
@@ -54,7 +55,9 @@ class CpuSchedule(Executor):
         else:
             checked = _agreed(schedule, comm)
             self._memory.kinds.add(kind)
-        self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, comm))
+        run = Run(schedule.name, what, comm)
+        run.levels = two_levels_for(schedule, checked.lanes, checked.rows, comm)
+        self._program: Program | None = Program(schedule, checked, run)
         places, n_workers = self._program.places, len(self._program.lanes) - 1
         what = f"buffers of schedule {schedule.name}"
         self._program.map(self._memory.reserve(places.layout, places.scratch_bytes, n_workers, what))

@@ -25,6 +25,8 @@ class Collective(Step):
                     rank 0, then received[1] rows of rank 1, ...
     reduce_scatter  of the sum of all ranks' `src` the first dst.rows rows to rank 0, the next rows to rank 1, ...
     all_reduce      the sum of all ranks' `src` in every rank's `dst`
+
+    CPU ranks on several hosts gather and reduce in two levels, within a host and between hosts (`weft.runtime.two_levels`).
     """
 
     kind: ClassVar[str] = "collective"

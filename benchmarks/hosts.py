@@ -1,0 +1,160 @@
+"""GEMMs and collectives between two hosts, which this machine plays: flat gloo by hand beside weft in two levels.
+
+    python benchmarks/hosts.py --ranks 4 --rate 1gbit
+
+Two network namespaces are joined by a link of that rate (`tc tbf`). torchrun starts `--ranks` ranks on each. The ranks measure the
+link's rate and round trip first. Then for each operator gloo by hand, weft's choice and the two levels without overlap take turns.
+The result of each call is checked. A line has the slowest rank's median, and the bytes that one host sends in one call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+BY_HAND = "gloo by hand"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--ranks", type=int, default=4, help="ranks on each host")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, as tc writes it")
+    parser.add_argument(
+        "--rows", type=int, default=4096, help="M: rows of the whole matrix that is gathered or reduced"
+    )
+    parser.add_argument("--cols", type=int, default=1024, help="columns of that matrix")
+    parser.add_argument("--calls", type=int, default=5)
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        rank(given.rows, given.cols, given.calls)
+        return
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.two_hosts import TwoHosts
+
+    with TwoHosts() as hosts:
+        hosts.limit(given.rate)
+        print(
+            f"two network namespaces, tc tbf of {given.rate}, {given.ranks} ranks on each host, {os.cpu_count()} cores"
+        )
+        launchers = hosts.torchrun(given.ranks, [__file__, *sys.argv[1:]], WEFT_QUIET="1")
+        said = [launcher.communicate()[0] for launcher in launchers]
+        print(said[0])
+        if any(launcher.returncode for launcher in launchers):
+            raise SystemExit(said[1])
+
+
+def rank(rows: int, cols: int, calls: int) -> None:
+    """Measure on this rank; the first one prints."""
+    import weft
+    from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
+
+    dist.init_process_group("gloo")
+    group, world = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    _measure_link(world // 2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shard, narrow = torch.randn(rows // world, cols, generator=generator), torch.randn(cols, 16)
+    x, wide = torch.randn(rows, 16, generator=generator), torch.randn(16, cols)
+    for tensor in (narrow, wide):
+        dist.broadcast(tensor, 0)
+
+    def gathered() -> torch.Tensor:
+        whole = shard.new_empty(rows, cols)
+        all_gather_by_torch(whole, shard)
+        return whole @ narrow
+
+    def scattered() -> torch.Tensor:
+        mine = x.new_empty(rows // world, cols)
+        reduce_scatter_by_torch(mine, x @ wide)
+        return mine
+
+    def reduced() -> torch.Tensor:
+        y = x @ wide
+        dist.all_reduce(y)
+        return y
+
+    gather = "ficco_1d_collective[start=hetero,gemms=unfused,steps=1]"
+    for op, by_hand, call, two_levels in (
+        ("all_gather_matmul", gathered, lambda schedule: weft.all_gather_matmul(
+            shard, [narrow], 0, group, return_A=False, schedule=schedule)[1][0], gather),
+        ("matmul_reduce_scatter", scattered, lambda schedule: weft.matmul_reduce_scatter(
+            x, wide, "sum", 0, group, schedule=schedule), "collective[chunks=1]"),
+        ("matmul_all_reduce", reduced, lambda schedule: weft.matmul_all_reduce(
+            x, wide, group, schedule=schedule), "collective[chunks=1]"),
+    ):  # fmt: skip
+        variants: dict[str, Callable[[], torch.Tensor]] = {
+            BY_HAND: by_hand, "weft": lambda call=call: call(None),
+            "two levels": lambda call=call, name=two_levels: call(name),
+        }  # fmt: skip
+        _compare(op, variants, calls)
+    dist.destroy_process_group()
+
+
+def _measure_link(peer: int) -> None:
+    """Print the rate and the round trip between the first ranks of both hosts."""
+    data, one = torch.ones(16 << 20, dtype=torch.uint8), torch.ones(1)
+    times = []
+    for _ in range(20):
+        times.append(_timed(lambda: _ping(one, one, peer)))
+    rate = _timed(lambda: _ping(data, one, peer))
+    if not dist.get_rank():
+        trip = statistics.median(times)
+        print(f"measured: {data.nbytes / (rate - trip / 2) / 1e6:.0f} MB/s, round trip {trip * 1e6:.0f} us")
+
+
+def _ping(there: torch.Tensor, back: torch.Tensor, peer: int) -> None:
+    if dist.get_rank() == 0:
+        dist.send(there, peer)
+        dist.recv(back, peer)
+    elif dist.get_rank() == peer:
+        dist.recv(there, 0)
+        dist.send(back, 0)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: int) -> None:
+    wanted = variants[BY_HAND]()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    sent: dict[str, float] = {}
+    for call in variants.values():  # weft's first call measures
+        torch.testing.assert_close(call(), wanted, rtol=1e-4, atol=1e-3)
+    for _ in range(calls):
+        for name, call in variants.items():
+            dist.barrier()
+            before = _sent_bytes()
+            took = torch.tensor(_timed(call), dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            times[name].append(float(took))
+            sent[name] = _sent_bytes() - before
+    if dist.get_rank():
+        return
+    base = statistics.median(times[BY_HAND])
+    for name, found in times.items():
+        took = statistics.median(found)
+        print(f"{op:24} {name:14} {took * 1e3:8.1f} ms {base / took:6.2f}x {sent[name] / 1e6:8.2f} MB sent by host 0")
+
+
+def _sent_bytes() -> int:
+    """Return the bytes that this host has sent over the link, headers included."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("weft0:"))
+    return int(line.split(":")[1].split()[8])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Collectives in two levels, for CPU ranks on several hosts: within each host, and between hosts by rails.
+
+A **rail** is the ranks with one index, each on its own host. On H hosts of L ranks, for a shard of n bytes on each rank:
+
+    all_gather      each rail gathers its shards in shared memory, from where each rank reads what the rails of its host have. A
+                    host sends L n bytes to each other host.
+    reduce_scatter  each host sums the parts that its rails need, in shared memory. Then each rail exchanges and adds its H sums. A
+                    host sends L n bytes to each other host.
+    all_reduce      a reduce-scatter within the host, an all-reduce in the rail, a gather within the host. A host sends
+                    2 (H - 1) / H of the matrix.
+
+So each byte crosses a link between hosts once per host. For an all-gather, a ring of all W = H L ranks sends (W - 1) n bytes out of
+each host. gloo's reduce-scatter is an all-reduce, which sends twice as much.
+
+Sums are fp32 (fp64 for fp64), and are rounded to the dtype of the matrix once per level. `weft.runtime.within_host` has the order
+of accesses to shared memory. Rails are gloo groups of weft's own.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
+"BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import DeadlineError, OutOfSharedMemoryError
+from weft.runtime.collectives import exchange_now, finish, gather_now, reduce_now
+from weft.runtime.meeting import of_communicator
+from weft.runtime.within_host import WithinHost
+from weft.schedule import ITEM_BYTES, Collective, Lane, Schedule, value
+from weft.schedule.steps import of_kind, variables_of
+from weft.symm import Communicator
+from weft.symm.communicator import setup_deadline_s
+from weft.symm.groups import store_of
+
+_LONG = datetime.timedelta(minutes=30)  # gloo's own limit, as for torch's groups: `finish` has the call's deadline
+_LOOK_S, _GRACE_S = 0.05, 0.5
+_known: dict[Communicator, TwoLevels] = {}
+
+
+def two_levels_for(
+    schedule: Schedule, lanes: Iterable[Lane], rows: Iterable[tuple[int, ...]], comm: Communicator
+) -> TwoLevels | None:
+    """Return the two levels of `comm` with memory for the collectives of `lanes`, or None if they cannot be used. Collective.
+
+    None if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a host has too little memory.
+
+    rows: for each collective the rows of all ranks' shards. Raise `DeadlineError` on every rank if ranks cannot connect within
+    the deadline of set-up.
+    """
+    if comm.all_mapped or not (per_host := ranks_per_host(comm.hosts)):
+        return None
+    dtypes = {buffer.name: buffer.dtype for buffer in schedule.buffers}
+    steps = [step for lane in lanes for step in of_kind(lane.steps, Collective)]
+    if any(variables_of(step) for step in steps):  # their sizes are not known here
+        return None
+    nbytes = max((_shared_bytes(one, n, dtypes, per_host) for one, n in zip(steps, rows, strict=True)), default=0)
+    if not nbytes:
+        return None
+    levels = of_communicator(_known, comm, lambda made: TwoLevels(made, per_host, setup_deadline_s(None)))
+    try:
+        levels.near.reserve(nbytes)
+    except OutOfSharedMemoryError:  # on every rank
+        return None
+    return levels
+
+
+def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str], per_host: int) -> int:
+    """Return the bytes of shared memory that the step needs on each rank, the same on all; 0 if it is no step of two levels."""
+    if step.op not in ("all_gather", "reduce_scatter", "all_reduce") or len(set(rows)) > 1:
+        return 0
+    whole = step.src if step.op != "all_gather" else step.dst
+    elements = value(whole.rows) * value(whole.cols)
+    if step.op == "all_gather":
+        elements //= per_host
+    return (elements + per_host) * ITEM_BYTES[dtypes[whole.buffer]] if elements else 0
+
+
+def ranks_per_host(hosts: Sequence[str]) -> int:
+    """Return the number of ranks on each host; 0 unless there are several hosts, each with the same number of at least two
+    consecutive ranks. hosts: of all ranks."""
+    count = len(set(hosts))
+    per_host = len(hosts) // count
+    starts = list(hosts[::per_host])
+    regular = [host for host in starts for _ in range(per_host)] == list(hosts) and len(starts) == count
+    return per_host if regular and count > 1 and per_host > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective's name, its deadline in seconds, and objects that gloo's threads may use."""
+
+    what: str
+    deadline_s: float
+    held: tuple[object, ...] = ()
+
+
+class TwoLevels:
+    """The shared memory of a rank's host, and gloo's group of its rail. They end with the communicator."""
+
+    def __init__(self, comm: Communicator, per_host: int, deadline_s: float) -> None:
+        self.comm, self.per_host, self.n_hosts = comm, per_host, comm.world_size // per_host
+        self.host, self.index = divmod(comm.rank, per_host)
+        self.near = WithinHost(comm)
+        name = comm.all_gather(secrets.token_hex(8), what="the name of rails")[0]
+        error = _until(deadline_s, comm, lambda: self._connect(f"weft/{name}", store_of(comm.group), deadline_s))
+        if errors := [text for text in comm.all_gather(error, what="connections of rails") if text]:
+            raise DeadlineError(errors[0])
+        comm._holders.add(self)
+
+    def _connect(self, name: str, store: dist.Store, deadline_s: float) -> None:
+        """Make the rail without torch's registration, which would be collective over all ranks of the job."""
+        own = dist.PrefixStore(f"{name}/{self.index}", store)
+        gloo = dist.ProcessGroupGloo(own, self.host, self.n_hosts, datetime.timedelta(seconds=deadline_s))
+        gloo._set_default_timeout(_LONG)
+        self.rail = dist.ProcessGroup(own, self.host, self.n_hosts)
+        self.rail._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.rail._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def close(self) -> None:
+        """Forget the rail and the memory, when the communicator ends."""
+        _known.pop(self.comm, None)
+
+    def all_gather(self, src: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
+        """Gather src [n, columns] of all ranks into whole [W n, columns]. Both are contiguous."""
+        shape = (self.n_hosts, *src.shape)
+        mine = self.near.own(src, *shape, deadline_s=call.deadline_s, what=call.what)
+        self._finish(gather_now(self.rail, mine.flatten(0, 1), src), call, src, mine)
+        self.near.publish(deadline_s=call.deadline_s, what=call.what)
+        parts = whole.view(self.n_hosts, self.per_host, *src.shape)
+        for index in range(self.per_host):
+            parts[:, index].copy_(self.near.of(index, src, *shape))
+        self.near.release()
+
+    def reduce_scatter(self, source: torch.Tensor, call: Call) -> torch.Tensor:
+        """Return this rank's rows of the sum of all ranks' source [W n, columns], [n, columns]."""
+        parts = source.view(self.n_hosts, self.per_host, -1, source.shape[1]).transpose(0, 1)
+        sums = self._sum_of_host(list(parts), call)
+        came = torch.empty_like(sums)
+        self._finish(exchange_now(self.rail, came, sums, [], []), call, came, sums)
+        return _sum(list(came))
+
+    def all_reduce(self, whole: torch.Tensor, call: Call) -> None:
+        """Sum all ranks' `whole`, contiguous, in place. All ranks get the same bits."""
+        flat = whole.view(-1)
+        parts = flat.tensor_split(self.per_host)
+        mine = self._sum_of_host(parts, call)
+        if mine.numel():
+            self._finish(reduce_now(self.rail, [mine]), call, mine)
+        own = self.near.own(flat, *mine.shape, deadline_s=call.deadline_s, what=call.what)
+        own.copy_(mine)
+        self.near.publish(deadline_s=call.deadline_s, what=call.what)
+        for index, part in enumerate(parts):
+            part.copy_(self.near.of(index, flat, *part.shape))
+        self.near.release()
+
+    def _sum_of_host(self, parts: Sequence[torch.Tensor], call: Call) -> torch.Tensor:
+        """Return the sum over the ranks of this host of their part with this rank's index. Parts may differ in size."""
+        starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
+        own = self.near.own(parts[0], starts[-1], deadline_s=call.deadline_s, what=call.what)
+        for index, part in enumerate(parts):
+            if index != self.index:
+                own[starts[index] : starts[index + 1]].view(part.shape).copy_(part)
+        self.near.publish(deadline_s=call.deadline_s, what=call.what)
+        mine, (start, end) = parts[self.index], starts[self.index : self.index + 2]
+        theirs = (self.near.of(i, mine, starts[-1])[start:end].view(mine.shape) for i in range(self.per_host))
+        total = _sum([mine if index == self.index else part for index, part in enumerate(theirs)])
+        self.near.release()
+        return total
+
+    def _finish(self, work: dist.Work, call: Call, *tensors: torch.Tensor) -> None:
+        finish(work, self.comm, call.what, call.deadline_s, tensors, self.rail, call.held)
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def _until(deadline_s: float, comm: Communicator, connect: Callable[[], None]) -> str:
+    """Call `connect` on a thread. Return "", or its error. The process that keeps the store may be stopped, and torch waits for
+    it without a limit."""
+    errors = [f"no answer within {deadline_s:g} s"]
+
+    def run() -> None:
+        try:
+            connect()
+            errors.clear()
+        except RuntimeError as error:
+            errors[0] = str(error)
+
+    thread = threading.Thread(target=run, name=f"weft-rail-{comm.rank}", daemon=True)
+    thread.start()
+    until = time.monotonic() + deadline_s + _GRACE_S
+    while thread.is_alive() and time.monotonic() < until:
+        thread.join(_LOOK_S)
+        comm.check()
+    return (
+        f"rank {comm.rank} could not connect to its rail, the ranks with its index on other hosts: {errors[0]}"
+        if errors
+        else ""
+    )
