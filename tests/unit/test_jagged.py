@@ -217,7 +217,9 @@ def test_keyed_tensor_refuses_columns_that_do_not_add_up():
 def test_lengths_and_offsets_that_differ_bag_by_bag_are_refused_though_their_sums_agree():
     ids, offsets = torch.arange(4), torch.tensor([0, 1, 4])
     as_jagged(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([1, 3], dtype=torch.int32), offsets=offsets))
-    with pytest.raises(ValueError, match=r"disagree: bag 0 has 2 ids by lengths, but 1 by offsets: pass only one of them"):
+    with pytest.raises(
+        ValueError, match=r"disagree: bag 0 has 2 ids by lengths, but 1 by offsets: pass only one of them"
+    ):
         as_jagged(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([2, 2]), offsets=offsets))
 
 
