@@ -153,7 +153,7 @@ Ranks = Annotated[
         min=1,
         max=MOST_RANKS,
         help=(
-            "Number of GPUs, which must divide gathered or scattered rows. Default: those of a topology with a size, "
+            "Number of GPUs, which must divide gathered or scattered rows. Default: the size of the topology if it has one, "
             f"otherwise 2. {_MANY}"
         ),
         show_default=False,

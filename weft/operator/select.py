@@ -324,7 +324,7 @@ def _fastest(
     """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
     times.
 
-    Candidates are the usual schedules and those of builders from outside; if `family` has contenders, only these. Otherwise
+    Candidates are the usual schedules and schedules of builders from outside; if `family` has contenders, only these. Otherwise
     serial and the fastest schedule become its contenders. Serial wins if it is not clearly slower, and can be captured.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders

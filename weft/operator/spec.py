@@ -201,7 +201,7 @@ class Operator(ABC, Generic[C]):
     ) -> Any:
         """Begin additional work for backward right after the call, and return it.
 
-        inputs: those of the call; None for a compiled call, which has no place for this work before its backward.
+        inputs: the inputs of the call; None for a compiled call, which has no place for this work before its backward.
 
         What it returns lives as long as the graph: keep tensors of the call only through `saved`, unless autograd must not
         watch them.

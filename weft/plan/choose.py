@@ -40,7 +40,7 @@ ALIKE, ALIKE_US = 0.03, 3.0
 in this order: no host wait for sizes, no staging, fewest GEMMs, fewest steps, and copies that use no compute units."""
 
 _KEPT = 256
-"""Capacity of the cache of choices: more than the shapes of a model, fewer than those of a service with every sequence length.
+"""Capacity of the cache of choices: more than the shapes of a model, fewer than the shapes of a service with every sequence length.
 Each choice keeps its model alive, and each choice may have its own model (`weft.plan.gemms`)."""
 
 

@@ -109,7 +109,7 @@ class _Clock:
 
 
 def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
-    """Return the time of a copy of `count` bytes to each peer at once, and the slowdown of GEMMs beside it.
+    """Return the time of a copy of `count` bytes to each peer at once, and the slowdown of concurrent GEMMs.
 
     rows: the number of rows of a two-dimensional copy, each of which takes the engine some time; else 0.
     """

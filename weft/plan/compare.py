@@ -116,7 +116,7 @@ def comparison(
     """Simulate schedules of `op`.
 
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
-    schedules: names of schedules to simulate beside serial; by default all that calls may take.
+    schedules: names of schedules to simulate in addition to serial; by default all that calls may take.
 
     More than `MOST_EACH` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
 

@@ -85,8 +85,8 @@ def measure(
 ) -> tuple[dict[MatmulShape, float], float]:
     """Return (times of the GEMMs that fit into the budget, the remaining budget).
 
-    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3 ms. If any
-    of the GEMMs is long, the first GEMM warms up for 15 ms.
+    Each GEMM has a warm-up call, and then the number of calls that fits into 3 ms: 3 to 50, or 2 if one call takes more than 3 ms.
+    If any of the GEMMs is long, the first GEMM warms up for 15 ms.
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0

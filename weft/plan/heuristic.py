@@ -37,7 +37,7 @@ _PAPERS = "mi300x"
 def static_pick(problem: Problem, machine: Machine) -> str | None:
     """Return the name of the pick; None if the heuristic does not cover this operator.
 
-    As in the paper, the pick has as many steps as ranks, and copies by copy engine. If the host may not know sizes, it copies by
+    As in the paper, the pick has W steps for W ranks, and copies by copy engine. If the host may not know sizes, it copies by
     kernel. The pick may not support the problem (`pick_here`).
     """
     if isinstance(problem, AllGatherMatmul):

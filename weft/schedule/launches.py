@@ -193,7 +193,8 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
     """Return the most units of a copy by kernel of dynamic size on a lane of this resource.
 
-    On copy lanes it runs beside GEMMs: all these lanes share `DYNAMIC_COPY_UNITS`. On a compute lane no GEMM runs at the same time.
+    On copy lanes it runs concurrently with GEMMs: all these lanes share `DYNAMIC_COPY_UNITS`. On a compute lane no GEMM runs at the
+    same time.
     """
     if resource == "compute":
         return COPY_UNITS

@@ -169,7 +169,7 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
 def least_us(topology: Topology, op: Op, count: float) -> float:
     """Return a bound that no algorithm can beat: what each rank must send, over all links that leave it.
 
-    Every rank sends the sums of W - 1 shards, or receives as many, and for an all-reduce both.
+    Every rank sends the sums of W - 1 shards, or receives W - 1 shards, and for an all-reduce both.
     """
     if "leaving" not in topology.known:
         rates = dict.fromkeys(range(topology.ranks), 0.0)

@@ -365,7 +365,7 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
     """Return the cost of a matmul.
 
-    more: scales and a bias, which are small and ignored, and then the output, whose items may be larger than those of a and b.
+    more: scales and a bias, which are small and ignored, and then the output, whose items may be larger than the items of a and b.
     """
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
@@ -478,7 +478,7 @@ def _part(amount: float, us: float, per_us: float) -> float:
 def _cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost` with the uses of each place merged by kind, without those of amount 0."""
+    """Return a `Cost` with the uses of each place merged by kind, without uses of amount 0."""
     amounts: dict[tuple[How, ResourcePlace], float] = {}
     for use in uses:
         amounts[use.how, use.place] = amounts.get((use.how, use.place), 0.0) + use.amount

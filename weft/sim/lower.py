@@ -419,7 +419,7 @@ class _Lowering:
         )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
-        """Return the first rank whose steps cost the same as those of `rank`."""
+        """Return the first rank whose steps have the same costs as the steps of `rank`."""
         return rank % self._topology.period
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:

@@ -180,7 +180,7 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 
 
 def share_held(model: Model, bytes_per_us: float) -> float:
-    """Return the average share of the units that copying kernels held while they wrote `bytes_per_us` beside GEMMs.
+    """Return the average share of the units that copying kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
 
     If they write faster alone, they spent the rest of the time waiting for units, and held none.
     """

@@ -35,8 +35,8 @@ LEAST = MAX_MIN_LEAST
 class Load(NamedTuple):
     """The resources that one step takes at full speed, as (resource, amount): see `weft.sim.costs.Use`.
 
-    A resource that stands for several, since one rank stands for all, may be listed several times. Each entry is a separate
-    resource's part.
+    A resource may be listed several times: if one rank represents all, it also represents resources of other ranks. Each entry is a
+    separate resource's part.
     """
 
     share: tuple[tuple[int, float], ...]

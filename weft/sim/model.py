@@ -128,7 +128,7 @@ class Model:
     host_late_us: float = 0.0
     """Host time to issue a step with a dynamic size."""
     host_dynamic_us: float = 0.0
-    """Host time of a run with dynamic sizes, beside `host_late_us` for each such step."""
+    """Host time of a run with dynamic sizes, in addition to `host_late_us` for each such step."""
     grouped_efficiency: float = 1.0
     """Rate of the compute units in a grouped GEMM, divided by their rate in one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
@@ -181,7 +181,7 @@ class Model:
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
         """Return the least time of one kernel for all segments: rounds of tiles, of which each unit has one at a time.
 
-        segments: (rows, times). The tiles are those of `weft.kernels.grouped_matmul`.
+        segments: (rows, times). Tiles are as in `weft.kernels.grouped_matmul`.
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
@@ -190,7 +190,7 @@ class Model:
         return float((self._grouped_rounds(tiles, k) * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
 
     def _grouped_rounds(self, tiles: Any, k: int) -> Any:
-        """Return the time of so many tiles of a grouped GEMM, relative to that of one tile.
+        """Return the time of this many tiles of a grouped GEMM, divided by the time of one tile.
 
         Units that the last of few rounds leaves idle share its tiles (`weft.kernels.grouped_matmul`).
         """

@@ -43,7 +43,7 @@ class SetBy(NamedTuple):
 class Tiled(NamedTuple):
     """The tiles of one rank.
 
-    parts: (place in `Tiles.work`, numbers of its operands, count of tiles). sets: those of all tiles together.
+    parts: (place in `Tiles.work`, numbers of its operands, count of tiles). sets: the sets of all tiles together.
     read_bytes: bytes of its own memory that matmuls read; a region that several tiles read counts once.
     """
 

@@ -14,8 +14,8 @@ CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
 """The most compute units that a copy by kernel takes."""
 DYNAMIC_COPY_UNITS = 16
-"""The most compute units, over all lanes, for copies by kernel with dynamic sizes that run beside GEMMs. They reach four fifths of
-a port's rate, and a GEMM that fills the GPU soon frees that few units."""
+"""The most compute units, over all lanes, for copies by kernel with dynamic sizes that run concurrently with GEMMs. They reach four
+fifths of a port's rate, and a GEMM that fills the GPU soon frees so few units."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Tiles(_Repeated):
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
     """Return (values of `numbers`, number of `tiles` that have these values), by rising values, for an extent in numbers.
 
-    values: the values of variables beside the tile's own, if the body is not in numbers."""
+    values: the values of other variables than the tile's index, if the body is not in numbers."""
     extent = cast(int, tiles.extent)
     if extent == 0:
         return []

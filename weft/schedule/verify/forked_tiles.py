@@ -1,6 +1,6 @@
 """Rewrites the tiles of persistent kernels as lanes, ordered by signals.
 
-A kernel runs many of its n tiles at a time. Its steps have the same order as those of n lanes that wait for one signal at the
+A kernel runs many of its n tiles at a time. Its steps have the same order as the steps of n lanes that wait for one signal at the
 start, and each set a signal at the end. `forked` adds these lanes. Then all code for lanes and signals (`issue_order`,
 `happens_before`, `verify`) handles tiles too:
 
