@@ -265,7 +265,9 @@ def to_owners(
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Begin to sort the ids of a forward call for its backward, on GPUs: behind forward, and beside what follows."""
+    """Begin to sort the ids of a forward call for its backward, on GPUs.
+
+    The sort runs after forward, concurrently with later work."""
     if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 

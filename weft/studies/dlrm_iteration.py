@@ -23,7 +23,10 @@ from weft.studies.numbers import Numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A task of `us` on a resource. beside: it begins with that task, if its resource is free, and does not end before it."""
+    """A task that occupies a resource for `us`.
+
+    beside: a concurrent task. This task starts with it, if the resource is free, and does not end before it.
+    """
 
     name: str
     on: str
@@ -33,7 +36,7 @@ class Task:
 
 
 def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the end of each task; raise `ValueError` for tasks that wait for each other or for none."""
+    """Return the end of each task; raise `ValueError` for tasks that wait for each other or for an unknown task."""
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
     free = dict.fromkeys((task.on for task in tasks), 0.0)
@@ -59,7 +62,7 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Dlrm:
-    """A DLRM of table 2 on the paper's torus. samples, tables: of a node."""
+    """A DLRM of table 2 on the paper's torus. samples, tables: their numbers on a node."""
 
     samples: int
     tables: int
@@ -67,7 +70,7 @@ class Dlrm:
 
     @property
     def embedding_us(self) -> float:
-        """Pooling for all nodes' samples, by one kernel."""
+        """The time of pooling all nodes' samples by one kernel."""
         n = self.numbers
         bags = self.samples * n["scale.nodes"] * self.tables
         rate = n["memory.bandwidth"] * n["memory.share"]
@@ -75,7 +78,7 @@ class Dlrm:
 
     @property
     def exchange_bytes(self) -> float:
-        """Pooled vectors of a node, for all nodes."""
+        """The bytes of a node's pooled vectors, for all nodes."""
         n = self.numbers
         return self.samples * n["scale.nodes"] * self.tables * n["scale.dim"] * FLOAT
 
@@ -89,7 +92,7 @@ class Dlrm:
         return layers * max(n.us("gpu.launch"), 1e6 * flop / (n["gpu.fp32"] * n["gpu.fp32_share"])) * times
 
     def reduce_us(self, layers: float) -> float:
-        """All-reduce of the gradients of MLP layers."""
+        """Return the time of the all-reduce of the MLP layers' gradients."""
         n = self.numbers
         count = layers * n["scale.width"] ** 2 * FLOAT
         return n.us("nic.collective") + reduce_us(count, n)
@@ -129,7 +132,7 @@ class Dlrm:
 
     @property
     def exposed_us(self) -> float:
-        """The part of the forward all-to-all that nothing hides in the baseline."""
+        """The time of the baseline's forward all-to-all in which no computation runs."""
         return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
 
 

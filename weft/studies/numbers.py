@@ -1,4 +1,4 @@
-"""The numbers of a study's model, each with its unit and source, from a TOML file beside the study."""
+"""The numbers of a study's model, each with its unit and source, from a TOML file next to the study's module."""
 
 from __future__ import annotations
 

@@ -428,6 +428,6 @@ def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
     """Return the sample of the global batch that `rank` pools first; it goes on with sample 0 after the last.
 
-    natural: sample 0. remote_first: the first sample of rank + 1, so that its own samples come last.
+    natural: sample 0. remote_first: the first sample of rank + 1, so that this rank's own samples come last.
     """
     return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))

@@ -43,7 +43,7 @@ class TrackedVariant(NamedTuple):
 
     @property
     def part_k(self) -> int:
-        """The extent in k of each split, in whole blocks. The last split has what is left."""
+        """The extent in k of each split, in whole blocks. The last split has the rest."""
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
