@@ -35,7 +35,7 @@ class RowGradients(NamedTuple):
 def update_rows(
     given: Sequence[RowGradients], tables: Tables, factor: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Update the rows of all ids. tables: those of `given`, in order. Collective if the optimizer clips by norm."""
+    """Update the rows of all ids. tables: the tables of `given`, in order. Collective if the optimizer clips by norm."""
     prepared = []
     for places in _similar(given, tables):
         of, jagged, grads = _call([given[place] for place in places], factor, _some(tables, places, given), False)

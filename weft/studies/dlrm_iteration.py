@@ -2,14 +2,14 @@
 
     forward    embedding, all-to-all | bottom MLP, interaction, top MLP
     backward   top MLP, interaction, all-to-all of gradients | bottom MLP, update of the embedding
-               all-reduce of the MLPs' gradients, beside what follows
+               all-reduce of the MLPs' gradients, concurrent with the next tasks
 
 All ranks do the same. A resource takes one task at a time, in the order in which they become ready. In the baseline the forward
 all-to-all begins after the embedding; the fused kernel begins it with the embedding, and it ends no earlier than the embedding
 plus a slice. So no gain is above the exposed part of the all-to-all.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2; the order of tasks is
-that of DLRM's training loop.
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order of tasks is
+from DLRM's training loop.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _in_a_row(moves: list[Call]) -> Call:
     return call
 
 
-PIECES = 8  # pieces of an all-gather, and of the GEMM beside it
+PIECES = 8  # pieces of an all-gather, and of the concurrent GEMM
 WHOLE = "whole"
 CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
 _LEAST_CALLS = 3  # calls of each of two lanes

@@ -163,7 +163,7 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the native code's slots [n, 4] and tables [t, 2]. Columns are those of the gradients that arrive here."""
+    """Return the native code's slots [n, 4] and tables [t, 2]. Columns are the columns of the gradients that arrive here."""
     local = sharding.local_tables(rank)
     number = {index: place for place, index in enumerate(local)}
     slots, column = np.zeros((len(key_of_slot), 4), dtype=np.int64), 0

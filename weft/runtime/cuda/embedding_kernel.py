@@ -410,7 +410,7 @@ class EmbeddingKernel:
 
 
 def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | None:
-    """Return a launch with so many arguments, addresses and numbers alike. It takes a third of the host time of Triton's launch."""
+    """Return a launch with so many arguments (addresses or numbers). It takes a third of the host time of Triton's launch."""
     program = _core.StreamProgram(arguments, 1, 0)
     call = kernel_call(program, compiled, grid, [Base(i, 0) for i in range(arguments)])
     if call is None:

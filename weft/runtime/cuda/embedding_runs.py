@@ -144,10 +144,10 @@ class SortedAhead:
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Sort the ids of a call on a stream of its own, behind all work that is enqueued on the current stream.
+    """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    `sorted_rows` of the same call returns the result. So the sort runs beside what follows: the dense part of the model, or the
-    exchange of gradients. While a graph is captured, it does nothing.
+    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work: the dense part of the model
+    or the exchange of gradients. While a graph is captured, it does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
