@@ -99,7 +99,7 @@ class FusedUpdate:
             )
 
     def move(self, device: torch.device) -> None:
-        """Move the learning rate, the count and the states to `device`. From "meta" they start anew."""
+        """Move the learning rate, the count and the states to `device`. On a move from "meta" they are initialised."""
 
         def moved(tensor: torch.Tensor, first: float) -> torch.Tensor:
             return torch.full_like(tensor, first, device=device) if tensor.is_meta else tensor.to(device)

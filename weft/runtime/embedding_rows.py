@@ -1,4 +1,4 @@
-"""Updates of tables by gradients of rows: each id has a gradient of its own, as in backward of unpooled embeddings.
+"""Updates of tables by gradients of rows: each id has its own gradient, as in backward of unpooled embeddings.
 
 Tables are a call to the code that updates pooled tables, in which every bag has one id. Equal ids are summed in the order in which
 they are given, in float32.

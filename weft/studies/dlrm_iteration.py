@@ -140,7 +140,7 @@ def exchange_us(count: float, numbers: Numbers) -> float:
     """Return the time of an all-to-all of `count` bytes of each node on the torus, by the load of its fullest link.
 
     Every node sends alike, along its row and then along the column, and half way around a ring over both ways. So a link of a
-    ring carries half of what all nodes of the ring send over its hops. It is what `weft.sim.collectives` finds by all routes.
+    ring carries half of what all nodes of the ring send over its hops. `weft.sim.collectives` finds the same by all routes.
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2

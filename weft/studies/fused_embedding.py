@@ -295,7 +295,7 @@ def _iteration_table(record: Record) -> ResultTable:
 
 
 def conclusions(rows: Mapping[str, Record]) -> list[str]:
-    """Return a sentence on how many claims are reproduced, and on what the means depend on."""
+    """Return a sentence on the number of reproduced claims, and on the assumption that the means depend on."""
     found = claims(rows)
     met = [claim.what for claim in found if claim.reproduced]
     return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]

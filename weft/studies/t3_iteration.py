@@ -54,7 +54,7 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The parts of a layer in us. rest: what is not simulated, by the roofline. saved: the saved time by configuration."""
+    """The parts of a layer in us. rest: the other operations, by the roofline. saved: the saved time, by configuration."""
 
     name: str
     large: bool
@@ -209,7 +209,7 @@ def deviations(
 
 
 def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return the deviations with other assumptions about what is not simulated."""
+    """Return the deviations with other assumptions about the operations that are not simulated."""
     rows = {False: small, True: large}
     lines = [("as by the roofline", deviations(rows))]
     lines += [(f"{times:g} times the roofline", deviations(rows, times=times)) for times in (0.8, 1.2)]

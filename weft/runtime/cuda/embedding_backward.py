@@ -218,7 +218,7 @@ def _none_skipped(device: torch.device) -> torch.Tensor:
 
 
 def _steps(tables: int) -> int:
-    """Return the steps of a search among so many tables."""
+    """Return the number of steps of a binary search among `tables` tables."""
     return max(0, tables - 1).bit_length()
 
 

@@ -85,7 +85,7 @@ class VariantKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel with its tables. resident: how many programs run at once."""
+    """A compiled kernel with its tables. resident: the number of programs that run at once."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
@@ -210,8 +210,8 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return how many pooled vectors a program takes at once with `direct`: about _UNIT_BYTES, but enough units for all
-        programs."""
+        """Return the number of pooled vectors that a program takes at once with `direct`: about _UNIT_BYTES, but
+        enough units for all programs."""
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
         bag_bytes = n_values / bags * self._mean_bytes
@@ -331,7 +331,7 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """Return a hash of what ranks must agree on in a call, besides the plan."""
+        """Return a hash of the properties of a call that ranks must agree on, without the plan."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:

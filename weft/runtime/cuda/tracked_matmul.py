@@ -94,7 +94,7 @@ class TrackedMatmulLauncher:
 
     table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches are in
     bytes. counters: for each, the number of its tiles and the addresses of the words that are then set. relative: places are
-    offsets from `y` instead of addresses. splits: how many programs may share one tile (default: as many as are idle).
+    offsets from `y` instead of addresses. splits: the largest number of programs that share one tile (default: all idle programs).
     """
 
     def __init__(
