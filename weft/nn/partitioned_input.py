@@ -92,7 +92,7 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """One batch on its way. ends: where the ids of each key begin, and the end of the last key's."""
+    """A batch whose input is being arranged. ends: the first position of each key's ids, and the end of the last key's ids."""
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:
         self.of, self.jagged, self.block = of, jagged, block

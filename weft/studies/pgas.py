@@ -57,9 +57,10 @@ SCALINGS = (
 
 @dataclass(frozen=True)
 class PgasRow:
-    """One number of GPUs. us: pooling and unpacking at the memory's rate, the exchange at the links', and simulated runs.
+    """The results for one number of GPUs.
 
-    sent: bytes that a rank sends. link_sent: bytes over its fullest link.
+    us: pooling and unpacking at the memory's rate, the exchange at the links' rate, and simulated runs. sent:
+    bytes that a rank sends. link_sent: bytes over its fullest link.
     """
 
     scaling: str
