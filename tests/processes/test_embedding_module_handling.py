@@ -182,7 +182,7 @@ def test_offsets_that_do_not_fit_are_refused_by_all(pool, what, words):
         ("values cut off", ["beyond the", "pass offsets - 5"]),
         ("below zero", ["offsets[0]", "is -2", "0 or more"]),
         ("two stories", ["lengths and offsets disagree: bag 0 has", "pass only one of them"]),
-        ("dictionary", ["features is a dict without", "pass a KeyedJaggedTensor"]),
+        ("dictionary", ["features is a dict, which has no lengths()", "pass a KeyedJaggedTensor"]),
     ],
 )
 def test_offsets_of_a_global_batch_that_do_not_fit_are_refused_by_all(pool, what, words):

@@ -180,14 +180,14 @@ def test_as_jagged_reads_ours_torchrecs_and_tuples():
 
 
 def test_as_jagged_refuses_what_it_cannot_read():
-    with pytest.raises(TypeError, match="features is an int without keys, values"):
+    with pytest.raises(TypeError, match=r"features is an int, which has no keys\(\), values\(\)"):
         as_jagged(3)
     lengths = torch.tensor([1, 2, 0, 3])
     with pytest.raises(ValueError, match=r"variable stride.*same batch"):
         as_jagged(TorchRecLike(["a"], IDS, lengths, variable=True))
     with pytest.raises(ValueError, match="inverse indices"):
         as_jagged(TorchRecLike(["a"], IDS, lengths, inverse=(["a"], IDS)))
-    with pytest.raises(TypeError, match=r"dict without .*weights_or_none.*KeyedJaggedTensor"):
+    with pytest.raises(TypeError, match=r"dict, which has no .*weights_or_none\(\).*KeyedJaggedTensor"):
         as_jagged({"a": IDS})
     with pytest.raises(ValueError, match=r"tuple of 4.*per_sample_weights"):
         as_jagged((IDS, IDS, IDS, IDS))

@@ -164,7 +164,7 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return where each block of bags begins in the values, and the end of the last one."""
+    """Return the first position of each block of bags in the values, and the end of the last block."""
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

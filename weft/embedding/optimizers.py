@@ -15,8 +15,8 @@ row at once: no gradient of the table is stored, and other rows cost nothing. Wi
     PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number a row
 
 t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`. States
-are float32 for tables of any dtype, and updates are computed in float32. The rules are those of FBGEMM's exact optimizers, but
-for weight decay of Adam, which FBGEMM applies beside the gradient. They stand in code once for each device:
+are float32 for tables of any dtype, and updates are computed in float32. The rules are those of FBGEMM's exact optimizers, except
+for weight decay of Adam, which FBGEMM applies apart from the gradient. They are implemented once for each device:
 `csrc/embedding_update_isa.cpp` and `weft/kernels/embedding_backward.py`.
 """
 

@@ -1,4 +1,4 @@
-"""The options of embedding_all_to_all beside its tensors: one value, checked once, for function, module and plan."""
+"""The options of embedding_all_to_all, without its tensors: one value, checked once, for function, module and plan."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class EmbeddingPlan:
 
     @cached_property
     def said(self) -> str:
-        """The same as lines "name: value"."""
+        """The entries of `text`, as lines "name: value"."""
         return "\n".join(f"{name}: {value}" for name, value in self.text.items())
 
     @cached_property
@@ -130,7 +130,7 @@ class EmbeddingPlan:
 
     @cached_property
     def slices_per_sample(self) -> tuple[int, ...]:
-        """For every rank, how many slices it sends per sample. The flags of `put` are laid out by these."""
+        """The number of slices that each rank sends per sample. It determines the layout of the flags of `put`."""
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
 
 

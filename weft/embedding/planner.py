@@ -14,8 +14,8 @@ With B samples a rank, W ranks, and for a table r rows read by a sample, F featu
                 2 W B F D e                                                     read a vector of each part
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
 
-Duplicates of ids, caches, and the overlap of both terms are not in it. Tables are placed one after the other, the most expensive
-first, each where the slowest rank gets least; then each table is chosen anew, beside all others, until nothing improves.
+The model ignores duplicate ids, caches, and the overlap of both terms. Tables are placed one after the other, the most expensive
+first, such that the slowest rank's time is the least. Then each choice is repeated with all others fixed, until nothing improves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Load:
-    """A rank's part of a table: bytes that stay, seconds of a step."""
+    """The load of a table on a rank: bytes of memory, seconds of a step."""
 
     nbytes: float
     seconds: float
@@ -48,8 +48,8 @@ class Load:
 class TablePlan:
     """A plan of all tables. Print it for a report.
 
-    placement: for `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: for each table, of each rank. refused: for each
-    table, shardings that no longer fitted beside the others, with the reason.
+    placement: for `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: for each table, the load of
+    each rank. refused: for each table, shardings that did not fit with the other tables, with the reason.
     """
 
     partition: Partition
@@ -63,12 +63,12 @@ class TablePlan:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The predicted time of a step, of each rank."""
+        """The predicted seconds of a step on each rank."""
         return tuple(sum(load.seconds for load in of_rank) for of_rank in zip(*self.loads, strict=True))
 
     @property
     def nbytes(self) -> tuple[float, ...]:
-        """Bytes of tables, states and reduced gradients, of each rank."""
+        """The bytes of tables, states and reduced gradients on each rank."""
         return tuple(sum(load.nbytes for load in of_rank) for of_rank in zip(*self.loads, strict=True))
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class _Costs:
     link: float
 
     def states(self, columns: int) -> float:
-        """Return bytes of states a row."""
+        """Return the bytes of optimizer states per row."""
         shapes = () if self.optimizer is None else self.optimizer.states.values()
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 
@@ -200,7 +200,9 @@ class _Costs:
 def _choices(
     table: EmbeddingBagConfig, costs: _Costs, read: float, kinds: Sequence[Kind], shares: Sequence[float] | None
 ) -> Iterator[_Choice]:
-    """Yield the shardings of a table, with the loads of all ranks; those of whole tables and columns for all ranks in turn."""
+    """Yield the shardings of a table, with the loads of all ranks.
+
+    A whole table, or the first part of a column-wise table, is tried on each rank."""
     world, nothing = costs.world, Load(0.0, 0.0)
     rows, dim = table.num_embeddings, table.embedding_dim
     if "table_wise" in kinds:
@@ -232,7 +234,7 @@ def _chosen(
     tables: Sequence[EmbeddingBagConfig], choices: Sequence[Sequence[_Choice]], world: int, memory: float | None,
     kinds: Sequence[Kind], costs: _Costs,
 ) -> tuple[list[_Choice], tuple[tuple[str, ...], ...]]:  # fmt: skip
-    """Return a choice for each table, and what did not fit."""
+    """Return a choice for each table, and for each table the kinds of sharding that did not fit, with the reason."""
     seconds, nbytes = [0.0] * world, [0.0] * world
     found: list[_Choice | None] = [None] * len(tables)
     # What is hardest to place first: many bytes, then much time.
@@ -290,7 +292,7 @@ def _chosen(
 
 
 def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
-    """Return what the rank lacks that is short of most."""
+    """Return the error text for the rank that lacks the most memory."""
     over = [held + load.nbytes - (memory or 0) for held, load in zip(nbytes, choice.loads, strict=True)]
     rank = over.index(max(over))
     return (
@@ -303,7 +305,7 @@ def _refuse(
     table: EmbeddingBagConfig, choices: Sequence[_Choice], nbytes: Sequence[float], memory: float | None, kinds: Sequence[Kind],
     costs: _Costs,
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for a table that fits nowhere: bytes, where, what would fit."""
+    """Raise `ValueError` for a table that fits on no rank, with its bytes, the reasons, and the kinds that would fit."""
     reasons: dict[str, str] = {}
     for one in choices:
         reasons.setdefault(one.kind, _need(one, nbytes, memory))

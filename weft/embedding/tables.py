@@ -301,7 +301,7 @@ class EmbeddingSharding:
 
     @cached_property
     def written(self) -> str:
-        """The sharding as JSON: see `sharding_of`."""
+        """The sharding as JSON, for `sharding_of`."""
         return json.dumps([self.world_size, self.rank_of_table, self._numbers, self.rows_read])
 
     @property
@@ -357,7 +357,7 @@ class EmbeddingSharding:
 
 @functools.lru_cache(maxsize=1024)  # one object: comparing two of 64 tables takes longer than a call
 def sharding_of(written: str) -> EmbeddingSharding:
-    """Return the sharding that was `written`. Its tables lack what fills them."""
+    """Return the sharding of the JSON `written`. Its tables have no initial values."""
     world_size, rank_of_table, tables, rows_read = json.loads(written)
     dtypes = {str(dtype): dtype for dtype in DTYPES}
     configs = tuple(

@@ -15,9 +15,9 @@ from weft.words import kind
 class Training(NamedTuple):
     """The part of a call that only backward uses.
 
-    states, learning_rate, step: of a `FusedUpdate`. anchor: an empty tensor that requires a gradient, so that autograd
+    states, learning_rate, step: as in `FusedUpdate`. anchor: an empty tensor that requires a gradient, so that autograd
     calls backward even if no table requires one. optimizer: `EmbeddingOptimizer.written`, or "". factor: the number by
-    which reduced gradients are multiplied. deterministic: of a `FusedUpdate`.
+    which reduced gradients are multiplied. deterministic: as in `FusedUpdate`.
     """
 
     states: list[torch.Tensor]

@@ -19,14 +19,15 @@ class FusedUpdate:
 
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
-    factor: times every reduced gradient, for example 1 / world size.
+    factor: multiplies every reduced gradient, for example 1 / world size.
     deterministic: False allows updates whose bits differ from run to run, where they are faster: `weft.SGD` on GPUs adds the
         gradient of each id to its row by atomics, without sorting ids. It needs fp32 tables, and neither weight decay, nor
         clipping, nor nonfinite="skip". Otherwise, and on CPU, it means the same as True.
 
     Memory: the states that the optimizer documents, float32.
 
-    Raises `TypeError` for another optimizer, a single tensor or a flag that is none, `ValueError` for a factor that is not finite.
+    Raises `TypeError` for another optimizer, a single tensor, or a `deterministic` that is not a bool. `ValueError` for a
+    factor that is not finite.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FusedUpdate:
             )
 
     def move(self, device: torch.device) -> None:
-        """Move the learning rate, the count and the states to `device`. From "meta" they start anew."""
+        """Move the learning rate, the count and the states to `device`. On a move from "meta" they are initialised."""
 
         def moved(tensor: torch.Tensor, first: float) -> torch.Tensor:
             return torch.full_like(tensor, first, device=device) if tensor.is_meta else tensor.to(device)

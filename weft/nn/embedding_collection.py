@@ -213,7 +213,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         return self.partition.tables[0].dtype
 
     def _record(self, number: int) -> ForwardCall:
-        """Return what ranks compare in backward, with the memory of the update."""
+        """Return the record that ranks compare in backward, with the memory of the update."""
         tables, update = None, self._update
         if update is not None:
             states = [list(of_table.values()) for of_table in update.states]

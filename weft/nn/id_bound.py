@@ -37,7 +37,7 @@ def totals_of_ranks(
     features: Any, features_of_rank: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device,
     deadline_s: float | None,
 ) -> list[int]:  # fmt: skip
-    """Return how many ids each rank would receive from all ranks. Collective; it waits for the device.
+    """Return the number of ids that each rank would receive from all ranks. Collective; it waits for the device.
 
     features: the features of this rank's samples. Invalid features count as 0 ids; a later check refuses them.
     """

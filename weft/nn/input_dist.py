@@ -59,8 +59,11 @@ class _LocalBatch:
 
 
 class _Route(NamedTuple):
-    """The ways of one batch's ids: block `blocks[i]` of this rank, `counts[block]` ids from `begin` on, left as piece i, and
-    `ids_out[r]` ids went to rank r. `ids_in[r]` came from it, `ids` of each (source, feature), and were put into `order`."""
+    """The way of one batch's ids.
+
+    Block `blocks[i]` of this rank left as piece i: `counts[block]` ids from `begin` on. `ids_out[r]` ids went to rank r, and
+    `ids_in[r]` ids came from it: `ids` of each (source, feature). They were put into `order`.
+    """
 
     blocks: tuple[int, ...]
     counts: list[int]

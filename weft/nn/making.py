@@ -121,7 +121,7 @@ def agree_on_parts(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator in which ranks make a module: that of the group's usual calls, even if a rank passed another
+    """Return the communicator for making a module: the communicator of the group's usual calls, even if a rank passed another
     device type."""
     usual = device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual

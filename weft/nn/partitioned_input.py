@@ -92,7 +92,7 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """One batch on its way. ends: where the ids of each key begin, and the end of the last key's."""
+    """A batch whose input is being arranged. ends: the first position of each key's ids, and the end of the last key's ids."""
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:
         self.of, self.jagged, self.block = of, jagged, block
@@ -207,7 +207,7 @@ def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
-    """Return where the ids of each key begin, and the end of the last key's. Raise `ValueError` for bags that cannot be.
+    """Return the first position of each key's ids, and the end of the last key's ids. Raise `ValueError` for invalid bags.
 
     It waits for the device."""
     offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0

@@ -3,8 +3,8 @@
     <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
     <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
 
-Data-parallel and whole tables are plain tensors, as those of a module without parts. A state with one number for a row has a number
-for each part of a column-wise table: it is [parts x rows] there, as in TorchRec, and fits only the same number of parts.
+Data-parallel and whole tables are plain tensors, as in a module without parts. A state with one number per row has one number per
+row and part of a column-wise table: it is [parts x rows], as in TorchRec, and fits only the same number of parts.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ModelState:
     """The state dict of `model`, with the parts of sharded tables under the names of their tables, for
     `torch.distributed.checkpoint`.
 
-    Use it in the place of the model if a module has sharded tables. A checkpoint of whole tables loads into it, and one
-    of it into a model with whole tables, or with other parts:
+    Pass it instead of the model if a module has sharded tables. It loads checkpoints of whole tables. Its checkpoints load
+    into models with whole tables, or with other parts:
 
         state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
@@ -85,7 +85,7 @@ class ModelState:
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy values that are not in place already. Raises as `nn.Module.load_state_dict` does."""
+        """Load this rank's values into the model. Raises the errors of `nn.Module.load_state_dict`."""
         given = dict(state_dict)
         for path, module in partitioned(self._model).items():
             prefix, tensors = f"{path}." if path else "", dict[str, list[torch.Tensor]]()

@@ -1,4 +1,4 @@
-"""The distribution of a batch's ids before the batch is called, beside other work."""
+"""The distribution of a batch's ids before the call of the batch, while other work runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.nn.input_dist import InputDist
 
 
 class Prefetched:
-    """A batch on its way to the ranks that own its tables. Made, and ended, on every rank.
+    """A batch on its way to the ranks that own its tables. Every rank makes and ends it.
 
-    On GPUs this happens on a stream of its own. The numbers of ids leave at once, behind all work that is enqueued by then. The ids
-    follow at the call of the batch, when the host needs to wait for that stream alone, and not for the work enqueued since.
+    On GPUs this happens on a separate stream. The numbers of ids are sent after the work that is enqueued by then. The ids follow
+    at the call of the batch. There the host waits only for that stream, not for the work enqueued since.
 
     features: a batch, as for `InputDist`. Errors are raised by `arrived`.
     """

@@ -90,7 +90,7 @@ class ReplicatedTables:
         return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions=versions)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
-        """Update the tables by the sum of all ranks' gradients. step: the number of updates of sharded tables, before theirs."""
+        """Update the tables by the sum of all ranks' gradients. step: the number of updates of sharded tables before this one."""
         assert of.tables is not None
         of.is_updated = True
         of.tables.step.copy_(of.tables.step if step is None else step)
@@ -114,7 +114,7 @@ class ReplicatedTables:
 def _require_finite(
     tables: ReplicatedTables, of: ForwardCall, grad: torch.Tensor, of_parts: torch.Tensor | None
 ) -> None:
-    """Raise `RefusedError` on every rank if a gradient is infinite or NaN: also one of sharded tables, which are updated later."""
+    """Raise `RefusedError` on every rank if a gradient is infinite or NaN, also of sharded tables, which are updated later."""
     bad = nonfinite_tables(of.plan.sharding, 0, grad)
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")

@@ -1,7 +1,7 @@
 """Rows of tables on their way: ids go to the owners of their rows, rows come back, and gradients of rows go to the owners.
 
-    ids       of this rank's samples, one after the other: (part of a table, row in it) each
-    sent      the same ids in the order of (rank of the part, part), or each different one once
+    ids       the ids of this rank's samples, in order: (part of a table, row in the part) each
+    sent      the same ids in the order of (rank of the part, part), or each distinct id once
     arrived   [part of this rank][source rank]
     rows      the way back, into the order of `ids`
 
@@ -29,7 +29,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class RowRoute:
-    """The way of one batch. to_sent: for each id its place among the sent ones. order: the inverse, without duplicates removed.
+    """The way of one batch. to_sent: for each id, its place among the sent ids. order: the inverse, without duplicates removed.
 
     out, into: ids to and from each rank. counts: the number of ids from [source rank] for [part of this rank].
     """
@@ -100,7 +100,7 @@ class RowDist:
         return host[end : end + self.world], of_parts, host[end + self.world :]
 
     def back(self, rows: Sequence[torch.Tensor], route: RowRoute) -> torch.Tensor:
-        """Return the rows of all ids of this rank's samples. rows: those of each part, in the order in which ids arrived."""
+        """Return the rows of all ids of this rank's samples. rows: the rows of each part, in the order in which ids arrived."""
         leaving = self._by_source(rows, route)
         arrived = self._exchanged("rows", leaving, route.into, route.out)
         return arrived.index_select(0, route.to_sent)
@@ -114,7 +114,7 @@ class RowDist:
         return self._by_part(self._exchanged("gradients of rows", leaving, route.out, route.into), route)
 
     def _by_part(self, arrived: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return what has arrived for each part, source by source."""
+        """Return the rows that have arrived for each part, source by source."""
         parts = len(self.parts_of_rank[self.rank])
         blocks = arrived.split(route.counts) if parts else ()
         return [torch.cat([blocks[source * parts + part] for source in range(self.world)]) for part in range(parts)]
@@ -134,5 +134,5 @@ class RowDist:
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return where blocks of `sizes` begin, and the end of the last one."""
+    """Return the first position of each block of `sizes`, and the end of the last block."""
     return list(accumulate(sizes, initial=0))

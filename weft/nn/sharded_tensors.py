@@ -27,10 +27,10 @@ class Part(NamedTuple):
 
 
 def layout(table: EmbeddingBagConfig, parts: Sequence[TablePart], per_row: bool) -> tuple[tuple[int, ...], list[Part]]:
-    """Return the size and the parts of a table, or of a state of it that has a number for each row.
+    """Return the size and the parts of a table, or of a state of it with one number per row.
 
-    Such a state is [rows]. Each part of a column-wise table has its own numbers, since a mean is over its columns. They stand one
-    after another, [parts x rows], as in TorchRec.
+    Such a state is [rows]. Each part of a column-wise table has its own numbers, because a mean is over its columns. They are
+    concatenated, [parts x rows], as in TorchRec.
     """
     if not per_row:
         places = [Part(part.rank, (part.row, part.column), (part.rows, part.columns)) for part in parts]
@@ -48,7 +48,7 @@ def sharded_tensor(
 ) -> ShardedTensor:  # fmt: skip
     """Return a tensor whose parts are on the ranks of `group`. own: this rank's parts, in their order. Not collective.
 
-    device: the device of this rank. Others are taken to use the device of the same type with their rank's number in the group.
+    device: the device of this rank. Other ranks are assumed to use the device of the same type that has their rank as its number.
     """
     rank = group.rank()
     metadata = [

@@ -11,7 +11,7 @@ from weft.embedding.partition import Partition, TablePart
 
 
 def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
-    """Return the parts of `rank`; data-parallel tables last, whole."""
+    """Return the parts of `rank`, then the data-parallel tables, which are whole."""
     found = [part for part in partition.parts if part.rank == rank]
     for number in partition.replicated_tables:
         table = partition.tables[number]

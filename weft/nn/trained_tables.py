@@ -84,5 +84,5 @@ class TrainedTables(nn.Module):
         raise NotImplementedError
 
     def _speaks_on(self) -> torch.device:
-        """Return the device by which ranks exchange."""
+        """Return the device on which ranks exchange tensors."""
         raise NotImplementedError

@@ -61,7 +61,7 @@ def gradients(
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
     device = device_code(grad.device)
     if wanted[0]:
-        sort_ahead(of, jagged)  # beside the exchange, unless forward has begun it
+        sort_ahead(of, jagged)  # concurrently with the exchange, unless forward has begun it
     with received(grad, sharding, of.rank, sizes, group, turn, _dtype_on_the_way(of, grad.dtype)) as (found, ok):
         if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
             _require_finite(of, found, group, turn.deadline_s)
@@ -199,8 +199,8 @@ def scale_of_norm(
 ) -> torch.Tensor:
     """Return the factor that leaves gradients with a norm of at most `clip_norm`, float64 []. Collective.
 
-    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is that of
-    `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
+    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is the
+    factor of `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
     """
     if group.size() > 1 and squares.device.type == "cpu":
         comm = symm.communicator(group, squares.device)
@@ -265,7 +265,9 @@ def to_owners(
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Begin to sort the ids of a forward call for its backward, on GPUs: behind forward, and beside what follows."""
+    """Begin to sort the ids of a forward call for its backward, on GPUs.
+
+    The sort runs after forward, concurrently with later work."""
     if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 

@@ -103,7 +103,7 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[tor
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
-    """Update each row that a rank has read. `flat`: the sum of all ranks' gradients. The number of updates is counted before."""
+    """Update each row that a rank has read. flat: the sum of all ranks' gradients. The caller has counted this update."""
     tables = of.tables
     assert tables is not None
     tables.require_intact(of.plan.sharding, of.rank)

@@ -1,4 +1,4 @@
-"""Updates of tables by gradients of rows: each id has a gradient of its own, as in backward of unpooled embeddings.
+"""Updates of tables by gradients of rows: each id has its own gradient, as in backward of unpooled embeddings.
 
 Tables are a call to the code that updates pooled tables, in which every bag has one id. Equal ids are summed in the order in which
 they are given, in float32.
@@ -35,7 +35,7 @@ class RowGradients(NamedTuple):
 def update_rows(
     given: Sequence[RowGradients], tables: Tables, factor: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Update the rows of all ids. tables: those of `given`, in order. Collective if the optimizer clips by norm."""
+    """Update the rows of all ids. tables: the tables of `given`, in order. Collective if the optimizer clips by norm."""
     prepared = []
     for places in _similar(given, tables):
         of, jagged, grads = _call([given[place] for place in places], factor, _some(tables, places, given), False)

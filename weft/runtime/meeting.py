@@ -193,7 +193,7 @@ def meeting_of(comm: Communicator) -> Meeting:
 
 
 def published_on(group: dist.ProcessGroup) -> int:
-    """Return how many calls this rank has published to its peers on CPU."""
+    """Return the number of calls that this rank has published to its peers on CPU."""
     for comm, meeting in _meetings.items():
         if comm.is_of(group):
             return meeting.calls

@@ -72,8 +72,8 @@ def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
 
 
 def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str]) -> str:
-    """Return a description of the first step of `rank` that needs memory of a rank on another host; "" if there is none. hosts: of
-    all ranks."""
+    """Return a description of the first step of `rank` that needs memory of a rank on another host; "" if there is none. hosts: the
+    host of each rank."""
     for lane in schedule.of_rank(rank):
         for step in lane.steps:
             for other in sorted(_touched(step)):

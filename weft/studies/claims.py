@@ -1,7 +1,7 @@
-"""A paper's claims beside the numbers of a study, as its tables, `weft reproduce all` and docs/reproduction.md show them.
+"""The comparison of a paper's claims with a study's numbers: in its tables, `weft reproduce all` and docs/reproduction.md.
 
 A claim with numbers is reproduced if the deviation is allowed: by the limit of the claim, or else by 5 points for percentages and
-10% for other numbers. A claim without numbers says itself if it is held.
+10% for other numbers. A claim without numbers has its own verdict (`held`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ POINTS, RATIO = 5.0, 0.1
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, ours, and the deviation that the project allows.
+    """A claim of a paper, the result of this study, and the allowed deviation.
 
-    unit: "%" (deviations are points), "x", "us" and so on (deviations are fractions). limit: 0 for exact, None for a claim that
-    the project has no bar for. held: the verdict on a claim whose `paper` or `ours` is a text.
+    unit: "%" (deviations are points), "x", "us" and so on (deviations are fractions). limit: 0 for exact, None for a claim
+    without a limit. held: the verdict on a claim whose `paper` or `ours` is a text.
     """
 
     what: str

@@ -2,14 +2,14 @@
 
     forward    embedding, all-to-all | bottom MLP, interaction, top MLP
     backward   top MLP, interaction, all-to-all of gradients | bottom MLP, update of the embedding
-               all-reduce of the MLPs' gradients, beside what follows
+               all-reduce of the MLPs' gradients, concurrent with the next tasks
 
 All ranks do the same. A resource takes one task at a time, in the order in which they become ready. In the baseline the forward
 all-to-all begins after the embedding; the fused kernel begins it with the embedding, and it ends no earlier than the embedding
 plus a slice. So no gain is above the exposed part of the all-to-all.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2; the order of tasks is
-that of DLRM's training loop.
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order of tasks is
+from DLRM's training loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from weft.studies.numbers import Numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A task of `us` on a resource. beside: it begins with that task, if its resource is free, and does not end before it."""
+    """A task that occupies a resource for `us`.
+
+    beside: a concurrent task. This task starts with it, if the resource is free, and does not end before it.
+    """
 
     name: str
     on: str
@@ -33,7 +36,7 @@ class Task:
 
 
 def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the end of each task; raise `ValueError` for tasks that wait for each other or for none."""
+    """Return the end of each task; raise `ValueError` for tasks that wait for each other or for an unknown task."""
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
     free = dict.fromkeys((task.on for task in tasks), 0.0)
@@ -59,7 +62,7 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Dlrm:
-    """A DLRM of table 2 on the paper's torus. samples, tables: of a node."""
+    """A DLRM of table 2 on the paper's torus. samples, tables: their numbers on a node."""
 
     samples: int
     tables: int
@@ -67,7 +70,7 @@ class Dlrm:
 
     @property
     def embedding_us(self) -> float:
-        """Pooling for all nodes' samples, by one kernel."""
+        """The time of pooling all nodes' samples by one kernel."""
         n = self.numbers
         bags = self.samples * n["scale.nodes"] * self.tables
         rate = n["memory.bandwidth"] * n["memory.share"]
@@ -75,7 +78,7 @@ class Dlrm:
 
     @property
     def exchange_bytes(self) -> float:
-        """Pooled vectors of a node, for all nodes."""
+        """The bytes of a node's pooled vectors, for all nodes."""
         n = self.numbers
         return self.samples * n["scale.nodes"] * self.tables * n["scale.dim"] * FLOAT
 
@@ -89,7 +92,7 @@ class Dlrm:
         return layers * max(n.us("gpu.launch"), 1e6 * flop / (n["gpu.fp32"] * n["gpu.fp32_share"])) * times
 
     def reduce_us(self, layers: float) -> float:
-        """All-reduce of the gradients of MLP layers."""
+        """Return the time of the all-reduce of the MLP layers' gradients."""
         n = self.numbers
         count = layers * n["scale.width"] ** 2 * FLOAT
         return n.us("nic.collective") + reduce_us(count, n)
@@ -129,7 +132,7 @@ class Dlrm:
 
     @property
     def exposed_us(self) -> float:
-        """The part of the forward all-to-all that nothing hides in the baseline."""
+        """The time of the baseline's forward all-to-all in which no computation runs."""
         return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
 
 
@@ -137,7 +140,7 @@ def exchange_us(count: float, numbers: Numbers) -> float:
     """Return the time of an all-to-all of `count` bytes of each node on the torus, by the load of its fullest link.
 
     Every node sends alike, along its row and then along the column, and half way around a ring over both ways. So a link of a
-    ring carries half of what all nodes of the ring send over its hops. It is what `weft.sim.collectives` finds by all routes.
+    ring carries half of what all nodes of the ring send over its hops. `weft.sim.collectives` finds the same by all routes.
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2

@@ -39,7 +39,7 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Done:
-    """A study that ran. rows: what its tables and pictures are made from."""
+    """A study that ran. rows: the data of its tables and pictures."""
 
     study: Study
     records: list[Record]
@@ -87,7 +87,7 @@ def missed_table(found: Sequence[Done]) -> ResultTable:
 
 
 def verdicts_table(found: Sequence[Done]) -> ResultTable:
-    """Return how many claims of each study are reproduced."""
+    """Return a table of the number of claims that each study reproduces."""
     columns: dict[str, Callable[[Done], str]] = {
         "study": lambda one: one.study.name,
         "claims": lambda one: str(len(one.claims)),

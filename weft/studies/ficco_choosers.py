@@ -53,7 +53,7 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
 
 
 def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Return what the closed form and the paper's heuristic lose on drawn GEMMs, of the best of all eight schedules."""
+    """Return the loss of the closed form and of the paper's heuristic on drawn GEMMs, relative to the best of eight schedules."""
     lost: dict[str, list[float]] = {"closed_form": [], "heuristic": []}
     for gemm in drawn():
         step(f"GEMM {gemm.name} of {DRAWN}, drawn by seed {SEED}")
@@ -67,7 +67,7 @@ def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str]
 
 
 def said_of_drawn(records: Sequence[Record]) -> list[str]:
-    """Return a sentence on the last run's drawn GEMMs, if it has any."""
+    """Return a sentence on the GEMMs that the last run has drawn; nothing if there are none."""
     mine = [r for r in records if r.get("variant") == "choosers"]
     if not mine or mine[-1]["run"] != records[-1]["run"]:
         return []
@@ -96,9 +96,9 @@ class Swept(NamedTuple):
 
 
 def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
-    """Yield the limits of three forms of heuristic. tables: the first letter of a table's GEMMs, by its title.
+    """Yield the best results of three forms of heuristic. tables: the first letter of a table's GEMMs, by its title.
 
-    All distinct thresholds of a table are tried: any other one chooses as one of them.
+    All distinct thresholds of a table are tried. Any other threshold gives the same choices as one of them.
     """
     for among, names in (("the paper's four", tuple(STUDIED.values())), ("all eight", EIGHT)):
         forms = (
@@ -127,7 +127,7 @@ def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
 
 
 def _near(rows: Sequence[GemmRow], among: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return by the names of STUDIED where the schedule is within NEAR of the best of `among`."""
+    """Return, for each name in STUDIED, a boolean per row: True if its schedule is within NEAR of the best of `among`."""
     return {
         title: np.array([(lost := row.lost(name, among)) is not None and lost <= NEAR for row in rows])
         for title, name in STUDIED.items()
@@ -141,7 +141,9 @@ def _constant(rows: Sequence[GemmRow], among: Sequence[str]) -> tuple[int, str]:
 
 
 def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, low: float, high: float) -> int:
-    """Return how often figure 12(a)'s tree is near the best: M / K up to `border` is 2D; else by the operations."""
+    """Return the number of GEMMs for which figure 12(a)'s tree picks a schedule near the best.
+
+    The tree picks 2D if M / K is at most `border`. Otherwise it decides by the number of operations."""
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border
     chosen = {

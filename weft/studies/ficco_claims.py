@@ -1,6 +1,6 @@
-"""FiCCO's claims of sections II to VI, beside the numbers of a simulated or measured run.
+"""FiCCO's claims of sections II to VI, with the numbers of a simulated or measured run.
 
-The text has no numbers of figures 12 to 14 but the largest speedups. Section IV is measured by `weft.studies.losses`.
+The paper's text gives only the largest speedups of figures 12 to 14. Section IV is measured by `weft.studies.losses`.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures 12 to 14.
 """
@@ -79,7 +79,7 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield weft's own bars: what the closed form's picks must reach."""
+    """Yield weft's own limits for the closed form's picks."""
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [
             of for row in rows if row.gemm.name.startswith(begin) and (of := row.lost(row.closed, EIGHT)) is not None

@@ -1,7 +1,7 @@
 """Fused embedding + all-to-all: the evaluation of the paper on a model of its machines; records, tables and pictures.
 
-`weft.studies.fused_embedding_model` has two nodes and four GPUs of one (figures 10 to 14), `weft.studies.dlrm_iteration` the
-training pass on 128 nodes (figure 15). The numbers are those of `fused_embedding.toml`.
+`weft.studies.fused_embedding_model` models two nodes, and four GPUs of one node (figures 10 to 14). `weft.studies.dlrm_iteration`
+models the training pass on 128 nodes (figure 15). The numbers are those of `fused_embedding.toml`.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4 and 4.
 """
@@ -22,7 +22,7 @@ from weft.studies.pages import block, figure, head_of
 
 STUDY = "fused_embedding"
 BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
-"""Figure 10's axis labels are in no text: these are the presets fused-inter of weft's benchmark."""
+"""Figure 10's axis labels are only in a picture. These are the presets fused-inter of weft's benchmark."""
 WITHIN = tuple(Setting(b, t, 4) for b in (512, 1024, 2048, 4096) for t in (64, 256))
 ONE = Setting(1024, 256)
 """The configuration of figures 11 and 12."""
@@ -164,7 +164,7 @@ def rows_of(records: Sequence[Record]) -> dict[str, Record]:
 
 
 def claims(rows: Mapping[str, Record]) -> list[Claim]:
-    """Return the paper's claims beside the model's numbers."""
+    """Return the paper's claims with the model's numbers."""
     ours = rows["sensitivity"]["lines"][0][2]
     found = [Claim(what, where, paper, ours[key], "%", limit) for key, (what, where, paper, limit) in PAPER.items()]
     small, *_, large = sorted(rows["10"]["lines"], key=lambda line: int(line[0].partition("|")[0]))
@@ -295,7 +295,7 @@ def _iteration_table(record: Record) -> ResultTable:
 
 
 def conclusions(rows: Mapping[str, Record]) -> list[str]:
-    """Return a sentence on how many claims are reproduced, and on what the means depend on."""
+    """Return a sentence on the number of reproduced claims, and on the assumption that the means depend on."""
     found = claims(rows)
     met = [claim.what for claim in found if claim.reproduced]
     return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]

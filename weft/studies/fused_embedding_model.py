@@ -1,4 +1,6 @@
-"""A model of the paper's fused embedding kernel on two nodes and on four GPUs of one, beside its baseline.
+"""A model of a fused embedding kernel and its baseline, on two nodes and on four GPUs of one node.
+
+Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 to 4.3.
 
 A GPU pools bags at the rate of its memory, or as fast as its wavefronts' loads return (Little's law):
 
@@ -12,8 +14,7 @@ for each, in order. A node's kernel ends when it has pooled all slices and its p
 send go on pooling (4.2). The baseline launches a kernel for each table, then the all-to-all, then a shuffle of its result (4.1). A
 kernel of few bags fills only a part of a GPU.
 
-The rate has no contention: more occupancy is never slower. Source: "GPU-initiated Fine-grained Overlap of Collective Communication
-with Computation", 3.2 to 4.3.
+The rate has no contention: more occupancy is never slower.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class Setting:
 
     @property
     def vectors(self) -> int:
-        """Pooled vectors of a GPU, for all ranks."""
+        """The number of vectors that a GPU pools for all ranks."""
         return self.batch * self.tables
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of the baseline's parts, and of the fused kernel on each node."""
+    """The microseconds of the baseline's parts, and of the fused kernel on each node."""
 
     pooling: float
     exchange: float

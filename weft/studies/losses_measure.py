@@ -134,7 +134,7 @@ class Side(AbstractContextManager["Side"], ABC):
 class CpuSide(Side):
     """The side of a CPU process.
 
-    It has no copy engine: an additional thread plays that part, and the system runs it on an idle core if there is one. A copy by
+    An additional thread replaces the copy engine. The system runs it on an idle core if there is one. A copy by
     `kernel` uses the compute threads. It alternates with the GEMM, so that both progress equally, relative to their work.
     """
 
@@ -228,7 +228,7 @@ def _in_a_row(moves: list[Call]) -> Call:
     return call
 
 
-PIECES = 8  # pieces of an all-gather, and of the GEMM beside it
+PIECES = 8  # pieces of an all-gather, and of the concurrent GEMM
 WHOLE = "whole"
 CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
 _LEAST_CALLS = 3  # calls of each of two lanes
@@ -272,8 +272,8 @@ BASELINES = (
 class Found:
     """The results of one GEMM, the same on every rank, by variant.
 
-    timings: a call is the sequence of all its pieces. overlap: for pairs, the smallest median fraction over ranks. errors: of
-    each split, by `check_cuts`.
+    timings: a call is the sequence of all its pieces. overlap: for pairs, the smallest median fraction over ranks. errors:
+    the error of each split, by `check_cuts`.
     """
 
     timings: dict[str, Timing]

@@ -1,4 +1,4 @@
-"""The numbers of a study's model, each with its unit and source, from a TOML file beside the study."""
+"""The numbers of a study's model, each with its unit and source, from a TOML file next to the study's module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Numbers:
 
     numbers = load_numbers("fused_embedding.toml")
     numbers["nic.bandwidth"]               20e9
-    numbers.scaled("nic.bandwidth", 0.8)   the same with another value
+    numbers.scaled("nic.bandwidth", 0.8)   the numbers with 0.8 times that value
     """
 
     name: str
@@ -31,7 +31,7 @@ class Numbers:
         return self.quantities[key].si
 
     def with_value(self, key: str, value: float) -> Numbers:
-        """Return the same with another value, in the unit that it has."""
+        """Return the numbers with another value for `key`, in the unit of `key`."""
         self[key]
         return replace(self, quantities={**self.quantities, key: replace(self.quantities[key], value=value)})
 

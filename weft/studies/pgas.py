@@ -1,8 +1,8 @@
-"""PGAS embedding retrieval on V100s: weak and strong scaling, simulated, with bounds and what the paper's baseline implies.
+"""PGAS embedding retrieval on V100s: simulated weak and strong scaling, bounds, and the implied rate of the paper's baseline.
 
-The paper's baseline pools, calls an all-to-all and unpacks. `serial` is the same on the model, and `direct` stores pooled vectors
-in the peers' outputs, as PGAS. The links of a V100 bound what a baseline can lose: the paper's loses more. So its communication
-is not fitted. From the paper's speedup follows the rate that its baseline reaches:
+The paper's baseline pools, calls an all-to-all and unpacks. `serial` is the same on the model. `direct` stores pooled vectors
+in the peers' outputs, as PGAS does. The links of a V100 bound the loss of a baseline, and the paper's baseline loses more. So its
+communication is not fitted. The paper's speedup implies the rate of its baseline:
 
     implied rate = bytes / (speedup * direct - pooling - unpacking)
 
@@ -38,7 +38,7 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """A scaling experiment. tables: by the number of ranks, all together. rows: mean of a bag."""
+    """A scaling experiment. tables: the total number, by the number of ranks. rows: the mean number of rows in a bag."""
 
     name: str
     tables: Callable[[int], int]
@@ -52,14 +52,15 @@ SCALINGS = (
     Scaling("weak", lambda ranks: 64 * ranks, 64, {2: 2.10, 3: 1.95, 4: 1.87}, 1.97, "IV-A"),
     Scaling("strong", lambda ranks: 96, 16, {2: 2.95, 3: 2.55, 4: 2.44}, 2.63, "IV-B"),
 )
-"""Pooling up to 128 and 32, drawn evenly: half of it on average. speedups, mean: the paper's, of PGAS over its baseline."""
+"""Pooling up to 128 and 32, drawn evenly: half of it on average. speedups, mean: the paper's speedups of PGAS over its baseline."""
 
 
 @dataclass(frozen=True)
 class PgasRow:
-    """One number of GPUs. us: pooling and unpacking at the memory's rate, the exchange at the links', and simulated runs.
+    """The results for one number of GPUs.
 
-    sent: bytes that a rank sends. link_sent: bytes over its fullest link.
+    us: pooling and unpacking at the memory's rate, the exchange at the links' rate, and simulated runs. sent:
+    bytes that a rank sends. link_sent: bytes over its fullest link.
     """
 
     scaling: str
@@ -83,7 +84,7 @@ class PgasRow:
 
     @property
     def bound(self) -> float:
-        """The speedup without any overhead: all parts in turn, over the longer of pooling and exchange."""
+        """The speedup without any overhead: the sum of all parts, divided by the longer of pooling and exchange."""
         return (self.pooling + self.exchange + self.unpacking) / max(self.pooling, self.exchange)
 
 
@@ -289,7 +290,7 @@ def _machine_table() -> ResultTable:
 
 
 def conclusions(found: PgasRows) -> list[str]:
-    """Return sentences on what is reproduced, and on the rate of the paper's baseline."""
+    """Return sentences on the reproduced claims, and on the rate of the paper's baseline."""
     made = claims(found)
     two = found.rows["weak", 2]
     rate = implied_gbps(two, SCALINGS[0].speedups[2])

@@ -7,8 +7,8 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
     FC-1  backward, the gradient of the MLP's input      k = 4 hidden / ranks
     IP    backward, the gradient of the attention's      k = 3 hidden / ranks
 
-FC-1 and IP are GEMMs of these sizes in bf16, with weights in the layout of forward; the paper's are in FP16, and not transposed
-(5.2).
+FC-1 and IP are GEMMs of these sizes in bf16, with weights in the layout of forward. The paper's GEMMs are in FP16, with weights
+that are not transposed.
 
 `simulated` returns records of a machine's model, with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
 --preset t3` records a real machine, without the all-gather. Both give the same tables: the times of GEMM, reduce-scatter and
@@ -67,7 +67,7 @@ PAPER = (
     "and 39% for T3, 30% and 47% for T3-MCA, 35% and 50% for an ideal overlap (6.1). On the large networks the speedups of T3-MCA "
     "are 29% and 35% (6.4). Memory traffic, including the all-gather, falls by 22% on average and by 36% at most (6.2)."
 )
-"""The numbers in the paper's text; those of figures 15 to 20 are only in pictures."""
+"""The numbers in the paper's text. The numbers of figures 15 to 20 are only in pictures."""
 
 
 _ABOVE = (

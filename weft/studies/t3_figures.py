@@ -1,4 +1,4 @@
-"""T3's figures 5, 6, 10, 14, 17 and 20 on the model of its hardware, and what each assumed number does.
+"""T3's figures 5, 6, 10, 14, 17 and 20 on the model of its hardware, and the effect of each assumed number.
 
 Each function returns records' fields (`simulate_...`) or, from these, a table. Numbers of the paper that are only in pictures are
 not here.
@@ -35,12 +35,12 @@ from weft.studies.t3_sublayers import VARIANTS, rows_on, sublayers, summary
 MEGABYTES = (6, 12, 24, 48, 96, 192)
 SPLITS = ((80, 80), (72, 8), (64, 16))
 PAPER_SPLITS = {(80, 80): (0.0, 0.0, 1.67), (72, 8): (0.41, None, 1.18), (64, 16): (0.07, 0.21, 1.49)}
-"""Figure 6 as 3.2.1 tells it: by units of (GEMM, all-reduce) the slowdown of the all-reduce, of the GEMM, and the speedup."""
+"""Figure 6, from the text of 3.2.1: by compute units of (GEMM, all-reduce), both slowdowns (all-reduce, GEMM) and the speedup."""
 MORE_UNITS = 2
 
 
 def simulate_splits(gpu: TrackingGpu) -> Record:
-    """Figure 6: GEMM and all-reduce alone on parts of the units: Mega-GPT-2's and T-NLG's OP and FC-2 on 8 ranks."""
+    """Simulate figure 6: GEMM and all-reduce alone on some of the compute units, for OP and FC-2 of two networks on 8 ranks."""
     cells: list[dict[str, Any]] = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if ranks != 8 or layer not in ("OP", "FC-2"):
@@ -93,7 +93,7 @@ def splits_table(record: Record) -> ResultTable:
 
 
 def simulate_ring(gpu: TrackingGpu) -> Record:
-    """Figure 14: the reduce-scatter alone on four GPUs."""
+    """Simulate figure 14: the reduce-scatter alone on four GPUs."""
     found = [
         [size, reduce_scatter(size * 2**20, 4, gpu).us, reduce_scatter(size * 2**20, 4, gpu, near_memory=True).us]
         for size in MEGABYTES
@@ -119,7 +119,7 @@ def ring_table(record: Record) -> ResultTable:
 
 
 def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
-    """Figure 17: memory's traffic over time in T-NLG's FC-2, 8 ranks and 4K tokens: the GEMM alone, T3, T3-MCA."""
+    """Simulate figure 17: memory traffic over time in T-NLG's FC-2, 8 ranks and 4K tokens: the GEMM alone, T3, T3-MCA."""
     gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
     bin_us = 1.6 * gemm.flop / (gpu.peak * gpu["gpu.efficiency"]) * 1e6 / bins
@@ -163,7 +163,7 @@ def draw_traffic(directory: Path, record: Record) -> Path:
 
 
 def simulate_more_units(gpu: TrackingGpu) -> Record:
-    """Figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the units."""
+    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units."""
     found = {}
     which = [one for large in (False, True) for one in sublayers(large) if one[2] in ("OP", "FC-2")]
     for times in (1, MORE_UNITS):
@@ -186,7 +186,9 @@ def more_units_table(record: Record) -> ResultTable:
 
 
 def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
-    """Return (those that gain more by T3-MCA with twice the units, all) of OP and FC-2; "ideal": of FC-2 by the ideal."""
+    """Return (the number of layers that gain more with twice the compute units, the number of layers).
+
+    "OP", "FC-2": the gain by T3-MCA. "ideal": the gain of FC-2 by the ideal."""
     pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
     found = {}
     for key, layer, column in (("OP", " OP,", 2), ("FC-2", " FC-2,", 2), ("ideal", " FC-2,", 1)):
@@ -196,7 +198,7 @@ def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
 
 
 def simulate_direct(gpu: TrackingGpu) -> Record:
-    """Section 7.1: the direct reduce-scatter on a full mesh, whose links share the ring's bandwidth: T-NLG's sub-layers."""
+    """Simulate section 7.1: T-NLG's sub-layers with a direct reduce-scatter on a full mesh that has the ring's bandwidth."""
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -232,7 +234,7 @@ def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
 
 
 def simulate_stagger(gpu: TrackingGpu) -> Record:
-    """Section 4.4: T-NLG's sub-layers with and without staggered chunks, T3-MCA; all ranks are simulated."""
+    """Simulate section 4.4 on all ranks: T-NLG's sub-layers by T3-MCA, with and without staggered chunks."""
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -267,7 +269,7 @@ def networks_table() -> ResultTable:
 
 
 def stages_table(gpu: TrackingGpu) -> ResultTable:
-    """Figure 5: a GEMM cut in k by the ranks has as many work-groups and stages, with less work in each."""
+    """Return figure 5: a GEMM that ranks divide in k keeps its work-groups and stages, with less work in each."""
     whole, lines = HardwareGemm(8192, 4256, 4 * 4256), []
     for ranks in (1, 8, 16):
         gemm = HardwareGemm(whole.tokens, whole.features, whole.k // ranks)
@@ -285,7 +287,7 @@ def stages_table(gpu: TrackingGpu) -> ResultTable:
 
 
 def step_table() -> ResultTable:
-    """Figure 10: accesses of a step of the ring, in chunks."""
+    """Return figure 10: the memory accesses of a step of the ring, in chunks."""
     lines = [
         ("first", "1 read", "none: the GEMM stores at the peer"),
         ("steady", "2 reads, 1 write", "1 read, 1 update"),

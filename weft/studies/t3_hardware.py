@@ -131,13 +131,13 @@ def _other_reading(rows: Rows) -> ResultTable:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return every number of the paper's text beside ours, sections 6.1, 6.2 and 6.4 first."""
+    """Return every number of the paper's text with the model's number, sections 6.1, 6.2 and 6.4 first."""
     small, large = rows.small["75"], rows.large["75"]
     return [*sub.claims(small, large), *other_claims(small, large, rows.figures, t3_gpu())]
 
 
 def conclusions(rows: Rows) -> list[str]:
-    """Return sentences on which of the paper's numbers are met."""
+    """Return sentences that say which of the paper's numbers the model reproduces."""
     found = sub.claims(rows.small["75"], rows.large["75"])
     judged = [claim for claim in found if claim.limit is not None]
     missed = [f"{claim.what} ({claim.where})" for claim in judged if claim.said == "no"]
@@ -148,7 +148,7 @@ def conclusions(rows: Rows) -> list[str]:
 
 
 def _ranges(rows: Rows) -> str:
-    """Return a sentence on what other assumptions do to the means."""
+    """Return a sentence on the effect of other assumptions on the means."""
     lines = rows.figures["assumptions"]["lines"]
     t3, mca = ([100 * (line[i] - 1) for line in lines] for i in (1, 2))
     reverse = [line[0] for line in lines if line[1] > line[2]]

@@ -6,15 +6,15 @@ simulated GEMMs and collectives:
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
-A GEMM without a collective takes the time of the one with the same sizes that has it. All else is a roofline of the operations of
-a Transformer without fused attention, each reading and writing memory at the rate of table 1:
+A GEMM without a collective takes the time of the GEMM of the same sizes that has a collective. The rest is a roofline of the
+operations of a Transformer without fused attention. Each operation reads and writes memory at the rate of table 1:
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], which no rank divides; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
-Backward has twice the passes of forward. The paper names 40 to 45% for the attention (6.3), of an implementation whose breakdown it
-does not give. A roofline has less. `deviations` has both.
+Backward has twice the passes of forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without a breakdown.
+The roofline gives less. `deviations` has both.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and 6.4.
 """
@@ -38,7 +38,7 @@ PASSES = {"scores": 10, "hidden": 14, "mlp": 4}
 """Reads and writes of a forward, assumed. scores: written, scaled, masked, softmax, dropout, read. hidden: dropout, residual and
 norm, twice."""
 UPDATE_BYTES = 28
-"""Of a parameter: four reads and three writes in fp32 of Adam, assumed."""
+"""Bytes of Adam's update of a parameter: four reads and three writes in fp32, assumed."""
 _TITLES = {"t3": "T3", "t3-mca": "MCA"}
 Phase = Literal["training", "prompt"]
 PHASES: tuple[Phase, Phase] = ("training", "prompt")
@@ -54,7 +54,7 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The parts of a layer in us. rest: what is not simulated, by the roofline. saved: the saved time by configuration."""
+    """The parts of a layer in us. rest: the other operations, by the roofline. saved: the saved time, by configuration."""
 
     name: str
     large: bool
@@ -65,7 +65,9 @@ class Iteration:
     rest: Mapping[str, float]
 
     def total(self, rest: float | None = None, times: float = 1.0) -> float:
-        """Return the time with `rest` of it not simulated; without it, with `times` the roofline's."""
+        """Return the time of the iteration.
+
+        rest: the fraction of the time that is not simulated; None takes `times` times the roofline."""
         simulated = self.gemms + self.collectives
         return simulated + times * sum(self.rest.values()) if rest is None else simulated / (1 - rest)
 
@@ -75,7 +77,7 @@ class Iteration:
 
 
 def roofline_us(hidden: int, tokens: int, ranks: int, phase: Phase, gpu: TrackingGpu) -> dict[str, float]:
-    """Return the time of a layer's operations that are no GEMM of a sub-layer, in us."""
+    """Return the times in us of a layer's operations, by kind, without the GEMMs of its sub-layers."""
     scores = tokens * SEQUENCE * hidden / HEAD / ranks
     flop = 4 * tokens * SEQUENCE * hidden / ranks
     attention = 2 * PASSES["scores"] * scores / gpu["memory.bandwidth"] + flop / (gpu.peak * gpu["gpu.efficiency"])
@@ -169,7 +171,7 @@ def _share(one: Iteration, gemms: float) -> float:
 
 
 def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
-    """Figure 19: speedups of iterations, and the paper's."""
+    """Return figure 19: the speedups of iterations, with the paper's in brackets."""
     cells: list[tuple[str, ...]] = []
     for phase in PHASES:
         found = list(iterations(rows, phase))
@@ -207,7 +209,7 @@ def deviations(
 
 
 def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return the deviations with other assumptions about what is not simulated."""
+    """Return the deviations with other assumptions about the operations that are not simulated."""
     rows = {False: small, True: large}
     lines = [("as by the roofline", deviations(rows))]
     lines += [(f"{times:g} times the roofline", deviations(rows, times=times)) for times in (0.8, 1.2)]

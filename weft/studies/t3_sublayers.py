@@ -4,12 +4,12 @@ A sub-layer is a GEMM, its ring reduce-scatter and the all-gather of the sum. Fi
 
     sequential   GEMM, reduce-scatter by a kernel, all-gather, one after the other
     t3           the GEMM fused with the reduce-scatter, then the all-gather; the controller takes turns
-    t3-mca       the same, and the controller puts the GEMM first by the paper's rules
+    t3-mca       the same, and the controller prioritises the GEMM by the paper's rules
     ideal        the longer of GEMM and reduce-scatter, each alone, then the all-gather
     ideal+nmc    the same, where memory adds in the reduce-scatter
 
-`simulated` returns records, from which the tables and pictures are made. `weft.studies.t3_figures` has the figures besides 15,
-16 and 18, and `weft.studies.t3_iteration` whole iterations.
+`simulated` returns records, from which the tables and pictures are made. `weft.studies.t3_figures` has the figures other than
+15, 16 and 18, and `weft.studies.t3_iteration` whole iterations.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6 and 7.5.
 """
@@ -44,7 +44,7 @@ from weft.studies.t3 import LAYERS, NETWORKS, Network
 Progress = Callable[[str, float], None]
 VARIANTS = ("sequential", "t3", "t3-mca", "ideal", "ideal+nmc")
 READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_reading}
-"""GPUs by the GB/s of a link in one direction, of which the paper has "150 GB/s bi-directional"."""
+"""GPUs by the GB/s of a link in one direction: the two readings of the paper's "150 GB/s bi-directional"."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def summary(rows: Sequence[HardwareRow]) -> dict[str, tuple[float, float]]:
 
 
 def claims(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> list[Claim]:
-    """Return every number of sections 6.1, 6.2 and 6.4, beside ours."""
+    """Return every number of sections 6.1, 6.2 and 6.4, with the model's number."""
 
     def percent(factor: float) -> float:
         return 100 * (factor - 1)

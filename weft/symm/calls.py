@@ -36,7 +36,7 @@ _KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message 
 
 
 class GroupCalls(_core.CallCounts):
-    """The calls of this rank on a group, of any operator: how many it has begun and ended, their digest, and refusals.
+    """The calls of this rank on a group, of any operator: the numbers of begun and ended calls, their digest, and refusals.
 
     begun, ended, running (the lock of a call), refused_by_peers and unanswered (peers that have not answered the last refusal) are
     native: replayed calls read and change them without Python (`weft.operator.replay`).
@@ -70,7 +70,7 @@ class GroupCalls(_core.CallCounts):
         return self.refused() if self._there else ""
 
     def refuse(self, text: str, peers: int = 0) -> bytes:
-        """Refuse the last call that was begun. Return the message to every peer. peers: how many there are."""
+        """Refuse the last call that was begun. Return the message to every peer. peers: their number."""
         self.layers.take()
         with self._lock:
             self.ended = self.begun

@@ -44,7 +44,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Set the deadline of set-up waits on this thread that have no deadline of their own. None: change nothing.
 
-    Use the caller's deadline, or that of calls that compile or measure between set-up steps.
+    Use the caller's deadline, or the deadline of calls that compile or measure between set-up steps.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)

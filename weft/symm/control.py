@@ -12,7 +12,7 @@ computes or waits:
   that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
 - *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, from another host too;
-- an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent what is no frame.
+- an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent an invalid frame.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
 and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves

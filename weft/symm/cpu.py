@@ -147,7 +147,7 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
 
 
 def available_bytes() -> int:
-    """Return how many bytes could be reserved now without swapping, on the host and within the limits of control groups (v2)."""
+    """Return the bytes that can be reserved now without swapping, on the host and within the limits of control groups (v2)."""
     free = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()

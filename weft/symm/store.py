@@ -1,4 +1,4 @@
-"""A process group's store, queried on a thread of its own.
+"""A process group's store, queried on a separate thread.
 
 Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without a limit, regardless of
 the store's timeout. If that process is stopped, the caller hangs in native code, which neither a deadline nor Ctrl-C can

@@ -29,9 +29,9 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
 def update(
     of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> int:
-    """Update each row that occurs. Return how many were skipped, because their gradient is infinite or NaN.
+    """Update each row that occurs. Return the number of rows that were skipped because their gradient is infinite or NaN.
 
-    scale: a number on the device, times every gradient."""
+    scale: a number on the device that multiplies every gradient."""
     optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers
     beta1, beta2 = numbers.get("beta1", 0.0), numbers.get("beta2", 0.0)
@@ -51,7 +51,7 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return the addresses of tables and states, and the number of each table. A known layout says all that they depend on."""
+    """Return the addresses of tables and states, and the number of each table. A known layout determines both."""
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:
         return known
@@ -83,7 +83,9 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, rece
 def gradients_of_tables(
     of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. dtype: other than the tables'."""
+    """Return the gradient of each table: dense, or a coalesced sparse COO tensor.
+
+    dtype: the dtype of the gradients, if it is not the tables' dtype."""
     sharding = of.plan.sharding
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     counts = rows.counts()
@@ -161,7 +163,7 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the native code's slots [n, 4] and tables [t, 2]. Columns are those of the gradients that arrive here."""
+    """Return the native code's slots [n, 4] and tables [t, 2]. Columns are the columns of the gradients that arrive here."""
     local = sharding.local_tables(rank)
     number = {index: place for place, index in enumerate(local)}
     slots, column = np.zeros((len(key_of_slot), 4), dtype=np.int64), 0

@@ -305,7 +305,7 @@ def _whole(region: Region) -> Region:
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     """Make `compiler` issue the first step of `launch`, whose sizes are fixed.
 
-    Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals beside them, are
+    Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals around them, are
     kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its kernel: an operation that
     writes or adds to a peer's memory gives `Operation.aside`, which loads the kernel without that.
     """
@@ -422,8 +422,8 @@ def _tiles(step: Tiles, compiler: Compiler, launch: Launch) -> None:
 def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
     context = compiler.context
     expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
-    # Copies by kernel on other lanes run beside every GEMM, except the last of those that wait for the copied rows. All others
-    # leave multiprocessors free for them.
+    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied rows. All
+    # other GEMMs leave multiprocessors free for them.
     name = context.lanes[lane]
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and s.tile_kernel][-1]

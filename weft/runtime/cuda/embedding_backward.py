@@ -41,9 +41,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 def update(
     of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Update each row that occurs. Return how many were skipped, on the device.
+    """Update each row that occurs. Return the number of skipped rows, as a device tensor.
 
-    scale: a number on the device, times every gradient."""
+    scale: a number on the device that multiplies every gradient."""
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
     numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
     if optimizer.rounding == "stochastic" and dtype != torch.float32:
@@ -86,7 +86,7 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
 
 
 def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
-    """Return the table of tables of an update. A known layout of them says all that it depends on, without reading each."""
+    """Return the table of tables of an update. A known layout determines it, so tensors are not read one by one."""
     key = device, of.plan, of.rank, of.layout
     if of.layout is not None and (known := _device_tables.get(key)) is not None:
         keep_for_graphs(known.lines)
@@ -107,7 +107,7 @@ def gradients_of_tables(
 ) -> list[torch.Tensor]:
     """Return the gradient of each table: dense, or a coalesced sparse COO tensor. For sparse gradients it waits for the device.
 
-    dtype: other than the tables'."""
+    dtype: the dtype of the gradients, if it is not the tables' dtype."""
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     first_runs, sizes = [0] * len(tables), [table.num_embeddings for table in tables]
@@ -218,7 +218,7 @@ def _none_skipped(device: torch.device) -> torch.Tensor:
 
 
 def _steps(tables: int) -> int:
-    """Return the steps of a search among so many tables."""
+    """Return the number of steps of a binary search among `tables` tables."""
     return max(0, tables - 1).bit_length()
 
 
@@ -241,7 +241,7 @@ def _made_numbers(
 
 
 def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the rule's numbers. The number of updates is read on the device. scale: times the factor."""
+    """Return the rule's numbers. The number of updates is read on the device. scale: multiplies the factor."""
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
     numbers = _fixed_numbers(tuple(optimizer.numbers.items()), of.factor, clip, device)

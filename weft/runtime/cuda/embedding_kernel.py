@@ -85,7 +85,7 @@ class VariantKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel with its tables. resident: how many programs run at once."""
+    """A compiled kernel with its tables. resident: the number of programs that run at once."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
@@ -210,8 +210,8 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return how many pooled vectors a program takes at once with `direct`: about _UNIT_BYTES, but enough units for all
-        programs."""
+        """Return the number of pooled vectors that a program takes at once with `direct`: about _UNIT_BYTES, but
+        enough units for all programs."""
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
         bag_bytes = n_values / bags * self._mean_bytes
@@ -331,7 +331,7 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """Return a hash of what ranks must agree on in a call, besides the plan."""
+        """Return a hash of the properties of a call that ranks must agree on, without the plan."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
@@ -410,7 +410,7 @@ class EmbeddingKernel:
 
 
 def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | None:
-    """Return a launch with so many arguments, addresses and numbers alike. It takes a third of the host time of Triton's launch."""
+    """Return a launch with so many arguments (addresses or numbers). It takes a third of the host time of Triton's launch."""
     program = _core.StreamProgram(arguments, 1, 0)
     call = kernel_call(program, compiled, grid, [Base(i, 0) for i in range(arguments)])
     if call is None:
@@ -428,6 +428,6 @@ def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
     """Return the sample of the global batch that `rank` pools first; it goes on with sample 0 after the last.
 
-    natural: sample 0. remote_first: the first sample of rank + 1, so that its own samples come last.
+    natural: sample 0. remote_first: the first sample of rank + 1, so that this rank's own samples come last.
     """
     return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))

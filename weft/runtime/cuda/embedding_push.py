@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
-    """Return the pieces of a rank's gradients, those for the next ranks first."""
+    """Return the pieces of a rank's gradients, the pieces for the next ranks first."""
     columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
     for owner, begin, end in column_runs(sharding):

@@ -1,8 +1,8 @@
 """The ids of a batch sorted by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch between
 kernels of `weft.kernels.embedding_runs`.
 
-The host never waits for the device. The numbers of runs and of segments stay on the device; arrays have room for the most that
-there can be. Keys have 32 bits if that is enough for all rows of a rank.
+The host never waits for the device. The numbers of runs and of segments stay on the device; arrays have room for the
+largest possible numbers. Keys have 32 bits if that is enough for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Slots(NamedTuple):
 class Shape:
     """Numbers that are the same for all calls of a plan.
 
-    split: the most slots of a table. rows: the numbers of rows of all tables of this rank. block_d, lanes: of a tile. align:
-    divides all widths, at most 16 bytes. uniform: all widths are block_d. They follow from the slots of all ranks, so that sums
-    do not depend on the placement.
+    split: the most slots of a table. rows: the numbers of rows of all tables of this rank. block_d, lanes: the size of a tile.
+    align: divides all widths, at most 16 bytes. uniform: all widths are block_d. They follow from the slots of all ranks, so that
+    sums do not depend on the placement.
     """
 
     split: int
@@ -93,8 +93,8 @@ class Occurrences(NamedTuple):
 class Rows:
     """The runs of a batch: occurrences of equal rows.
 
-    count: the number of all occurrences. starts, keys: those of each run. runs: the number of runs. places, scales: those of the
-    occurrences, run by run. For runs of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters
+    count: the number of all occurrences. starts, keys: one per run. runs: the number of runs. places, scales: one per
+    occurrence, run by run. For runs of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters
     (the numbers of the last two). ends: the numbers of runs that begin in each block of occurrences and all blocks before it.
     """
 
@@ -133,7 +133,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """If nobody has waited for the rows, keep the allocator from their memory until they are computed."""
+        """Keep the allocator from the rows' memory until they are computed, if no stream has waited for them."""
         if not self._is_taken and self._side is not None:
             self._note(self._side)
 
@@ -144,10 +144,10 @@ class SortedAhead:
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Sort the ids of a call on a stream of its own, behind all work that is enqueued on the current stream.
+    """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    `sorted_rows` of the same call returns the result. So the sort runs beside what follows: the dense part of the model, or the
-    exchange of gradients. While a graph is captured, it does nothing.
+    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work: the dense part of the model
+    or the exchange of gradients. While a graph is captured, it does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):

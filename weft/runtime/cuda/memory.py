@@ -92,7 +92,7 @@ class ScheduleMemory:
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Prepare a run of `executor` on the current stream: order it after the previous run, on whichever stream that was.
+        """Prepare a run of `executor` on the current stream: order it after the previous run, also on another stream.
 
         While a graph is captured there is no such order, since a capture cannot depend on work outside.
         """

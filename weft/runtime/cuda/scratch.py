@@ -14,6 +14,6 @@ class Scratch:
         self.memory = torch.empty(0)
 
     def require(self, device: torch.device, numbers: int) -> None:
-        """Make room for so many fp32 numbers, before any stream waits for a peer."""
+        """Make room for `numbers` fp32 numbers, before any stream waits for a peer."""
         if self.memory.numel() < numbers:
             self.memory = lasting(device, lambda: torch.empty(numbers, dtype=torch.float32, device=device))

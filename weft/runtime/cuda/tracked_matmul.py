@@ -43,11 +43,11 @@ class TrackedVariant(NamedTuple):
 
     @property
     def part_k(self) -> int:
-        """The extent in k of each split, in whole blocks. The last split has what is left."""
+        """The extent in k of each split, in whole blocks. The last split has the rest."""
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
-        """Return the variant with k split into at most `most` parts, none of them shorter than the least."""
+        """Return the variant with k split into at most `most` parts, each of at least `Tracked.least_part`."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
 
@@ -94,7 +94,7 @@ class TrackedMatmulLauncher:
 
     table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches are in
     bytes. counters: for each, the number of its tiles and the addresses of the words that are then set. relative: places are
-    offsets from `y` instead of addresses. splits: how many programs may share one tile (default: as many as are idle).
+    offsets from `y` instead of addresses. splits: the largest number of programs that share one tile (default: all idle programs).
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from weft.runtime.unfused.turn import Turn
 def all_gather(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Return the rows of all ranks below each other, [sum(rows), columns]."""
+    """Return the concatenated rows of all ranks, [sum(rows), columns]."""
     gathered, even = x.new_empty(sum(rows), x.shape[1]), rows.count(rows[0]) == len(rows)
     whole, part = sendable(gathered), sendable(x)
     if even:
