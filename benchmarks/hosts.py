@@ -4,7 +4,8 @@
 
 Two network namespaces are joined by a link of that rate (`tc tbf`). torchrun starts `--ranks` ranks on each. The ranks measure the
 link's rate and round trip first. Then for each operator gloo by hand, weft's choice and the two levels without overlap take turns.
-The result of each call is checked. A line has the slowest rank's median, and the bytes that one host sends in one call.
+For embeddings these are one pass, weft's choice, and the samples of the other host first. The result of each call is checked.
+A line has the slowest rank's median, and the bytes that one host sends in one call.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def main() -> None:
         "--rows", type=int, default=4096, help="M: rows of the whole matrix that is gathered or reduced"
     )
     parser.add_argument("--cols", type=int, default=1024, help="columns of that matrix")
+    parser.add_argument("--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag, in turn")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args()
     if "RANK" in os.environ:
-        rank(given.rows, given.cols, given.calls)
+        rank(given.rows, given.cols, given.calls, given.pooling)
         return
     sys.path.insert(0, str(ROOT / "tests"))
     from support.two_hosts import TwoHosts
@@ -52,7 +54,7 @@ def main() -> None:
             raise SystemExit(said[1])
 
 
-def rank(rows: int, cols: int, calls: int) -> None:
+def rank(rows: int, cols: int, calls: int, pooling: list[int]) -> None:
     """Measure on this rank; the first one prints."""
     import weft
     from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
@@ -96,7 +98,38 @@ def rank(rows: int, cols: int, calls: int) -> None:
             "two levels": lambda call=call, name=two_levels: call(name),
         }  # fmt: skip
         _compare(op, variants, calls)
+    for bag in pooling:
+        _embeddings(group, rows, bag, calls)
     dist.destroy_process_group()
+
+
+def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> None:
+    """Compare the ways of embedding_all_to_all: four tables of dimension 64 on each rank, fp32."""
+    import weft
+    from weft.runtime.embedding_unfused import TwoWays
+
+    world, choose = group.size(), TwoWays.takes_other
+    tables = [weft.EmbeddingBagConfig(50_000, 64, f"t{t}", [f"f{t}"]) for t in range(4 * world)]
+    sharding = weft.place_tables(tables, world, placement=[t % world for t in range(4 * world)])
+    weights = [torch.randn(50_000, 64) for _ in range(4)]
+    features = torch.randint(50_000, (4 * batch * bag,)), torch.arange(0, 4 * batch * bag + 1, bag)
+
+    def call(way: Callable[[TwoWays, int], bool]) -> torch.Tensor:
+        TwoWays.takes_other = way  # type: ignore[method-assign]
+        try:
+            return weft.embedding_all_to_all(weights, features, sharding, group=group)
+        finally:
+            TwoWays.takes_other = choose  # type: ignore[method-assign]
+
+    for _ in range(6):
+        call(choose)
+    ways = []
+    call(lambda chosen, size: ways.append(choose(chosen, size)) or ways[-1])
+    if not dist.get_rank():
+        print(f"weft chose {'far first' if ways[-1] else 'one pass'}")
+    _compare(f"embedding, bags of {bag}", {
+        "one pass": lambda: call(lambda *_: False), "weft": lambda: call(choose), "far first": lambda: call(lambda *_: True),
+    }, calls)  # fmt: skip
 
 
 def _measure_link(peer: int) -> None:
@@ -128,7 +161,8 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: int) -> None:
-    wanted = variants[BY_HAND]()
+    first, *_ = variants
+    wanted = variants[first]()
     times: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, float] = {}
     for call in variants.values():  # weft's first call measures
@@ -143,7 +177,7 @@ def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: in
             sent[name] = _sent_bytes() - before
     if dist.get_rank():
         return
-    base = statistics.median(times[BY_HAND])
+    base = statistics.median(times[first])
     for name, found in times.items():
         took = statistics.median(found)
         print(f"{op:24} {name:14} {took * 1e3:8.1f} ms {base / took:6.2f}x {sent[name] / 1e6:8.2f} MB sent by host 0")

@@ -109,6 +109,7 @@ struct Plan {
         int64_t room = block_samples;
         for (int64_t i = 0; i < world; ++i) {
             const int64_t d = c.remote_first ? (c.rank + 1 + i) % world : i;
+            if (!c.outputs[d]) continue;  // another call pools these samples
             for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1];) {
                 const int64_t count = std::min(room, c.batch_starts[d + 1] - first);
                 blocks.push_back({d, first, count, block_samples - room});

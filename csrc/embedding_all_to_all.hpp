@@ -60,7 +60,7 @@ struct EmbeddingCall {
     const float *per_sample_weights;  // null: all one
     std::vector<int64_t> batch_starts;  // W + 1
     int rank;
-    std::vector<char *> outputs;  // W
+    std::vector<char *> outputs;  // W; null: the samples of this rank are not pooled
     int64_t output_stride;        // elements
     Dtype dtype;
     Transport transport;

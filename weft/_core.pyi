@@ -451,7 +451,7 @@ def embedding_all_to_all(
         per_sample_weights: address of `n_values` float32, or 0.
         batch_starts: [W + 1], first global sample of each rank, then the global batch.
         rank: this rank.
-        outputs: [W], address of each rank's output [its batch, output_stride] as mapped here.
+        outputs: [W], address of each rank's output [its batch, output_stride] as mapped here; 0: its samples are not pooled.
         output_stride: elements from one output row to the next.
         dtype: of tables and outputs: 0 fp32, 1 fp16, 2 bf16.
         transport: 0 direct (no flags are raised), 1 put.

@@ -7,6 +7,8 @@ It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user w
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
+On CPU ranks of several hosts, a call may instead pool and send the samples of other hosts first (`FarFirst`).
+
 It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before they pool, as with other
 transports, and before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout
 and errors apply to the exchange.
@@ -14,6 +16,9 @@ and errors apply to the exchange.
 
 from __future__ import annotations
 
+import struct
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,12 +32,16 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
+from weft.runtime.cpu.embedding_far_first import FarFirst
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.unfused.turn import Marks, Turn, Turns
 from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
+
+_MEASURED = 6  # calls of each size that are measured, between hosts
+_CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts
 
 
 class EmbeddingAllToAllUnfused(Executor):
@@ -47,6 +56,9 @@ class EmbeddingAllToAllUnfused(Executor):
         self._topic, self._turns = cpu.topic_of(comm, plan), None
         if comm.device.type == "cpu":
             self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", comm)
+        self._far_first, self._chosen = None, TwoWays(comm)
+        if self._turns is not None and not comm.all_mapped:
+            self._far_first = FarFirst(plan, self._alone, comm)
 
     def run(
         self,
@@ -71,14 +83,27 @@ class EmbeddingAllToAllUnfused(Executor):
         if self._turns is not None:
             cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
-        pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.output_dtype)
-        alone = self._alone
-        warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
-        output = self._exchanged(turn.done("pool", pooled), checked.batch_sizes, turn)
+        begin = time.perf_counter()
+        if self._far_first is not None and self._chosen.takes_other(checked.global_batch):
+            output, warn = self._far_first.run(weights, jagged, checked, turn)
+        else:
+            output, warn = self._in_turn(weights, jagged, checked, turn)
         turn.end()
+        if self._far_first is not None:
+            self._chosen.took(checked.global_batch, time.perf_counter() - begin, deadline_s)
         if warn is not None:
             warn()
         return {"out": output}
+
+    def _in_turn(
+        self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """Pool, then exchange. Return the output, and a function that warns of bad indices."""
+        rank = self.comm.rank
+        pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.output_dtype)
+        alone = self._alone
+        warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
+        return self._exchanged(turn.done("pool", pooled), checked.batch_sizes, turn), warn
 
     def _exchanged(self, pooled: torch.Tensor, batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
         rank, own = self.comm.rank, batch_sizes[self.comm.rank]
@@ -104,6 +129,36 @@ class EmbeddingAllToAllUnfused(Executor):
     def check(self) -> None:
         """Raise errors of the communicator since the last call."""
         self.comm.check()
+
+
+class TwoWays:
+    """The faster of two ways of a call, by measurement in the first calls of each size. All ranks take the same."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._times: defaultdict[int, list[float]] = defaultdict(list)  # by size bucket; the ways take turns
+        self._taken: dict[int, bool] = {}
+
+    def takes_other(self, size: int) -> bool:
+        """True if the next call of this size goes the other way."""
+        bucket = size.bit_length()
+        return self._taken.get(bucket, len(self._times[bucket]) % 2 == 1)
+
+    def took(self, size: int, seconds: float, deadline_s: float) -> None:
+        """Note the time of a call. After the last one that is measured ranks compare, and take the slowest rank's times."""
+        bucket = size.bit_length()
+        if bucket in self._taken:
+            return
+        times = self._times[bucket]
+        times.append(seconds)
+        if len(times) < _MEASURED:
+            return
+        mine = struct.pack("<2d", min(times[2::2]), min(times[3::2]))  # the first two may have set up connections
+        every = [
+            struct.unpack("<2d", one) for one in self._comm.meet(mine, name="times of calls", deadline_s=deadline_s)
+        ]
+        first, other = (max(times) for times in zip(*every, strict=True))
+        self._taken[bucket] = first - other > max(_CLEARLY * first, _CLEARLY_S)
 
 
 def pool_alone(

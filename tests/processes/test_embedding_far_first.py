@@ -1,0 +1,128 @@
+"""Pooling and sending other hosts' samples first, on ranks that pretend to be on two hosts.
+
+1. Outputs are bitwise those of one pass, for uneven batches, ranks without tables or samples, and an output dtype.
+2. Bad indices are counted once over all passes, and the first is named.
+3. All ranks take the way that is measured to be faster on the slowest rank.
+4. A rank that fails between two exchanges ends the group.
+"""
+
+from __future__ import annotations
+
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from support.on_ranks import error_of
+from support.pretended_hosts import on_two_hosts
+
+import weft
+from weft import symm
+from weft.launch import Pool
+from weft.runtime import embedding_unfused
+from weft.runtime.cpu import embedding_far_first
+
+
+def call(own, sizes, placement, seed, *, bad=(), output_dtype=None):
+    """Run one call on fresh data, and return the output. bad: (feature, sample) of bags that get an index out of range."""
+    world, batch = own.size(), sum(sizes)
+    tables = [weft.EmbeddingBagConfig(50, 4 + 4 * (t % 3), f"t{t}", [f"f{t}"]) for t in range(len(placement))]
+    sharding = weft.place_tables(tables, world, placement=placement)
+    generator = torch.Generator().manual_seed(seed)
+    every = [torch.randn(50, table.embedding_dim, generator=generator) for table in tables]
+    lengths = torch.randint(0, 4, (len(tables), batch), generator=generator)
+    for feature, sample in bad:
+        lengths[feature, sample] = 3
+    ids = [torch.randint(50, (int(of_table.sum()),), generator=generator) for of_table in lengths]
+    for feature, sample in bad:
+        ids[feature][int(lengths[feature, :sample].sum())] = 50 + sample
+    mine = [t for t, rank in enumerate(placement) if rank == own.rank()]
+    flat = torch.cat([lengths[t] for t in mine]) if mine else torch.zeros(0, dtype=torch.int64)
+    values = torch.cat([ids[t] for t in mine]) if mine else torch.zeros(0, dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), flat.cumsum(0)])
+    given = {} if output_dtype is None else {"output_dtype": output_dtype}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = weft.embedding_all_to_all(
+            [every[t] for t in mine], (values, offsets), sharding, group=own, batch_sizes=sizes, **given
+        )
+    return out.clone(), [str(one.message) for one in caught if "out of range" in str(one.message)]
+
+
+CASES = [
+    ((4, 4, 4, 4), (0, 1, 2, 3, 0), {}),
+    ((3, 0, 7, 1), (0, 2, 2, 0), {}),
+    ((5, 6, 1, 2), (1, 3, 1, 3, 2), {"bad": ((0, 0), (0, 11), (2, 3), (1, 12))}),
+]
+
+
+def both_ways(group, sizes, placement, more):
+    with on_two_hosts(group) as own:
+        found = []
+        for other in (False, True):
+            with mock.patch.object(embedding_unfused.TwoWays, "takes_other", return_value=other):
+                found.append(call(own, sizes, placement, 3, **more))
+        (plain, warned), (far_first, warned_too) = found
+        assert plain.abs().sum() > 0 or not plain.numel()
+        return torch.equal(plain, far_first), warned == warned_too, len(warned_too)
+
+
+@pytest.mark.parametrize(("sizes", "placement", "more"), CASES, ids=["even", "empty", "bad indices"])
+def test_outputs_and_warnings_are_those_of_one_pass(pool: Pool, sizes, placement, more) -> None:
+    found = pool.run(both_ways, sizes, placement, more, ranks=4, timeout_s=60)
+    assert [one[:2] for one in found] == [(True, True)] * 4
+    assert [bool(one[2]) for one in found] == [bool(more) and rank in placement[:3] for rank in range(4)]
+
+
+def chosen(group, slow):
+    """Return how many of ten calls went far first, if rank 0 finds one way slow."""
+    with on_two_hosts(group) as own:
+        native, other = embedding_far_first.FarFirst.run, [0]
+        took = embedding_unfused.TwoWays.took
+
+        def run(self, *given):
+            other[0] += 1
+            return native(self, *given)
+
+        def noted(self, size, seconds, deadline_s):
+            far = len(self._times[size.bit_length()]) % 2 == 1
+            took(self, size, 0.5 if own.rank() == 0 and far == (slow == "far first") else 0.25, deadline_s)
+
+        with (
+            mock.patch.object(embedding_far_first.FarFirst, "run", run),
+            mock.patch.object(embedding_unfused.TwoWays, "took", noted),
+        ):
+            for seed in range(10):
+                call(own, (2, 2), (0, 1), seed)
+        return other[0]
+
+
+@pytest.mark.parametrize(("slow", "wanted"), [("far first", 3), ("one pass", 3 + 4)])
+def test_ranks_take_the_way_that_is_faster_on_the_slowest_rank(pool: Pool, slow: str, wanted: int) -> None:
+    assert pool.run(chosen, slow, ranks=2, timeout_s=60) == [wanted] * 2
+
+
+def fails(group):
+    with on_two_hosts(group) as own:
+        call(own, (2, 2), (0, 1), 1)
+        comm = symm.communicator(own, "cpu")
+        native, count = embedding_far_first.FarFirst._pool, [0]
+
+        def pool(self, *given):
+            count[0] += 1
+            if own.rank() == 1 and count[0] == 2:
+                raise MemoryError("no room for a piece")
+            return native(self, *given)
+
+        with (
+            mock.patch.object(embedding_unfused.TwoWays, "takes_other", return_value=True),
+            mock.patch.object(embedding_far_first.FarFirst, "_pool", pool),
+        ):
+            return error_of(lambda: call(own, (2, 2), (0, 1), 2)), comm.failed
+
+
+def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:
+    (there, failed_there), (here, failed_here) = pool.run(fails, ranks=2, timeout_s=60)
+    assert here[0] == "MemoryError"
+    assert "no room for a piece" in there[1]
+    assert (failed_there, failed_here) == (True, True)

@@ -1,0 +1,130 @@
+"""Pooling beside the all-to-all, for CPU ranks on several hosts: the samples of other hosts' ranks are pooled and sent first.
+
+    pieces   the samples of each rank on another host, in `PIECES` parts: pooled one after the other, each sent while the next is
+             pooled
+    near     the samples of this host's ranks: pooled and exchanged while the pieces are on their way
+
+A piece is pooled straight into the rank-major buffer that an all_to_all_single sends. Vectors have the same bits as in one pass.
+Only the call's rendezvous synchronises ranks. Afterwards all of them run the same exchanges in the same order.
+
+Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from weft.embedding.check import CheckedInput
+from weft.embedding.jagged import JaggedInput
+from weft.embedding.plan import EmbeddingPlan
+from weft.embedding.tables import column_runs
+from weft.errors import WeftError
+from weft.runtime.collectives import all_to_all_single
+from weft.runtime.cpu import embedding as cpu
+from weft.runtime.unfused.turn import Pending, Turn
+from weft.symm import Communicator
+
+PIECES = 2
+_NAME = "all_to_all of pooled vectors"
+
+
+class FarFirst:
+    """Calls of `plan` on this rank. alone: the plan of this rank's tables; None if it has none."""
+
+    def __init__(self, plan: EmbeddingPlan, alone: EmbeddingPlan | None, comm: Communicator) -> None:
+        self.plan, self._alone, self.comm = plan, alone, comm
+        self._columns, self._runs = plan.sharding.columns_of_ranks, column_runs(plan.sharding)
+        self._ranks = range(comm.world_size)
+        self._shares = len(set(comm.hosts)) < comm.world_size  # some ranks share a host
+
+    def run(
+        self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks have met."""
+        try:
+            return self._run(weights, jagged, checked, turn)
+        except WeftError:  # of a wait, which has ended the group
+            raise
+        except BaseException as error:  # peers wait for this rank's exchanges
+            self.comm.poison(f"{_NAME}: {error!r}")
+            raise
+
+    def _run(
+        self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        plan, alone, sizes = self.plan, self._alone, checked.batch_sizes
+        out = jagged.values.new_empty((sizes[self.comm.rank], plan.sharding.total_dim), dtype=plan.output_dtype)
+        table = None if alone is None else cpu.slot_table(alone.sharding, 0, weights, checked.key_of_slot)
+        cuts = [[size * piece // PIECES for piece in range(PIECES + 1)] for size in sizes]
+        begun, found = [], []
+        for phase in (*range(PIECES), None):
+            sent, counts = self._pool(table, jagged, cuts, phase)
+            turn.done("pool for this host" if phase is None else "pool for other hosts", sent)
+            begun.append((phase, *self._exchange(sent, cuts, phase, turn)))
+            found.append(counts)
+        for phase, work, received, came in begun:
+            if work is not None:
+                work.wait()
+            turn.done("all_to_all", received)
+            self._unpack(received, came, out[_rows(cuts[self.comm.rank], phase)])
+        turn.done("unpack", out)
+        bad = sum(counts[0] for counts in found)
+        if alone is None or not bad:
+            return out, None
+        first = min((counts for counts in found if counts[0]), key=lambda counts: counts[1:4])
+        return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
+
+    def _of(self, phase: int | None) -> list[int]:
+        """Return the ranks whose samples are pooled in a phase: a piece for other hosts, or None for this host."""
+        return [rank for rank in self._ranks if self.comm.mapped[rank] == (phase is None)]
+
+    def _pool(
+        self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Return the vectors of the phase's samples, [samples, columns], by rank, and the native kernel's counts."""
+        plan, columns = self.plan, self._columns[self.comm.rank]
+        pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
+        taken = [r * PIECES + piece for r in self._of(phase) for piece in (range(PIECES) if phase is None else [phase])]
+        starts = list(accumulate((pieces[i] for i in taken), initial=0))
+        pooled = jagged.values.new_empty((starts[-1], columns), dtype=plan.sharding.dtype)
+        counts: tuple[int, ...] = (0,)
+        if self._alone is not None and table is not None and pooled.numel():
+            outputs, row_bytes = [0] * len(pieces), columns * pooled.itemsize
+            for i, start in zip(taken, starts, strict=False):
+                outputs[i] = pooled.data_ptr() + start * row_bytes
+            counts = cpu.run_native(self._alone, 0, table, jagged, tuple(pieces), outputs, [0] * len(pieces), 0)
+        return pooled.to(plan.output_dtype), counts
+
+    def _exchange(
+        self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
+    ) -> tuple[Pending | None, torch.Tensor, list[int]]:
+        """Begin the exchange of a phase. Return (its work, the elements that arrive, their number from each rank)."""
+        rank, taken = self.comm.rank, self._of(phase)
+        rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]
+        came = [rows[rank] * self._columns[r] * (r in taken) for r in self._ranks]
+        leaving = [rows[r] * self._columns[rank] * (r in taken) for r in self._ranks]
+        if phase is None and not self._shares:
+            return None, sent.view(-1), came
+        arguments = received, _, _, _ = sent.new_empty(sum(came)), sent.view(-1), came, leaving
+        work = all_to_all_single(*arguments, group=self.comm.group, async_op=True)
+        assert turn.deadline_s is not None
+        return Pending(work, self.comm, self.comm.group, _NAME, turn.deadline_s, arguments), received, came
+
+    def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
+        """Put the vectors of a phase into their columns of `out`, [rows of the phase, total_dim]."""
+        parts, column = received.split(came), 0
+        for rank, first, end in self._runs:
+            if came[rank]:
+                part = parts[rank].view(len(out), self._columns[rank])
+                out[:, column : column + end - first].copy_(part[:, first:end])
+            column += end - first
+
+
+def _rows(cut: list[int], phase: int | None) -> slice:
+    """Return a rank's samples in a phase."""
+    return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])
