@@ -76,7 +76,8 @@ class Embedding(Differentiable):
             *({"transport": transport} for transport in others), *({"sharding": i} for i in _SHARDINGS),
             {"order": "natural" if options["order"] == "remote_first" else "remote_first"},
             {"bounds_check": "fatal" if options["bounds_check"] == "warning" else "warning"},
-            {"outputs": 5 - options["outputs"]}, {"slice_size": 3}, {"hash": True}, *[{"batch_sizes": 1}] * cls.told_sizes,
+            {"outputs": 5 - options["outputs"]}, {"slice_size": 3}, {"hash": True}, {"output_dtype": "bf16"},
+            *[{"batch_sizes": 1}] * cls.told_sizes,
         ]  # fmt: skip
 
     def make(self) -> None:
@@ -124,7 +125,7 @@ class Embedding(Differentiable):
         return {**given, "tables": tables}
 
     def _settings(self) -> Given:
-        names = ("transport", "order", "bounds_check", "outputs", "slice_size", "hash")
+        names = ("transport", "order", "bounds_check", "outputs", "slice_size", "hash", "output_dtype")
         return {name: self.options[name] for name in names if name in self.options}
 
     def forward(self, given: Given) -> Results:

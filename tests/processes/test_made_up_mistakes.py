@@ -77,7 +77,7 @@ SAID = {
     "too many": "inputs of made_up_mistake has x, z, but the input buffers of its schedules are x",
     "outputs": "outputs of made_up_mistake has z, but the output buffers of its schedules are y",
     "shape": r"inputs of made_up_mistake has x of shape \[1, 2\], but that buffer of MadeUp\(world_size=1, m=3\) is \[3, 2\]",
-    "gradients": "made_up_mistake.gradients returns 0 gradients, but a call has 1 tensors: return one for each tensor, or None if",
+    "gradients": "made_up_mistake.gradients returns 0 gradients, but a call has 1 tensors: return a gradient for each tensor, or None if",
 }
 
 
@@ -124,7 +124,7 @@ def test_a_group_tells_rank_and_size_where_a_call_is_traced(by_name: bool, pool:
 
 def looked_up(group: dist.ProcessGroup) -> None:
     name = group.group_name
-    with pytest.raises(Exception, match=r"use size_of\(group\) and rank_of\(group\)"):
+    with pytest.raises(Exception, match=r"call weft.symm.groups.size_of\(group\) or rank_of\(group\)"):
         torch.compile(lambda x: x + group_of(name).size(), fullgraph=True, backend="eager")(torch.zeros(3))
 
 
