@@ -12,6 +12,7 @@ from weft.builders import AllGatherMatmul, named
 from weft.hw import Machine, here, known_machines, load_machine, machine_of, nvml
 from weft.hw.derived import GIVEN, derived
 from weft.hw.here import _OF_BASE, _from_driver
+from weft.plan import explain
 from weft.plan.predict import least_us, predict
 from weft.sim import model_of
 
@@ -127,3 +128,18 @@ def test_datasheet_numbers_predict_recorded_calls(mode: str, short: bool, most: 
         us = predict(named(p, r["variant"]).build(), model, r["mode"], least_us(p, model))
         errors.append(abs(us / (1e3 * r["p50_ms"]) - 1))
     assert sum(errors) / len(errors) < most
+
+
+@pytest.mark.parametrize("name", ["a100", "v100"])
+def test_a_machine_without_fp8_has_no_rate_for_it(name: str) -> None:
+    assert not [key for key in load_machine(name).quantities if "fp8" in key]
+    with pytest.raises(ValueError, match="has matmul rates only for"):
+        explain("all_gather_matmul", M=1024, N=512, K=256, ranks=2, hw=name, dtype="fp8")
+    assert "compute.fp8_matmul_8192" in load_machine("h100").quantities
+
+
+def test_a_list_of_missing_dtypes_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('name = "own"\nderived_from = "h200"\nlacks = "fp8"\n')
+    with pytest.raises(ValueError, match="lacks = 'fp8' must be a list of dtypes"):
+        load_machine(path)

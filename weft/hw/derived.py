@@ -13,7 +13,7 @@ Numbers derived from an H200's predict recorded calls on two H100s with a mean e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.hw.quantity import Quantity
 
@@ -44,9 +44,9 @@ _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
 
 
 def derived(
-    name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity]
+    name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity], lacks: Sequence[str] = ()
 ) -> dict[str, Quantity]:
-    """Return the numbers in `given`. Derive the missing ones from machine `base` by scaling.
+    """Return the numbers in `given`. Derive the missing ones from machine `base` by scaling. lacks: dtypes without GEMMs.
 
     Raise `ValueError` if a number of `GIVEN` is missing."""
     if missing := [key for key in GIVEN if key not in given]:
@@ -57,7 +57,7 @@ def derived(
     ratios[_VECTOR] = given[_VECTOR].si / of_base[_VECTOR].si if _VECTOR in given else ratios[_BF16]
     found = dict(given)
     for key, quantity in of_base.items():
-        if key in given:
+        if key in given or key.startswith(tuple(f"compute.{dtype}_" for dtype in lacks)):
             continue
         like = next((like for begin, like in _AS if key.startswith(begin)), None)
         if like is None or quantity.unit not in _RATES or ratios[like] == 1:

@@ -108,6 +108,9 @@ def _known(name: str) -> Machine:
 def _read(name: str | Path) -> Machine:
     data = read_file("machine", name)
     title, topology, base = data.pop("name"), data.pop("topology", ""), data.pop("derived_from", None)
+    lacks = data.pop("lacks", [])
+    if not isinstance(lacks, list) or not all(isinstance(dtype, str) for dtype in lacks):
+        raise ValueError(f'{name}: lacks = {lacks!r} must be a list of dtypes without GEMMs, such as lacks = ["fp8"]')
     if not isinstance(topology, str):
         raise ValueError(f'{name}: topology = {topology!r} must be a name or a path, such as topology = "switch"')
     if topology.endswith(".toml"):
@@ -116,7 +119,7 @@ def _read(name: str | Path) -> Machine:
     if base is not None:
         if base not in known_machines():
             raise ValueError(f"{name}: derived_from = {base!r} must be one of {', '.join(known_machines())}")
-        quantities = derived(str(name), quantities, base, load_machine(base).quantities)
+        quantities = derived(str(name), quantities, base, load_machine(base).quantities, lacks)
     if not quantities:
         raise ValueError(f"{name}: the machine has no numbers: add some, or derived_from")
     return Machine(title, quantities, topology)

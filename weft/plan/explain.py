@@ -16,7 +16,7 @@ from weft.hw import Machine, load_machine
 from weft.hw.topology import load_topology
 from weft.plan import gemms
 from weft.plan.autotune import known_times
-from weft.plan.choose import Choice, decide
+from weft.plan.choose import MODES, Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import machine_here, machine_name
 from weft.plan.predict import AT_LEAST, SAME_AS, Progress, Row
@@ -232,6 +232,8 @@ def problem_on_machine(
     **options: Any,
 ) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
     """Return the machine, its model, notes on the sources of its numbers, and the problem. Refuse what `explain` refuses."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(
