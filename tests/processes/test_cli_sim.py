@@ -65,6 +65,14 @@ def test_a_chakra_trace_is_a_file_for_each_rank_and_three_for_astra_sim(tmp_path
         (["--topology", "torus:32x16"], "ranks have different tables"),
         (["--topology", "ring:4", "--schedule", "putt"], "no schedule 'putt' for embedding_all_to_all; the nearest"),
         (["--topology", "ring:4", "--schedule", "put", "--trace", "direkt", "x.json"], "no schedule 'direkt'"),
+        (
+            ["--topology", "ring:4", "--trace", "direkt", "x.json"],
+            "no schedule 'direkt' for embedding_all_to_all; the nearest",
+        ),
+        (
+            ["--topology", "ring:4", "--chakra", "serail", "x"],
+            "no schedule 'serail' for embedding_all_to_all; the nearest",
+        ),
         (["--topology", "ring:4", "--dtype", "int3"], "dtype='int3'"),
         (["--topology", "ring:4", "--hw", "nobodys"], "nobodys"),
     ],

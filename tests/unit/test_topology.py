@@ -312,7 +312,8 @@ def test_what_is_missing_is_told_by_name() -> None:
     with pytest.raises(ValueError, match=r"the topology file nowhere\.toml cannot be read \(No such file"):
         load_topology("nowhere.toml", load_machine("h200"))
     with pytest.raises(
-        KeyError, match=r"topology ring: NVIDIA H200 has no link\.pair_usable: add it to the file of the machine or"
+        KeyError,
+        match=r"topology ring: NVIDIA H200 has no link\.pair_usable: add it to the file of the machine or the topology",
     ):
         load_topology("ring", load_machine("h200"))
     with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6 ranks: use a multiple of 4"):

@@ -81,14 +81,19 @@ def _run(
     if chakra is not None:
         check_folder("--chakra", chakra[1])
     wanted = [] if schedule is None or _ALL in schedule else schedule
-    if wanted:
-        wanted = [*wanted, *(one[0] for one in (trace, chakra) if one is not None)]
+    written = [one[0] for one in (trace, chakra) if one is not None]
     with progress(1.0, True, "weft sim: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = comparison(
-            op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, schedules=wanted, progress=step, **sized
+            op,
+            hw=hw,
+            topology=topology,
+            dtype=dtype,
+            mode=mode.value,
+            schedules=wanted,
+            written=written,
+            progress=step,
+            **sized,
         )
-        traced = None if trace is None else found.simulated(trace[0])
-        exported = None if chakra is None else found.chakra(chakra[0], op)
     facts = found.facts()
     width = max(len(what) for what, _ in facts)
     print("\n".join(f"{what:<{width}}  {text}" for what, text in facts))
@@ -96,13 +101,15 @@ def _run(
     if json is not None:
         append_json(json, [found.as_json()])
         print(appended(json, 1))
-    if trace is not None and traced is not None:
+    if trace is not None:
         from weft.trace import write_trace
 
+        traced = found.simulated(trace[0])
         about = {what: text for what, text in facts if what != "bound"}
         write_trace(trace[1], {trace[0]: traced.timeline}, **about)
         print(f"written: {trace[1]}, a trace of {trace[0]}")
-    if chakra is not None and exported is not None:
+    if chakra is not None:
+        exported = found.chakra(chakra[0], op)
         exported.write(chakra[1])
         scaled = f"; its times are {exported.scale} times as long" if exported.scale > 1 else ""
         print(f"written: {chakra[1]}, a Chakra trace of {chakra[0]}{scaled}")

@@ -111,12 +111,14 @@ class Comparison:
 
 def comparison(
     op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None = None,
-    mode: Mode = "queued", schedules: Sequence[str] = (), progress: Progress = lambda what, share: None, **options: Any,
+    mode: Mode = "queued", schedules: Sequence[str] = (), written: Sequence[str] = (),
+    progress: Progress = lambda what, share: None, **options: Any,
 ) -> Comparison:  # fmt: skip
     """Simulate schedules of `op`.
 
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
     schedules: names of schedules to simulate in addition to serial; by default all that calls may take.
+    written: names of schedules of which a trace is written later. They are simulated too; unknown names are refused at once.
 
     More than `MOST_EACH` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
 
@@ -125,6 +127,9 @@ def comparison(
     machine, model, notes, problem = problem_on_machine(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
     )
+    for name in written:
+        named(problem, name)
+    schedules = [*schedules, *written] if schedules else ()
     if problem.world_size > MOST_EACH:
         return _of_orbits(problem, machine, model, mode, notes, schedules, progress)
     among = frozenset({"serial", *(named(problem, name).name for name in schedules)}) if schedules else None

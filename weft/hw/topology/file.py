@@ -27,6 +27,11 @@ from weft.hw.machine import Machine, known_files, quantities_of, read_file
 from weft.hw.quantity import Quantity
 from weft.hw.topology.links import Topology, Wiring, hosts, mesh, ring, switch, torus
 
+_MEANING = {
+    "link.port_usable": "the rate of all links of a GPU together, in one direction",
+    "link.pair_usable": "the rate of the link between two neighbours, in one direction",
+    "nic.usable": "the rate of a GPU's network card",
+}
 _PORTS, _PAIRS = ("link.port_usable", "link.port_latency"), ("link.pair_usable", "link.pair_latency")
 _SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
     "switch": (switch, _PORTS),
@@ -92,8 +97,9 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     for key in keys:
         if key not in both.quantities and not key.endswith("latency"):
             raise KeyError(
-                f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology, "
-                "or use another machine or topology"
+                f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology "
+                f'({_MEANING.get(key, "see docs/planning.md")}), such as {key} = {{value = 50, unit = "GB/s", source = '
+                '"assumed", note = "a guess"}, or use another machine or topology'
             )
     return Wiring(builder, tuple(_number(both, key) for key in keys), math.prod(sized[1]) if sized else 0)
 
