@@ -10,7 +10,8 @@ if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from numbers import Integral
 from typing import TypeVar
 
 import numpy as np
@@ -57,7 +58,13 @@ def place_tables(
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"table {table.name!r}: rows_read={value} must be a number of rows, 0 or more")
     if placement is not None:
-        return EmbeddingSharding(tables, _per_table("placement", placement, tables), world_size, rows)
+        placed = _per_table("placement", placement, tables)
+        for table, rank in zip(tables, placed, strict=True):
+            if isinstance(rank, bool) or not isinstance(rank, Integral):
+                raise ValueError(
+                    f"placement: table {table.name!r} has {rank!r}: give a rank, a whole number from 0 to {world_size - 1}"
+                )
+        return EmbeddingSharding(tables, placed, world_size, rows)
 
     costs = np.array([t.bytes_per_sample(None if rows is None else rows[i]) for i, t in enumerate(tables)])
     memory = np.array([float(t.nbytes) for t in tables])
@@ -72,6 +79,8 @@ def place_tables(
 
 def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
     """Return `given` as one entry per table, in table order."""
+    if isinstance(given, str) or not isinstance(given, Sized) or not isinstance(given, Iterable):
+        raise ValueError(f"{what}={given!r}: give a list with one entry per table, in order, or a dict by table name")
     if not isinstance(given, Mapping):
         if len(given) != len(tables):
             raise ValueError(
