@@ -238,6 +238,8 @@ def test_every_number_of_a_model_comes_from_its_machine_file(name: str) -> None:
     others = ("memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
               "collective.reduce_scatter", "heuristic.")  # fmt: skip
     machine = load_machine(name)
+    if machine.topology == "mesh":  # derived numbers of a switch, which a mesh does not read
+        others += ("link.port_",)
     model = model_of(machine, 4)
     read = {key for key in machine if model_of(_changed(machine, key), 4) != model}
     assert read == {key for key in machine if not key.startswith(others)}
