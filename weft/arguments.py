@@ -180,8 +180,8 @@ def checked_deadline(deadline_s: Any) -> float | None:
     if is_number and 0 < deadline_s <= env.MOST_S:
         return float(deadline_s)
     raise ValueError(
-        f"deadline_s={deadline_s!r} must be a positive number of at most {env.MOST_S:.0f}: pass the number of seconds "
-        "that a wait may take"
+        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S:.0f}: pass the number of seconds that "
+        "a wait may take"
     )
 
 

@@ -283,7 +283,7 @@ def test_a_destroyed_group_is_refused(pool: Pool, operator: str) -> None:
 NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
 NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
-NO_DEADLINE = "must be a positive number of at most 1000000: pass the number of seconds that a wait may take"
+NO_DEADLINE = "must be positive and at most 1000000: pass the number of seconds that a wait may take"
 # For operators that gather: (argument, what rank 1 passes, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),

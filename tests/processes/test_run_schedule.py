@@ -219,7 +219,7 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
         "y requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass y.detach()",
     ),
-    "deadline": (None, "deadline_s=-1 must be a positive number of at most"),
+    "deadline": (None, "deadline_s=-1 must be positive and at most"),
     "timeline": (None, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
     "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
