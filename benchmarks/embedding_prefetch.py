@@ -141,8 +141,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(
+    about: str | None,
+    title: str,
+    measure: Callable[..., dict[str, float]],
+    calls: int,
+    beside: dict[str, Any] | None = None,
+) -> None:
+    """Measure all cases by `measure(case, device, control, calls)` on this rank; rank 0 prints them and appends records.
+
+    about: the text of --help. beside: further fields of a record.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="few steps")
     given = parser.parse_args()
@@ -152,17 +162,18 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     control, lines = dist.new_group(backend="gloo"), []
+    ms: dict[str, float] = {}
     for name, case in (CASES if on_gpu else SMALL).items():
-        ms = measured(case, device, control, 5 if given.quick or not on_gpu else 2 * BATCHES)
-        lines.append((name, *(f"{ms[part]:.3f}" for part in ms)))
+        ms = measure(case, device, control, 5 if given.quick or not on_gpu else calls)
+        lines.append((name, *(f"{value:.3f}" for value in ms.values())))
         if rank == 0 and given.json is not None:
-            append(given.json, [{"case": name, "ms": ms, **environment(device.type)}])
+            append(given.json, [{"case": name, "ms": ms, **(beside or {}), **environment(device.type)}])
         if on_gpu:
             torch.cuda.empty_cache()
     if rank == 0:
-        print_table("milliseconds of a step", ("case", *ms), lines, [])
+        print_table(title, ("case", *ms), lines, [])
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "milliseconds of a step", measured, 2 * BATCHES)

@@ -10,22 +10,17 @@ after all steps: both have learned the same.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from embedding_prefetch import BATCHES, CASES, ROUNDS, SMALL, batches_of, synchronize
+from embedding_prefetch import BATCHES, ROUNDS, batches_of, run, synchronize
 
 import weft
-from weft.bench.core.console import print_table
-from weft.bench.core.records import append, environment
 from weft.nn import ShardedEmbeddingBagCollection
 
 LR, LIMIT = 0.01, 1e-4
@@ -103,14 +98,14 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
     require_close(*columns, "outputs")
     parts: dict[str, Callable[[str, Iterator[int]], None]] = {"forward": forward, "step": step}
     ms = {f"{part}, {which}": 0.0 for part in parts for which in WAYS}
-    for part, run in parts.items():
+    for part, step_of in parts.items():
         times: dict[str, list[float]] = {which: [] for which in WAYS}
         for number in range(1 + ROUNDS):
             for which in WAYS:
                 synchronize(device)
                 dist.barrier(control)
                 begin = time.perf_counter()
-                run(which, iter(range(calls)))
+                step_of(which, iter(range(calls)))
                 synchronize(device)
                 if number:
                     times[which].append(1e3 * (time.perf_counter() - begin) / calls)
@@ -136,30 +131,6 @@ def release(name: str) -> str | None:
         return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="few steps")
-    given = parser.parse_args()
-    on_gpu, rank = torch.cuda.is_available(), int(os.environ["RANK"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    control, lines = dist.new_group(backend="gloo"), []
-    ms: dict[str, float] = {}
-    releases = {"torchrec": release("torchrec"), "fbgemm_gpu": release("fbgemm-gpu") or release("fbgemm-gpu-cpu")}
-    for name, case in (CASES if on_gpu else SMALL).items():
-        ms = measured(case, device, control, 5 if given.quick or not on_gpu else BATCHES)
-        lines.append((name, *(f"{value:.3f}" for value in ms.values())))
-        if rank == 0 and given.json is not None:
-            append(given.json, [{"case": name, "ms": ms, "peers": releases, **environment(device.type)}])
-        if on_gpu:
-            torch.cuda.empty_cache()
-    if rank == 0:
-        print_table(f"milliseconds; {releases}", ("case", *ms), lines, [])
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    releases = {"torchrec": release("torchrec"), "fbgemm_gpu": release("fbgemm-gpu") or release("fbgemm-gpu-cpu")}
+    run(__doc__, f"milliseconds; {releases}", measured, BATCHES, {"peers": releases})

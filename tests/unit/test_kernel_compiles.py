@@ -36,6 +36,7 @@ from triton.runtime import driver  # noqa: E402
 from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
 from weft.runtime.cuda import add_up, grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
+from weft.sim import model as sim_model  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 SPILLED_BYTES = 160  # per thread, at most, where the widths of tables differ
@@ -232,6 +233,15 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     assert stack == 0
     assert config.per_sm * config.warps * 32 * registers <= 65536
     assert config.per_sm * (built.metadata.shared + 1024) <= 228 * 1024
+
+
+def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
+    """The simulator imports no kernel, so it repeats them."""
+    least_k = {grouped_code.LEAST_STEPS * config.block_k for config in grouped_code.CONFIGS}
+    ours = sim_model._FEW_ROUNDS, sim_model._GROUPED_SHARERS, {sim_model._LEAST_K}
+    assert ours == (grouped_code.FEW_ROUNDS, grouped_code.MAX_SPLITS, least_k)
+    tiles = {(config.block_m, config.block_n) for config in grouped_code.CONFIGS}
+    assert set(zip(*(sizes.tolist() for sizes in sim_model._GROUPED_TILES), strict=True)) <= tiles
 
 
 @pytest.mark.parametrize("key", [{}, slow({"transposed": True}), slow({"back": True})], ids=str)

@@ -18,7 +18,7 @@ from weft.studies.claims import Claim, claims_table
 from weft.studies.dlrm_iteration import Dlrm, ends_us
 from weft.studies.fused_embedding_model import SLICE, Order, Setting, Times, between_nodes, in_a_node
 from weft.studies.numbers import Numbers, load_numbers, numbers_table
-from weft.studies.pages import block, figure, head_of
+from weft.studies.pages import block, figure, head_of, where_simulated
 
 STUDY = "fused_embedding"
 BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
@@ -313,12 +313,8 @@ def _poolings_say(record: Record) -> str:
 
 def notes(records: Sequence[Record]) -> list[str]:
     last = [record for record in records if is_mine(record)][-1]
-    assumed, known = last["assumed"]
-    return [
-        f"Simulated: {last['machine']}, two nodes, four GPUs of one, and {last['ranks']} nodes, {last['dtype']}; commit "
-        f"{last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} numbers in the machine's "
-        "file are assumed."
-    ]
+    of = f"{last['machine']}, two nodes, four GPUs of one, and {last['ranks']} nodes, {last['dtype']}"
+    return [where_simulated(last, of)]
 
 
 def markdown(records: Sequence[Record]) -> str:

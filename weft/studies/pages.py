@@ -107,10 +107,15 @@ def where(last: Record, ranks: str = "") -> str:
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
         return f"Measured on {last['machine']}, {of} ranks, {last['dtype']}, queued; {at}."
+    return where_simulated(last, f"{of} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued")
+
+
+def where_simulated(last: Record, of: str, more: str = "") -> str:
+    """Return the source of simulated numbers, as sentences. of: machines and dtype. more: a clause about the machine's file."""
     assumed, known = last["assumed"]
     return (
-        f"Simulated: {of} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued; {at}. "
-        f"Nothing was measured for this. {assumed} of the {known} numbers in the machine's file are assumed."
+        f"Simulated: {of}; commit {last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} "
+        f"numbers in the machine's file are assumed{more}."
     )
 
 

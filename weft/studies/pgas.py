@@ -22,7 +22,7 @@ from weft.builders import EmbeddingAllToAll, named
 from weft.hw import Machine, load_machine
 from weft.sim.run_time import run_us
 from weft.studies.claims import Claim, claims_table
-from weft.studies.pages import block, figure, head, model_for, scaled
+from weft.studies.pages import block, figure, head, model_for, scaled, where_simulated
 
 STUDY = "pgas"
 BATCH, DIM, FLOAT = 16384, 64, 4
@@ -303,12 +303,8 @@ def conclusions(found: PgasRows) -> list[str]:
 
 def notes(records: Sequence[Record]) -> list[str]:
     last = [record for record in records if is_mine(record)][-1]
-    assumed, known = last["assumed"]
-    return [
-        f"Simulated: 1 to {max(RANKS)} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued; commit "
-        f"{last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} numbers in the machine's "
-        "file are assumed, and most are derived from an H200's."
-    ]
+    of = f"1 to {max(RANKS)} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued"
+    return [where_simulated(last, of, ", and most are derived from an H200's")]
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -18,7 +18,7 @@ from weft.studies import t3_figures as figures
 from weft.studies import t3_iteration as iteration
 from weft.studies import t3_sublayers as sub
 from weft.studies.claims import Claim, claims_table
-from weft.studies.pages import block, head_of
+from weft.studies.pages import block, head_of, where_simulated
 from weft.studies.t3_claims import claims as other_claims
 from weft.words import counted
 
@@ -170,11 +170,7 @@ def _differs(rows: Rows) -> str:
 
 def notes(records: Sequence[Record]) -> list[str]:
     last = [record for record in records if is_mine(record)][-1]
-    assumed, known = last["assumed"]
-    return [
-        f"Simulated: {last['machine']}, rings of 8, 16 and 32, {last['dtype']}; commit {last['commit']}, {last['date'][:10]}. "
-        f"Nothing was measured for this. {assumed} of the {known} numbers in the machine's file are assumed."
-    ]
+    return [where_simulated(last, f"{last['machine']}, rings of 8, 16 and 32, {last['dtype']}")]
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -96,10 +96,13 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     both = replace(machine, quantities={**machine.quantities, **given})
     for key in keys:
         if key not in both.quantities and not key.endswith("latency"):
+            about = ""
+            if key in _MEANING:
+                form = '{value = 50, unit = "GB/s", source = "assumed", note = "a guess"}'
+                about = f" ({_MEANING[key]}), such as {key} = {form}"
             raise KeyError(
-                f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology "
-                f'({_MEANING.get(key, "see docs/planning.md")}), such as {key} = {{value = 50, unit = "GB/s", source = '
-                '"assumed", note = "a guess"}, or use another machine or topology'
+                f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology{about}, "
+                "or use another machine or topology"
             )
     return Wiring(builder, tuple(_number(both, key) for key in keys), math.prod(sized[1]) if sized else 0)
 
