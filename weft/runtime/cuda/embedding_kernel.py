@@ -67,6 +67,8 @@ class _Work(NamedTuple):
     """Units of a sample; first sample of each rank, and the end (int64), for uneven batch sizes."""
     per_sample: int
     """Units per sample."""
+    is_even: bool
+    """True if ranks share the batch evenly: then the kernel computes the first samples."""
 
 
 class VariantKey(NamedTuple):
@@ -282,7 +284,7 @@ class EmbeddingKernel:
             if len(self._works) >= _CACHED_BATCHES:
                 self._works.clear()
             starts = units if sizes is None else self._starts(sizes)  # even ones are not read
-            work = self._works[key] = _Work(Tables.of(units, starts), per_sample)
+            work = self._works[key] = _Work(Tables.of(units, starts), per_sample, sizes is None)
         return work
 
     def _launch_part(
@@ -301,7 +303,7 @@ class EmbeddingKernel:
         numbers = (
             batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
-            first_sample(checked.batch_sizes, self.rank, self.plan.options.order), int(_is_even(checked.batch_sizes, batch)),
+            first_sample(checked.batch_sizes, self.rank, self.plan.options.order), int(work.is_even),
         )  # fmt: skip
         grid = self._programs(variant.resident, units, n_values, batch)
         kept = work.tables, memory.ranks, variant.tables
