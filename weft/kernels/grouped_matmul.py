@@ -148,10 +148,8 @@ def _pick(here, of_segment):
 
 
 @triton.jit
-def _of_expert(
-    row_tile, table, ends, all_row_tiles, is_source, block_first, experts, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """Return the expert of a row tile, and numbers that hold for all of its tiles.
+def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: tl.constexpr):
+    """Return the expert of a row tile of the launch, and numbers that hold for all of the expert's tiles.
 
     first, end: row tiles of the launch before this expert, and including it. Then, per source: the first row tile and the end;
     and three numbers, to each of which a tile's first row is added: its row among the rows of its source, its row in `whole`, and
@@ -160,10 +158,10 @@ def _of_expert(
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
     first = tl.max(tl.where(before, ends, 0), 0)
-    end = tl.min(tl.where(before, all_row_tiles, ends), 0)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
+    end = first + tl.sum(row_tiles_of, 0)
     segment_end = tl.cumsum(row_tiles_of, 0)
     segment_first = segment_end - row_tiles_of
     by_source = block_first + earlier - segment_first * BLOCK_M
@@ -183,10 +181,13 @@ def _place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constex
 
 @triton.jit
 def _rows_of(
-    here, row_tile, by_source, in_whole, left_of, turn, is_own, own_rows, slots_rows, whole_rows, slot_rows,
-    BACK: tl.constexpr, BLOCK_M: tl.constexpr,
+    row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
+    own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (first row to read, first row to store, number of rows to store) of a tile of the segment `here`."""
+    """Return (True if the rows are this rank's own, first row to read, first row to store, number of rows to store) of a row
+    tile of the expert."""
+    here = (row_tile >= segment_first) & (row_tile < segment_end)
+    is_own = _pick(here, sources) == rank
     if BACK:
         x_row = _pick(here, in_whole) + row_tile * BLOCK_M
         y_row = _pick(here, by_source) + row_tile * BLOCK_M
@@ -198,7 +199,7 @@ def _rows_of(
         y_end = whole_rows
     # The caller reports rows beyond y. Sums of absurd counts may have wrapped.
     left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
-    return x_row, y_row, tl.where(y_row < 0, 0, tl.maximum(left, 0))
+    return is_own, x_row, y_row, tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
 
 @triton.jit
@@ -223,11 +224,18 @@ def _store_rows(y, first, count, column, tile):
 
 
 @triton.jit
-def _store_tile(
-    y, y_row, left, column, acc,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+def _store_result(
+    own, slots, whole, is_own, y_row, left, column, acc,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Store the first `left` rows of a tile through a ragged tensor map."""
+    """Store the first `left` rows of a tile into y, through its tensor map."""
+    if BACK:
+        if is_own:
+            y = own
+        else:
+            y = slots
+    else:
+        y = whole
     if PARTS == 2:
         halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
         left_half, right_half = tl.split(halves)
@@ -235,6 +243,39 @@ def _store_tile(
         _store_rows(y, y_row, left, column + BLOCK_N // 2, right_half.to(DTYPE))
     else:
         _store_rows(y, y_row, left, column, acc.to(DTYPE))
+
+
+@triton.jit
+def _multiply(
+    own, slots, w, whole, expert, column, is_own, x_row, acc, first_step, end_step,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BACK: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Return acc plus the product of a row tile of x and columns of w, over a range of K steps of BLOCK_K. x and w are tensor
+    maps."""
+    if BACK:
+        x = whole
+    elif is_own:
+        x = own
+    else:
+        x = slots
+    for step in range(first_step, end_step):
+        a = x.load([x_row, step * BLOCK_K])
+        if W_TRANSPOSED:
+            b = w.load([expert, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b = w.load([expert, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _sum_of_parts(part, parts, stride):
+    """Return the sum of `parts` partial tiles, `stride` numbers apart, in this order."""
+    acc = tl.load(part)
+    for _ in range(1, parts):
+        part += stride
+        acc += tl.load(part)
+    return acc
 
 
 @triton.jit(
@@ -289,12 +330,11 @@ def grouped_matmul_kernel(
     table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
-    all_row_tiles = tl.max(ends, 0)
     before_me = tl.arange(0, SPLITS_P2)
     own_first = tl.sum(tl.load(splits + before_me, mask=before_me < rank * E, other=0), 0).to(tl.int32)
     block_first = tl.where(sources == rank, own_first, (turn - 1) * slot_rows)
 
-    tiles = all_row_tiles * N_TILES
+    tiles = tl.max(ends, 0) * N_TILES
     K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     shared_tiles, sharers = 0, 1  # tiles of the last round that several programs share, and how many share one
     if SPLITS > 1:
@@ -318,54 +358,25 @@ def grouped_matmul_kernel(
         if tile >= end * N_TILES:
             table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
             expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
-                tile // N_TILES, table, ends, all_row_tiles, is_source, block_first, experts, BLOCK_M
+                tile // N_TILES, table, ends, is_source, block_first, experts, BLOCK_M
             )
         row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
-        here = (row_tile >= segment_first) & (row_tile < segment_end)
-        is_own = _pick(here, sources) == rank
-        x_row, y_row, left = _rows_of(
-            here,
-            row_tile,
-            by_source,
-            in_whole,
-            left_of,
-            turn,
-            is_own,
-            own_rows,
-            slots_rows,
-            whole_rows,
-            slot_rows,
-            BACK,
-            BLOCK_M,
-        )
-
+        is_own, x_row, y_row, left = _rows_of(
+            row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
+            own_rows, slots_rows, whole_rows, slot_rows, BACK, BLOCK_M,
+        )  # fmt: skip
         if ADDS:
             begin = y_address.to(tl.pointer_type(DTYPE))
             acc = _there(begin, whole_stride, y_row, left, column, N, ALIGN, BLOCK_M, BLOCK_N)
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if TMA:
-            if BACK:
-                x = whole
-            elif is_own:
-                x = own
-            else:
-                x = slots
-            for k in range(0, K, BLOCK_K):
-                a = x.load([x_row, k])
-                if W_TRANSPOSED:
-                    b = w.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
-                else:
-                    b = w.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
-                acc = tl.dot(a, b, acc)
-            if BACK:
-                if is_own:
-                    y = own
-                else:
-                    y = slots
-                _store_tile(y, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
-            else:
-                _store_tile(whole, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
+            acc = _multiply(
+                own, slots, w, whole, expert, column, is_own, x_row, acc, 0, K_STEPS, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED
+            )  # fmt: skip
+            _store_result(
+                own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
+            )  # fmt: skip
         else:
             in_tile = tl.arange(0, BLOCK_M)
             if is_own:
@@ -409,53 +420,23 @@ def grouped_matmul_kernel(
         tile = tiles - shared_tiles + shared
         table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
         expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
-            tile // N_TILES, table, ends, all_row_tiles, is_source, block_first, experts, BLOCK_M
+            tile // N_TILES, table, ends, is_source, block_first, experts, BLOCK_M
         )
         row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
-        here = (row_tile >= segment_first) & (row_tile < segment_end)
-        is_own = _pick(here, sources) == rank
-        x_row, y_row, left = _rows_of(
-            here,
-            row_tile,
-            by_source,
-            in_whole,
-            left_of,
-            turn,
-            is_own,
-            own_rows,
-            slots_rows,
-            whole_rows,
-            slot_rows,
-            BACK,
-            BLOCK_M,
-        )
-        if BACK:
-            x = whole
-        elif is_own:
-            x = own
-        else:
-            x = slots
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in range(part * K_STEPS // sharers, (part + 1) * K_STEPS // sharers):
-            a = x.load([x_row, step * BLOCK_K])
-            if W_TRANSPOSED:
-                b = w.load([expert, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                b = w.load([expert, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(a, b, acc)
+        is_own, x_row, y_row, left = _rows_of(
+            row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
+            own_rows, slots_rows, whole_rows, slot_rows, BACK, BLOCK_M,
+        )  # fmt: skip
+        acc = _multiply(
+            own, slots, w, whole, expert, column, is_own, x_row, tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
+            part * K_STEPS // sharers, (part + 1) * K_STEPS // sharers, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED,
+        )  # fmt: skip
         in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(partials + (part * shared_tiles + shared) * (BLOCK_M * BLOCK_N) + in_tile, acc)
+        first_part = partials + shared * (BLOCK_M * BLOCK_N) + in_tile
+        stride = shared_tiles * (BLOCK_M * BLOCK_N)
+        tl.store(first_part + part * stride, acc)
         tl.debug_barrier()  # all lanes have stored
         if tl.atomic_add(arrived + shared, 1, sem="acq_rel", scope="gpu") == sharers - 1:
             tl.store(arrived + shared, tl.full([], 0, tl.int32))
-            acc = tl.load(partials + shared * (BLOCK_M * BLOCK_N) + in_tile)
-            for other in range(1, sharers):
-                acc += tl.load(partials + (other * shared_tiles + shared) * (BLOCK_M * BLOCK_N) + in_tile)
-            if BACK:
-                if is_own:
-                    y = own
-                else:
-                    y = slots
-                _store_tile(y, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
-            else:
-                _store_tile(whole, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
+            acc = _sum_of_parts(first_part, sharers, stride)
+            _store_result(own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK)
