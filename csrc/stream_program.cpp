@@ -68,6 +68,7 @@ constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT
 constexpr unsigned wait_value_and = 2;          // CU_STREAM_WAIT_VALUE_AND: (*address & value) != 0
 constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
 constexpr size_t most_parameters = 64;          // per kernel
+constexpr uint64_t most_programs = 0x7fffffff;  // in one dimension of a grid
 
 struct MemoryOperation {  // CUstreamBatchMemOpParams: its waits and its writes
     unsigned operation;
@@ -159,9 +160,15 @@ class KernelCall {
     }
     KernelCall &number(int64_t value) { return append({Source::number, 0, value}); }
     KernelCall &base(int64_t base, int64_t offset) { return append({Source::base, base, offset}); }
+    KernelCall &grid(int64_t x, int64_t y) {
+        require(x >= 0 && y >= 0, "x=", x, " and y=", y, " are numbers of bases: they must not be negative");
+        grid_x = x, grid_y = y;
+        return *this;
+    }
 
     Handle function;
     int64_t programs, threads, shared_bytes;
+    int64_t grid_x = -1, grid_y = -1;  // the bases that hold the grid of a run; -1: `programs`
     std::vector<Parameter> parameters;
     // The driver reads as many bytes of each number as the kernel declares: the low bytes, on little-endian machines.
     std::vector<uint64_t> values;
@@ -260,6 +267,10 @@ class StreamProgram {
             for (const auto &parameter : call.parameters)
                 if (parameter.source == KernelCall::Source::base)
                     require_below("base", parameter.base, "n_bases", bases_.size());
+            if (call.grid_x >= 0) {
+                require_below("x", call.grid_x, "n_bases", bases_.size());
+                require_below("y", call.grid_y, "n_bases", bases_.size());
+            }
             require_parameters(call);
         }
         require_idle();
@@ -342,9 +353,13 @@ class StreamProgram {
                 call.values[i] = value;
                 places[i] = &call.values[i];
             }
-            if (aligned)
-                return driver_.launch_kernel(call.function, unsigned(call.programs), 1, 1, unsigned(call.threads), 1, 1,
-                                             unsigned(call.shared_bytes), stream, places, nullptr);
+            if (!aligned) continue;
+            const bool given = call.grid_x >= 0;
+            const auto x = given ? bases_[size_t(call.grid_x)] : uint64_t(call.programs);
+            const auto y = given ? bases_[size_t(call.grid_y)] : 1;
+            if (x > most_programs || y > most_programs) return error_invalid_value;
+            return driver_.launch_kernel(call.function, unsigned(x), unsigned(y), 1, unsigned(call.threads), 1, 1,
+                                         unsigned(call.shared_bytes), stream, places, nullptr);
         }
         return error_invalid_value;
     }
@@ -415,7 +430,8 @@ void register_stream_program(nb::module_ &m) {
         .def(nb::init<uint64_t, int64_t, int64_t, int64_t>(), nb::arg("function"), nb::arg("programs"),
              nb::arg("threads"), nb::arg("shared_bytes"))
         .def("number", &K::number, nb::arg("value"), nb::rv_policy::reference)
-        .def("base", &K::base, nb::arg("base"), nb::arg("offset"), nb::rv_policy::reference);
+        .def("base", &K::base, nb::arg("base"), nb::arg("offset"), nb::rv_policy::reference)
+        .def("grid", &K::grid, nb::arg("x"), nb::arg("y"), nb::rv_policy::reference);
     nb::class_<P>(m, "StreamProgram", "Operations on CUDA streams, recorded once and issued many times.")
         .def(nb::init<int64_t, int64_t, int64_t, const std::string &>(), nb::arg("n_bases"), nb::arg("n_streams"),
              nb::arg("n_events"), nb::arg("library") = "libcuda.so.1")

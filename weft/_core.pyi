@@ -293,6 +293,9 @@ class KernelCall:
     def base(self, base: int, offset: int) -> KernelCall:
         """Set the next parameter to the address of base number `base` plus `offset` bytes."""
 
+    def grid(self, x: int, y: int) -> KernelCall:
+        """Launch as many blocks along x and y as bases number `x` and `y` of a run say, in place of `programs`."""
+
 class StreamProgram:
     """Copies, signals, events and kernels on CUDA streams: recorded once, issued many times with other buffers.
 

@@ -101,9 +101,9 @@ int cuFuncGetParamInfo(size_t *kernel, size_t i, size_t *offset, size_t *bytes) 
 int cuLaunchKernel(size_t *kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void *stream, void **parameters, void **extra) {
     uint64_t found[4] = {0};
-    if (gy * gz * by * bz != 1 || extra) return 1;
+    if (gz * by * bz != 1 || extra) return 1;
     for (size_t i = 0; i < kernel[0]; ++i) memcpy(&found[i], parameters[i], kernel[1 + i]);
-    NOTE("launch", stream, (uint64_t)kernel, gx, bx, shared, found[0], found[1], found[2]);
+    NOTE("launch", stream, (uint64_t)kernel, gx + ((uint64_t)(gy - 1) << 32), bx, shared, found[0], found[1], found[2]);
     return 0;
 }
 int cuGetErrorName(int error, const char **name) { *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : NULL; return error != 1; }

@@ -151,6 +151,20 @@ def test_a_kernel_is_launched_with_numbers_and_bases(driver):
         assert driver.calls() == [launched]
 
 
+def test_bases_give_the_grid_of_a_launch(driver):
+    program = driver.program(3, 1, 0)
+    program.launch(0, [(8, driver.kernel(1).base(0, 0).grid(1, 2))])
+    for x, y in ((5, 1), (2**31 - 1, 3)):
+        program.run(0, 1, (64, x, y), (7,))
+        assert driver.calls() == [call("launch", 7, driver.handle(1), x + ((y - 1) << 32), 32, 0, 64)]
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        program.run(0, 1, (64, 2**31, 1), (7,))
+    with pytest.raises(ValueError, match=re.escape("y=3 must be at least 0 and below n_bases=3")):
+        program.launch(0, [(8, driver.kernel(1).base(0, 0).grid(1, 3))])
+    with pytest.raises(ValueError, match="must not be negative"):
+        driver.kernel(1).grid(-1, 0)
+
+
 @pytest.mark.parametrize(("bases", "taken"), [((32, 64), 0), ((32, 8), 1), ((6, 64), 2)])
 def test_the_first_kernel_is_launched_that_the_addresses_suit(driver, bases, taken):
     program = driver.program(2, 1, 0)

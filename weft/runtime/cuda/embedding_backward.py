@@ -18,6 +18,7 @@ from weft.embedding import JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.kernels import embedding_backward as device_code
 from weft.runtime.capture import keep_for_graphs
+from weft.runtime.cuda.direct import launch
 from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, Shape, occurrences, shape_of, sort_ahead, sorted_rows
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.symm.lasting import lasting
@@ -64,12 +65,15 @@ def add_each(
     if count:
         table = _table_of_update(of, tables, shape, device)
         is_aligned = table.is_aligned and received.data_ptr() % 16 == 0
-        device_code.add_each_kernel[shape.programs(device, -(-count // shape.lanes)), 1, 1](
+        given = (
             ids.keys, ids.places, received if ids.scales is None else ids.scales, received, table.lines,
             _fixed_numbers((), of.factor, math.inf, device), tables.learning_rate, _one(device) if ok is None else ok, count,
-            shape.no_row, table.size, ROWS=shape.lanes, BLOCK_D=shape.block_d, UNIFORM=shape.uniform,
-            ALIGN=shape.align if is_aligned else 1, SCALED=ids.scales is not None, SPLIT=shape.split, STEPS=_steps(table.size),
-            num_warps=shape.warps,
+            shape.no_row, table.size,
+        )  # fmt: skip
+        launch(
+            device_code.add_each_kernel, (shape.programs(device, -(-count // shape.lanes)), 1), given, warps=shape.warps,
+            ROWS=shape.lanes, BLOCK_D=shape.block_d, UNIFORM=shape.uniform, ALIGN=shape.align if is_aligned else 1,
+            SCALED=ids.scales is not None, SPLIT=shape.split, STEPS=_steps(table.size),
         )  # fmt: skip
     torch.autograd.graph.increment_version(tables.weights)
 
@@ -152,10 +156,10 @@ def gradients_of_weights(
     lines = [[w.data_ptr(), 0, 0, 0, base, w.shape[1], 0, 0] for base, w in zip(shape.bases, weights, strict=True)]
     out = torch.empty(ids.keys.numel(), dtype=torch.float32, device=received.device)
     grid, table = shape.programs(received.device, -(-len(out) // shape.lanes)), _device_table(lines, received.device)
-    device_code.gradients_of_weights_kernel[grid, 1, 1](
-        ids.keys, ids.places, received, table.lines, out, len(out), shape.no_row, table.size,
+    launch(
+        device_code.gradients_of_weights_kernel, (grid, 1),
+        (ids.keys, ids.places, received, table.lines, out, len(out), shape.no_row, table.size), warps=shape.warps,
         ROWS=shape.lanes, BLOCK_D=shape.block_d, SPLIT=shape.split, STEPS=_steps(table.size), DTYPE=TRITON_TYPE[received.dtype],
-        num_warps=shape.warps,
     )  # fmt: skip
     if ids.over_length is not None:
         out = out * ids.over_length
@@ -187,20 +191,26 @@ def _launched(
     scales = partials if rows.scales is None else rows.scales
     extra = seed if seed is not None else squares if squares is not None else skipped
     if count > SEGMENT:
-        device_code.segment_sums_kernel[shape.programs(device, segments), 1, 1](
+        of_segments = (
             rows.keys, rows.places, scales, received, rows.starts, rows.run_of_segment, rows.first_segment, rows.counters,
-            tables.lines, partials, tables.size, ROWS=shape.lanes, num_warps=warps, **of_tile,
+            tables.lines, partials, tables.size,
         )  # fmt: skip
-        device_code.run_sums_kernel[shape.programs(device, rows.long_runs.numel(), 8), 1, 1](
-            rows.starts, rows.long_runs, rows.first_segment, rows.counters, partials,
-            ROWS=max(1, _ROWS // shape.block_d), BLOCK_D=shape.block_d, SEGMENT=SEGMENT, num_warps=8,
+        programs = shape.programs(device, segments)
+        launch(device_code.segment_sums_kernel, (programs, 1), of_segments, warps=warps, ROWS=shape.lanes, **of_tile)
+        launch(
+            device_code.run_sums_kernel, (shape.programs(device, rows.long_runs.numel(), 8), 1),
+            (rows.starts, rows.long_runs, rows.first_segment, rows.counters, partials), warps=8,
+            ROWS=max(1, _ROWS // shape.block_d), BLOCK_D=shape.block_d, SEGMENT=SEGMENT,
         )  # fmt: skip
     group = max(1, _GROUP // shape.block_d)
     warps = max(1, min(8, group * shape.block_d // _GROUP))
-    device_code.update_rows_kernel[shape.programs(device, -(-count // group), warps), 1, 1](
+    given = (
         rows.keys, rows.places, scales, received, rows.starts, rows.runs, rows.first_segment, partials, tables.lines, numbers,
-        numbers if rate is None else rate, extra, skipped, tables.size, GROUP=group, DTYPE=TRITON_TYPE[dtype],
-        ITEM_BYTES=dtype.itemsize, RULE=rule, SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None, num_warps=warps,
+        numbers if rate is None else rate, extra, skipped, tables.size,
+    )  # fmt: skip
+    launch(
+        device_code.update_rows_kernel, (shape.programs(device, -(-count // group), warps), 1), given, warps=warps, GROUP=group,
+        DTYPE=TRITON_TYPE[dtype], ITEM_BYTES=dtype.itemsize, RULE=rule, SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None,
         **of_tile,
     )  # fmt: skip
     return skipped

@@ -22,7 +22,7 @@ from weft.embedding.check import CheckedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.capture import refuse_capture
-from weft.runtime.cuda.kernel_call import Base, kernel_call
+from weft.runtime.cuda.kernel_call import direct_program, loaded
 from weft.symm.lasting import lasting
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -94,8 +94,8 @@ class _Variant:
     resident: int
     tables: Tables
     """Staging, state and record."""
-    programs: dict[int, _core.StreamProgram | None]
-    """For each grid, a launch whose arguments are passed in each call; None if Triton has to launch."""
+    program: _core.StreamProgram | None
+    """A launch whose grid and arguments are passed in each call; None if Triton has to launch."""
 
 
 class EmbeddingKernel:
@@ -223,7 +223,7 @@ class EmbeddingKernel:
         return 1 << (most.bit_length() - 1) if most else 1
 
     def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
-        """Return the number of programs of a launch: one of a few, since each number has a prepared launch."""
+        """Return the number of programs of a launch."""
         if self._staged:
             return max(1, min(resident, units))
         work = max(batch * len(self._slots) / _PROGRAM_BAGS, n_values * self._mean_bytes / _PROGRAM_BYTES)
@@ -325,10 +325,8 @@ class EmbeddingKernel:
                 variant.compiled[grid, 1, 1](*arguments, *variant.constants)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if grid not in variant.programs:
-            variant.programs[grid] = _program(variant.compiled, grid, len(arguments))
-        if program := variant.programs[grid]:
-            program.run(0, 1, arguments, (stream,))
+        if variant.program is not None:
+            variant.program.run(0, 1, (grid, 1, *arguments), (stream,))
         else:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
@@ -378,11 +376,10 @@ class EmbeddingKernel:
         """Compile and load a variant before anything waits for it: a load while a kernel waits would deadlock."""
         refuse_capture(self.device)
         constants = self.constants(key)
-        compiled, resident = None, self._sms
+        compiled, program, resident = None, None, self._sms
         if not self._interpreted:
-            with torch.cuda.device(self.device):
-                compiled = self.compile(key, constants)
-                compiled._init_handles()
+            compiled = loaded(self.device, lambda: self.compile(key, constants))
+            program = direct_program(compiled, len(compiled.src.fn.arg_names) - len(constants))
             # One warp each: registers come in blocks of 256 per warp, an SM holds 65536 of them and at most 32 programs.
             # For GPUs of other makers these limits are not known: 16 is safe.
             per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
@@ -390,7 +387,7 @@ class EmbeddingKernel:
         staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.output_dtype
         staging = lasting(self.device, lambda: torch.empty(staged, dtype=dtype, device=self.device))
         self._variants[key] = variant = _Variant(
-            compiled, tuple(constants.values()), resident, Tables.of(staging, self.state, self.record), {}
+            compiled, tuple(constants.values()), resident, Tables.of(staging, self.state, self.record), program
         )  # fmt: skip
         return variant
 
@@ -409,16 +406,6 @@ class EmbeddingKernel:
         # allows.
         limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
-
-
-def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | None:
-    """Return a launch with so many arguments (addresses or numbers). It takes a third of the host time of Triton's launch."""
-    program = _core.StreamProgram(arguments, 1, 0)
-    call = kernel_call(program, compiled, grid, [Base(i, 0) for i in range(arguments)])
-    if call is None:
-        return None
-    program.launch(0, [(1, call)])
-    return program
 
 
 def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:

@@ -19,6 +19,7 @@ from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
 from weft.runtime.capture import is_captured, keep_for_graphs
+from weft.runtime.cuda.direct import launch
 from weft.symm.lasting import lasting
 
 SEGMENT = 128  # occurrences
@@ -208,19 +209,25 @@ def _sorted(of: ForwardCall, jagged: JaggedInput, room: Rows | None = None) -> R
     shape, ends, scales = rows.shape, rows.ends, rows.scales
     blocks = len(ends)
     counts = torch.empty_like(ends)
-    device_code.count_runs_kernel[blocks, 1, 1](ordered, counts, count, shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split)
+    launch(
+        device_code.count_runs_kernel,
+        (blocks, 1),
+        (ordered, counts, count, shape.no_row),
+        BLOCK=_BLOCK,
+        SPLIT=shape.split,
+    )
     torch.cumsum(counts, 0, out=ends)
     unused = ordered if scales is None else scales
-    device_code.runs_kernel[blocks, 1, 1](
+    given = (
         ordered, order, ids.places, unused if ids.scales is None else ids.scales, ends, rows.starts, rows.keys, rows.places,
-        unused, count, shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split, SCALED=scales is not None,
+        unused, count, shape.no_row,
     )  # fmt: skip
+    scaled = scales is not None
+    launch(device_code.runs_kernel, (blocks, 1), given, BLOCK=_BLOCK, SPLIT=shape.split, SCALED=scaled)
     if count >= SEGMENT:
         programs = shape.programs(device, -(-count // _RUNS), 4)
-        device_code.long_runs_kernel[programs, 1, 1](
-            rows.starts, rows.runs, rows.counters, rows.first_segment, rows.run_of_segment, rows.long_runs, BLOCK=_RUNS,
-            SEGMENT=SEGMENT,
-        )  # fmt: skip
+        long = rows.starts, rows.runs, rows.counters, rows.first_segment, rows.run_of_segment, rows.long_runs
+        launch(device_code.long_runs_kernel, (programs, 1), long, BLOCK=_RUNS, SEGMENT=SEGMENT)
     return rows
 
 
@@ -238,10 +245,13 @@ def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
     over = torch.empty(size, dtype=torch.float32, device=device) if shape.any_mean else None
     weights = jagged.weights
     scales = over if weights is None else torch.empty(size, dtype=torch.float32, device=device)
-    device_code.occurrences_kernel[-(-count // _BLOCK), layers, 1](
+    given = (
         jagged.values, jagged.offsets, places if weights is None else weights, slots.of_key, slots.table, keys, places,
         places if scales is None else scales, places if over is None else over,
         count, bags, batch, slots.of_key.shape[1], stride, shape.no_row,
+    )  # fmt: skip
+    launch(
+        device_code.occurrences_kernel, (-(-count // _BLOCK), layers), given,
         BLOCK=_BLOCK, SPLIT=shape.split, HASH=of.plan.options.hash, WEIGHTED=weights is not None, ANY_MEAN=shape.any_mean,
         BAG=tl.int32 if bags < _MOST_32 // 2 else tl.int64,
     )  # fmt: skip
