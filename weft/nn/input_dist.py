@@ -2,9 +2,12 @@
 
 It is TorchRec's input distribution for table-wise sharding. There are two rounds over the process group. The first round
 exchanges a header (batch size, and the number of ids of each feature). Only after it does the host wait for the device. The
-second round sends lengths, ids and weights, all at once. With the counts on the host every reordering is a concatenation of
-slices. Ids leave grouped by destination. They arrive source by source and are concatenated feature by feature, samples in
-rank order, as the operator reads them.
+second round sends lengths, ids and weights, all at once. Ids leave grouped by destination. They arrive source by source and are
+concatenated feature by feature, samples in rank order, as the operator reads them.
+
+On GPUs one kernel writes a message for each destination, and another reads the messages that have arrived
+(`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every reordering
+is a concatenation of slices.
 
 A rank that refuses its input reports it in its header, so that the others raise too and do not wait for its ids.
 """
@@ -44,6 +47,7 @@ class _Layout:
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
     header_index: torch.Tensor
+    pieces: Any  # `weft.runtime.cuda.input_dist.Pieces` where kernels write messages, else None
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class _Route(NamedTuple):
     """The way of one batch's ids.
 
     Block `blocks[i]` of this rank left as piece i: `counts[block]` ids from `begin` on. `ids_out[r]` ids went to rank r, and
-    `ids_in[r]` ids came from it: `ids` of each (source, feature). They were put into `order`.
+    `ids_in[r]` ids came from it, with the header `heads[r]`.
     """
 
     blocks: tuple[int, ...]
@@ -70,8 +74,18 @@ class _Route(NamedTuple):
     begin: int
     ids_out: list[int]
     ids_in: list[int]
-    ids: list[int]
-    order: list[int]
+    heads: list[list[int]]
+
+    @property
+    def ids(self) -> list[int]:
+        """The numbers of ids that arrived: of each feature from the first source, then from the next."""
+        return [count for head in self.heads for count in head[_HEAD:]]
+
+    @property
+    def order(self) -> list[int]:
+        """The order from [source][feature] to [feature][source]."""
+        features = len(self.heads[0]) - _HEAD
+        return [source * features + feature for feature in range(features) for source in range(len(self.heads))]
 
 
 class _Exchange(NamedTuple):
@@ -88,22 +102,30 @@ class _Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class BegunBatch:
-    """A batch whose headers are on the way. own: this rank's header, with a count for every block, and the first offset."""
+    """A batch whose headers are on the way.
+
+    numbers: the header of each rank, as it arrives; then this rank's own, with a count for every block, and the first offset.
+    """
 
     local: _LocalBatch | None
     refusal: Exception | None
-    own: torch.Tensor
+    numbers: torch.Tensor
     headers: _Exchange
 
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features have been sent but have not arrived yet. heads: the header of each rank."""
+    """A batch whose features have been sent but have not arrived yet. numbers: see `BegunBatch`."""
 
     local: _LocalBatch
-    heads: list[list[int]]
+    numbers: torch.Tensor
     route: _Route
     features: _Exchange
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that `InputDist.arrive` reads."""
+        return [*self.features.received, self.numbers]
 
 
 class InputDist:
@@ -135,6 +157,7 @@ class InputDist:
         digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
+        self._is_packed = device.type == "cuda" and self.world_size > 1
 
     @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
@@ -155,8 +178,7 @@ class InputDist:
             local = self._read(features) if refusal is None else None
         except Exception as error:  # the other ranks are notified of any error
             refusal = error
-        own, headers = self._begin_headers(local)
-        return BegunBatch(local, refusal, own, headers)
+        return BegunBatch(local, refusal, *self._begin_headers(local))
 
     def send(self, begun: BegunBatch) -> SentBatch:
         """Wait for the headers, and begin the exchange of features."""
@@ -172,22 +194,23 @@ class InputDist:
                     f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: give all ranks one dtype"
                 )
         assert local is not None
-        return self._begin_features(local, heads, own)
+        return self._begin_features(local, begun.numbers, heads, own)
 
     def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
         """Wait for the features. Return the results of a call."""
         jagged, weights = self._end_features(sent), sent.local.weights
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
-        return jagged, tuple(head[2] for head in sent.heads)
+        return jagged, tuple(head[2] for head in sent.route.heads)
 
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. Collective.
 
         grad: the gradient of the weights that have arrived here. like: this rank's weights.
         """
-        backwards = sorted(range(len(route.order)), key=route.order.__getitem__)
-        by_source = _reordered(grad, [route.ids[i] for i in route.order], backwards)
+        order, ids = route.order, route.ids
+        backwards = sorted(range(len(order)), key=order.__getitem__)
+        by_source = _reordered(grad, [ids[i] for i in order], backwards)
         (returned,) = self._all_to_all(
             "gradients of weights", [by_source.contiguous()], [route.ids_in], [route.ids_out]
         ).wait()
@@ -246,15 +269,30 @@ class InputDist:
         blocks = [[block_of_key[feature] for feature in features] for features in self.features_of_rank]
         header = [word for own in blocks for word in (*range(_HEAD), *(_HEAD + block for block in own))]
         flat = tuple(block for own in blocks for block in own)
-        return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device))
+        pieces = None
+        if self._is_packed:
+            from weft.runtime.cuda.input_dist import Pieces
+
+            ranks = [rank for rank, own in enumerate(blocks) for _ in own]
+            pieces = Pieces(*torch.tensor([flat, ranks], device=self.device))
+        return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Return this rank's own header, and the exchange of all headers."""
+        """Begin the exchange of all headers. Return `BegunBatch.numbers`, and the exchange."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
+        arrive = self.world_size * mine
+        size = _HEAD if local is None else _HEAD + len(local.layout.keys) + 1
+        numbers = torch.empty(arrive + size, dtype=torch.int64, device=self.device)
+        own = numbers[arrive:]
         if local is None:
-            own = torch.tensor([1, 0, 0], dtype=torch.int64, device=self.device)
+            own.zero_()[0] = 1
             send = torch.cat([torch.nn.functional.pad(own, (0, count - _HEAD)) for count in words])
+        elif self._is_packed:
+            from weft.runtime.cuda.input_dist import header
+
+            of_keys = len(local.layout.keys), local.batch_size
+            send = header(local.lengths, local.offsets, *of_keys, local.values, local.layout.header_index, own)
         else:
             counts = local.lengths.view(len(local.layout.keys), local.batch_size).sum(1, dtype=torch.int64)
             count = local.values.numel()
@@ -267,21 +305,40 @@ class InputDist:
                 wrong = (begin < 0) | (end > count) | (end - begin != counts.sum())
             # A length beyond all values would overflow sums and int32.
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
-            own = torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin])
+            torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin], out=own)
             send = own[local.layout.header_index]
-        return own, self._all_to_all("numbers", [send], [words], [[mine] * self.world_size])
+        into = [numbers[:arrive]]
+        return numbers, self._all_to_all("numbers", [send], [words], [[mine] * self.world_size], into)
 
     def _end_headers(self, begun: BegunBatch) -> tuple[list[list[int]], list[int]]:
         """Return the header that each rank sent here, and this rank's own."""
         mine = _HEAD + len(self.features_of_rank[self.rank])
-        host = torch.cat([*begun.headers.wait(), begun.own]).tolist()  # the one wait for the device
+        begun.headers.wait()
+        host = begun.numbers.tolist()  # the one wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
-    def _begin_features(self, local: _LocalBatch, heads: list[list[int]], own: list[int]) -> SentBatch:
+    def _begin_features(
+        self, local: _LocalBatch, numbers: torch.Tensor, heads: list[list[int]], own: list[int]
+    ) -> SentBatch:
         blocks, batch_size = local.layout.blocks, local.batch_size
         counts, begin = own[_HEAD:-1], own[-1]
-        bags = slice(begin, begin + sum(counts))
         features = self.features_of_rank[self.rank]
+        ends = list(accumulate((len(names) for names in self.features_of_rank), initial=0))
+        ids_out = [sum(counts[block] for block in blocks[first:last]) for first, last in pairwise(ends)]
+        ids_in = [sum(head[_HEAD:]) for head in heads]
+        bags_out = [len(names) * batch_size for names in self.features_of_rank]
+        bags_in = [len(features) * head[2] for head in heads]
+        route = _Route(blocks, counts, begin, ids_out, ids_in, heads)
+        if self._is_packed:
+            from weft.runtime.cuda.input_dist import pack
+
+            words = local.values.itemsize // 4 + (local.weights is not None)
+            sent = [ids * words + bags for ids, bags in zip(ids_out, bags_out, strict=True)]
+            arriving = [ids * words + bags for ids, bags in zip(ids_in, bags_in, strict=True)]
+            mine, pieces = numbers[len(numbers) - len(own) :], local.layout.pieces
+            message = pack(local.values, local.lengths, local.weights, mine, pieces, batch_size, sum(sent))
+            return SentBatch(local, numbers, route, self._all_to_all("features", [message], [sent], [arriving]))
+        bags = slice(begin, begin + sum(counts))
         lengths = local.lengths.to(torch.int32).view(len(local.layout.keys), batch_size)
         in_order = blocks == tuple(range(len(lengths)))
         send = [
@@ -289,21 +346,25 @@ class InputDist:
             _reordered(local.values[bags], counts, blocks),
             *([] if local.weights is None else [_reordered(local.weights[bags], counts, blocks)]),
         ]
-        ends = list(accumulate((len(names) for names in self.features_of_rank), initial=0))
-        ids_out = [sum(counts[block] for block in blocks[begin:end]) for begin, end in pairwise(ends)]
-        ids_in = [sum(head[_HEAD:]) for head in heads]
-        bags_out = [len(names) * batch_size for names in self.features_of_rank]
-        bags_in = [len(features) * head[2] for head in heads]
         out, into = [bags_out, ids_out, ids_out], [bags_in, ids_in, ids_in]
         exchange = self._all_to_all("features", send, out[: len(send)], into[: len(send)])
-        # From [source][feature] to [feature][source].
-        order = [source * len(features) + f for f in range(len(features)) for source in range(self.world_size)]
-        ids = [count for head in heads for count in head[_HEAD:]]
-        return SentBatch(local, heads, _Route(blocks, counts, begin, ids_out, ids_in, ids, order), exchange)
+        return SentBatch(local, numbers, route, exchange)
 
     def _end_features(self, sent: SentBatch) -> JaggedInput:
-        features, heads, (*_, ids, order) = self.features_of_rank[self.rank], sent.heads, sent.route
-        received = sent.features.wait()
+        features, route = self.features_of_rank[self.rank], sent.route
+        heads, received = route.heads, sent.features.wait()
+        stride = sum(head[2] for head in heads)
+        if self._is_packed and features:
+            from weft.runtime.cuda.input_dist import unpack
+
+            sizes = len(heads), len(features), sum(route.ids_in), len(features) * stride
+            of_ids = sent.local.values.dtype, sent.local.weights is not None
+            values, offsets, weights = unpack(received[0], sent.numbers, *sizes, *of_ids)
+            return JaggedInput(features, values, offsets, weights, stride=stride)
+        if not features:
+            none = sent.local.weights if sent.local.weights is None else sent.local.weights[:0]
+            return JaggedInput(features, sent.local.values[:0], offsets_of(sent.local.lengths[:0]), none, stride=stride)
+        ids, order = route.ids, route.order
         by_source = zip(received[0].split([len(features) * head[2] for head in heads]), heads, strict=True)
         lengths = torch.cat([some.view(len(features), head[2]) for some, head in by_source], dim=1)
         return JaggedInput(
@@ -311,16 +372,20 @@ class InputDist:
             _reordered(received[1], ids, order),
             offsets_of(lengths.flatten()),
             None if sent.local.weights is None else _reordered(received[2], ids, order),
-            stride=sum(head[2] for head in heads),
+            stride=stride,
         )
 
     def _all_to_all(
-        self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
-    ) -> _Exchange:
-        """Begin several all-to-alls; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
+        self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]],
+        received: list[torch.Tensor] | None = None,
+    ) -> _Exchange:  # fmt: skip
+        """Begin several all-to-alls; `out[i]` and `into[i]` are elements per rank of `send[i]`. received: their results."""
         if self.world_size == 1:
+            if received is not None:
+                torch._foreach_copy_(received, list(send))
             return _Exchange(list(send), [])
-        received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
+        if received is None:
+            received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
         turn = turn_on(self.group, self.device, self._what, self.deadline_s)
         works = [
             turn.begin(f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)

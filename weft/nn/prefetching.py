@@ -39,7 +39,7 @@ class Prefetched:
         if self._side is not None:
             here = torch.cuda.current_stream(self._distribution.device)
             here.wait_stream(self._side)
-            for tensor in sent.features.received:
+            for tensor in sent.tensors:
                 tensor.record_stream(here)
         return self._distribution.arrive(sent)
 

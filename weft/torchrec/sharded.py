@@ -71,7 +71,7 @@ class _Begun(Awaitable[Awaitable[Any]]):
     def _wait_impl(self) -> Awaitable[Any]:
         with self._module._distribution() as distribution:
             sent = distribution.send(self._begun)
-        self._module._parts._batches.keep(sent.features.received)
+        self._module._parts._batches.keep(sent.tensors)
         return _Sent(self._module, sent, self._lengths)
 
 

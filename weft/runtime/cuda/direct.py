@@ -30,13 +30,13 @@ def launch(
     key: list[Any] = [id(kernel), warps, *constants.items()]
     aligned = 0
     for given in arguments:
-        if isinstance(given, torch.Tensor):
+        if isinstance(given, int):
+            places.append(given)
+            key.append(given >> 31 > 0)  # Triton passes small numbers as 32 bits
+        else:
             places.append(address := given.data_ptr())
             key.append(given.dtype)
             aligned = aligned << 1 | (address % 16 == 0)  # a compiled kernel may rely on it
-        else:
-            places.append(given)
-            key.append(given >> 31 > 0)  # Triton passes small numbers as 32 bits
     if isinstance(kernel, JITFunction):  # the interpreter has no handles
         device = torch._C._cuda_getDevice()
         known = device, aligned, *key

@@ -20,6 +20,7 @@ from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
 from weft.runtime.capture import is_captured, keep_for_graphs
 from weft.runtime.cuda.direct import launch
+from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 from weft.symm.lasting import lasting
 
 SEGMENT = 128  # occurrences
@@ -74,7 +75,7 @@ class Shape:
 
     def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
         """Return the number of programs for `most` pieces of work."""
-        count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        count = tma_and_multiprocessors(device)[1]
         return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))
 
 

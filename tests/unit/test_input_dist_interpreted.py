@@ -1,0 +1,116 @@
+"""The kernels of the input distribution, under Triton's interpreter: one process plays all ranks and the exchanges between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from support.interpreted import play_all, wrong_in
+
+PATTERN = -7
+
+
+@dataclass(frozen=True)
+class Case:
+    """features: those that each rank receives, as numbers of keys. bad: how rank 0's input is wrong, if it is."""
+
+    keys: int
+    features: tuple[tuple[int, ...], ...]
+    batches: tuple[int, ...]
+    weighted: bool = False
+    offsets: bool = False
+    ids: torch.dtype = torch.int64
+    counts: torch.dtype = torch.int32
+    longest: int = 5
+    bad: str = ""
+
+
+TWO = ((0, 2), (1,))
+CASES = {
+    "two ranks": Case(3, TWO, (4, 4)),
+    "uneven batches, weights": Case(3, TWO, (3, 5), weighted=True),
+    "int32 ids, weights": Case(3, TWO, (2, 7), weighted=True, ids=torch.int32),
+    "a part of the values": Case(4, ((3, 0), (2, 1)), (4, 3), offsets=True, counts=torch.int64),
+    "unused and repeated keys": Case(5, ((4, 0), (0,), (2, 4)), (2, 3, 1), weighted=True),
+    "a rank without features": Case(3, ((), (2, 0)), (3, 2)),
+    "an empty batch": Case(3, TWO, (0, 2), weighted=True),
+    "no ids": Case(3, TWO, (3, 2), longest=0),
+    "many ids": Case(2, ((1,), (0,)), (300, 2), longest=40),
+    "a negative length": Case(3, TWO, (4, 4), bad="negative"),
+    "a length beyond all ids": Case(3, TWO, (4, 4), bad="huge"),
+    "lengths with another sum": Case(3, TWO, (4, 4), bad="sum"),
+    "offsets with another sum": Case(3, TWO, (4, 4), offsets=True, bad="sum"),
+}
+
+
+def test_input_distribution() -> None:
+    """Play all cases in one test: a process takes most of its time to start."""
+    assert wrong_in(__file__, CASES) == {}
+
+
+def play(case: Case) -> None:
+    from weft.kernels.input_dist import HEAD
+    from weft.runtime.cuda import input_dist
+    from weft.runtime.cuda.input_dist import Pieces, header, pack, unpack
+
+    input_dist._PROGRAMS = 8  # the interpreter runs one after the other
+    world = len(case.features)
+    flat = [key for own in case.features for key in own]
+    pieces = Pieces(*torch.tensor([flat, [rank for rank, own in enumerate(case.features) for _ in own]]))
+    index = torch.tensor([word for own in case.features for word in (0, 1, 2, *(HEAD + key for key in own))])
+    bags: list[list[list[torch.Tensor]]] = []  # of each rank and key
+    of_weights: list[list[list[torch.Tensor]]] = []
+    owns, headers, messages = [], [], []
+    for rank, batch in enumerate(case.batches):
+        sizes = torch.randint(case.longest + 1, (case.keys, batch))
+        bags.append([[torch.randint(1 << 30, (int(n),), dtype=case.ids) for n in row] for row in sizes])
+        of_weights.append([[torch.randn(len(bag)) for bag in row] for row in bags[-1]])
+        before = 3 if case.offsets else 0
+        none = torch.empty(0, dtype=case.ids)
+        around = [torch.full((before,), PATTERN, dtype=case.ids)]
+        values = torch.cat([*around, *(bag for row in bags[-1] for bag in row), none, *around])
+        around_w = [torch.full((before,), float(PATTERN))]
+        weights = torch.cat([*around_w, *(w for row in of_weights[-1] for w in row), *around_w])
+        lengths = sizes.to(case.counts).flatten()
+        offsets = before + torch.cat([torch.zeros(1), sizes.flatten().cumsum(0)]).to(case.counts)
+        if case.bad and rank == 0:
+            lengths[1] = {"negative": -1, "huge": 1 << 30, "sum": int(lengths[1]) + 1}[case.bad]
+        own = torch.full((HEAD + case.keys + 1,), PATTERN)
+        bounds = offsets if case.offsets else None
+        headers.append(header(lengths, bounds, case.keys, batch, values, index, own))
+        owns.append(own)
+        bits = 8 * case.ids.itemsize
+        assert own[:HEAD].tolist() == [bool(case.bad and rank == 0), bits, batch]
+        if not case.bad:
+            assert own[HEAD:].tolist() == [*sizes.sum(1).tolist(), before]
+            item = case.ids.itemsize // 4 + case.weighted
+            sent = [sum(int(sizes[key].sum()) * item + batch for key in own) for own in case.features]
+            given = weights if case.weighted else None
+            message = pack(values, lengths, given, own, pieces, batch, sum(sent))
+            messages.append(message.split(sent))
+    of_headers = [one.split([HEAD + len(own) for own in case.features]) for one in headers]
+    for rank, features in enumerate(case.features):
+        arrived = torch.stack([one[rank] for one in of_headers])
+        assert arrived[:, 0].tolist() == [bool(case.bad), *[0] * (world - 1)]
+        if case.bad or not features:
+            continue
+        rows = [[bags[source][key] for source in range(world)] for key in features]
+        ids = torch.cat([torch.empty(0, dtype=case.ids), *(bag for row in rows for one in row for bag in one)])
+        ends = [0]
+        for row in rows:
+            for one in row:
+                for bag in one:
+                    ends.append(ends[-1] + len(bag))
+        numbers = torch.cat([arrived.flatten(), owns[rank]])
+        received = torch.cat([of_rank[rank] for of_rank in messages])
+        sizes_in = world, len(features), len(ids), len(ends) - 1
+        values, offsets, weights = unpack(received, numbers, *sizes_in, case.ids, case.weighted)
+        assert (values.dtype, values.tolist()) == (case.ids, ids.tolist())
+        assert offsets.tolist() == ends
+        if weights is not None:
+            of_bags = [w for key in features for source in range(world) for w in of_weights[source][key]]
+            torch.testing.assert_close(weights, torch.cat([torch.empty(0), *of_bags]), rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()})

@@ -1,0 +1,165 @@
+"""Kernels of the input distribution: counts of ids, and the features of a rank in one message for each destination.
+
+A rank has the bags of all features (keys) for its own samples. Each destination needs some of the features. A *piece* is one
+feature for one destination. The message for a destination has 4-byte words, without gaps:
+
+    ids of all its pieces | lengths of all its bags (int32) | per-sample weights of all its pieces, if there are any
+
+    count_ids_kernel   lengths -> the number of ids of each key
+    header_kernel      counts  -> this rank's header, and a header for each destination
+    pack_kernel        values, lengths, weights -> the messages, one behind the other
+    unpack_kernel      the messages of all sources -> ids, lengths and weights by feature, with samples in rank order
+
+Headers are in device memory, so kernels compute all positions from them. A header has `HEAD` words before its counts: refused (0
+or 1), bits of an id, and batch size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HEAD = 3
+
+_HEAD = tl.constexpr(HEAD)
+_BATCH = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["batch", "most"])
+def count_ids_kernel(lengths, counts, batch, most, BLOCK: tl.constexpr):
+    """Write the number of ids of each key, or -1 if a length is negative or above `most`. Grid: keys."""
+    key = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int64)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, batch, BLOCK):
+        length = tl.load(lengths + key * batch + begin + at, mask=begin + at < batch, other=0).to(tl.int64)
+        wrong |= ((length < 0) | (length > most)).to(tl.int32)
+        total += length
+    tl.store(counts + key, tl.where(tl.max(wrong, 0) > 0, -1, tl.sum(total, 0)))
+
+
+@triton.jit(do_not_specialize=["keys", "words", "bits", "batch", "most"])
+def header_kernel(
+    counts, offsets, header_index, own, headers, keys, words, bits, batch, most,
+    KEYS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's own header and a header for each destination. One program.
+
+    own [HEAD + keys + 1]: a header with the counts of all keys, and the position of the first id in `values`. headers [words]:
+    word i is word header_index[i] of the own header. most: the number of ids in `values`. GIVEN: bags are given by offsets, which
+    may begin above 0 and end below `most`; otherwise the counts must sum to `most`. KEYS: a power of two, at least `keys`.
+    """
+    key = tl.arange(0, KEYS)
+    count = tl.load(counts + key, mask=key < keys, other=0)
+    total = tl.sum(tl.maximum(count, 0), 0)
+    refused = tl.min(count, 0) < 0
+    begin = total * 0
+    if GIVEN:
+        begin = tl.load(offsets).to(tl.int64)
+        end = tl.load(offsets + keys * tl.cast(batch, tl.int64)).to(tl.int64)
+        refused |= (begin < 0) | (end > most) | (end - begin != total)
+    else:
+        refused |= total != most
+    refused_word = refused.to(tl.int64)
+    tl.store(own, refused_word)
+    tl.store(own + 1, tl.cast(bits, tl.int64))
+    tl.store(own + _BATCH, tl.cast(batch, tl.int64))
+    tl.store(own + _HEAD + key, count, mask=key < keys)
+    tl.store(own + _HEAD + keys, begin)
+    for first in range(0, words, BLOCK):
+        word = first + tl.arange(0, BLOCK)
+        index = tl.load(header_index + word, mask=word < words, other=0)
+        value = tl.load(counts + index - _HEAD, mask=(word < words) & (index >= _HEAD), other=0)
+        value = tl.where(index == 0, refused_word, value)
+        value = tl.where(index == 1, tl.cast(bits, tl.int64), value)
+        value = tl.where(index == _BATCH, tl.cast(batch, tl.int64), value)
+        tl.store(headers + word, value, mask=word < words)
+
+
+@triton.jit
+def _copy(source, target, words, BLOCK: tl.constexpr):
+    """Copy 4-byte words, together with the other programs of the grid's second dimension."""
+    for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        word = tl.load(source + at, mask=at < words, other=0)
+        tl.store(target + at, word.to(target.dtype.element_ty), mask=at < words)
+
+
+@triton.jit(do_not_specialize=["pieces", "keys", "batch"])
+def pack_kernel(
+    values, lengths, weights, own, key_of_piece, rank_of_piece, messages, pieces, keys, batch,
+    PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the messages for all destinations. Pieces are sorted by destination.
+
+    values, weights: from the first id of all bags on are at own[HEAD + keys]. PIECES, KEYS: powers of two, at least `pieces` and
+    `keys`. ID_WORDS: 4-byte words of an id. Grid: (pieces, programs that share a piece).
+    """
+    piece, every = tl.program_id(0), tl.arange(0, PIECES)
+    is_piece = every < pieces
+    batch = tl.cast(batch, tl.int64)
+    counts = tl.load(own + _HEAD + tl.load(key_of_piece + every, mask=is_piece, other=0), mask=is_piece, other=0)
+    ranks = tl.load(rank_of_piece + every, mask=is_piece, other=-1)
+    key, rank = tl.load(key_of_piece + piece), tl.load(rank_of_piece + piece)
+    count = tl.load(own + _HEAD + key)
+
+    words_of_id: tl.constexpr = ID_WORDS + (1 if WEIGHTED else 0)
+    is_before = is_piece & (ranks < rank)
+    message = messages + tl.sum(tl.where(is_before, counts * words_of_id + batch, 0), 0)
+    of_message = ranks == rank
+    ids = tl.sum(tl.where(of_message, counts, 0), 0)
+    bags = tl.sum(of_message.to(tl.int64), 0) * batch
+    is_before = of_message & (every < piece)
+    ids_before = tl.sum(tl.where(is_before, counts, 0), 0)
+    bags_before = tl.sum(is_before.to(tl.int64), 0) * batch
+
+    every_key = tl.arange(0, KEYS)
+    first = tl.sum(tl.load(own + _HEAD + every_key, mask=every_key < tl.minimum(key, keys), other=0), 0)
+    first += tl.load(own + _HEAD + keys)
+    id_words = values.to(tl.pointer_type(tl.int32))
+    _copy(id_words + first * ID_WORDS, message + ids_before * ID_WORDS, count * ID_WORDS, BLOCK)
+    _copy(lengths + key * batch, message + ids * ID_WORDS + bags_before, batch, BLOCK)
+    if WEIGHTED:
+        weight_words = weights.to(tl.pointer_type(tl.int32))
+        _copy(weight_words + first, message + ids * ID_WORDS + bags + ids_before, count, BLOCK)
+
+
+@triton.jit(do_not_specialize=["sources", "features"])
+def unpack_kernel(
+    messages, headers, values, lengths, weights, offsets, sources, features,
+    PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write ids, lengths and weights by feature, and 0 to the first offset.
+
+    headers [sources, HEAD + features]. PIECES: a power of two, at least sources * features. Grid: (sources * features, programs
+    that share a piece).
+    """
+    source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
+    every = tl.arange(0, PIECES)
+    is_piece = every < sources * features
+    sources_of, features_of = every // features, every % features
+    header = headers + sources_of.to(tl.int64) * (_HEAD + features)
+    counts = tl.load(header + _HEAD + features_of, mask=is_piece, other=0)
+    batches = tl.load(header + _BATCH, mask=is_piece, other=0)
+    own_header = headers + source.to(tl.int64) * (_HEAD + features)
+    count, batch = tl.load(own_header + _HEAD + feature), tl.load(own_header + _BATCH)
+
+    words_of_id: tl.constexpr = ID_WORDS + (1 if WEIGHTED else 0)
+    message = messages + tl.sum(tl.where(sources_of < source, counts * words_of_id + batches, 0), 0)
+    of_message = is_piece & (sources_of == source)
+    ids = tl.sum(tl.where(of_message, counts, 0), 0)
+    ids_before = tl.sum(tl.where(of_message & (features_of < feature), counts, 0), 0)
+    is_before = (features_of < feature) | ((features_of == feature) & (sources_of < source))
+    to_id = tl.sum(tl.where(is_before, counts, 0), 0)
+    to_bag = tl.sum(tl.where(is_before, batches, 0), 0)
+
+    id_words = values.to(tl.pointer_type(tl.int32))
+    _copy(message + ids_before * ID_WORDS, id_words + to_id * ID_WORDS, count * ID_WORDS, BLOCK)
+    message += ids * ID_WORDS
+    _copy(message + feature * batch, lengths + to_bag, batch, BLOCK)
+    if WEIGHTED:
+        weight_words = weights.to(tl.pointer_type(tl.int32))
+        _copy(message + features * batch + ids_before, weight_words + to_id, count, BLOCK)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(offsets, tl.zeros([], tl.int64))
