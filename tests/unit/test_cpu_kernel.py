@@ -25,6 +25,7 @@ from cpu_kernel import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import in_turn
 
 from weft import _core
 
@@ -108,8 +109,7 @@ def test_any_options_match_the_loop(data: st.DataObject) -> None:
     assert_same_bits(result, reference(p, hash=hashed))
 
 
-@pytest.mark.parametrize("transport", [DIRECT, PUT], ids=["direct", "put"])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("transport", "threads"), in_turn([DIRECT, PUT], [1, 3]))
 def test_large_enough_for_many_blocks_and_streaming_stores(transport: int, threads: int) -> None:
     """Many blocks, batches of addresses and cache-bypassing stores (large aligned outputs)."""
     p = problem(
