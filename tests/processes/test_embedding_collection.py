@@ -39,10 +39,16 @@ def test_gradients_for_an_optimizer_of_torch(pool: Pool, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dedup": True}, {"hash": True}, {"dedup": True, "accumulates": True}], ids=str
+    ("options", "ranks"),
+    in_turn(
+        [{}, {"dedup": True}, {"hash": True}, {"dedup": True, "accumulates": True}],
+        [(1, 2), (2, 2), (3, 2), (2, 3)],
+        each=2,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(("world", "parts"), [(1, 2), (2, 2), (3, 2), (2, 3)])
-def test_tables_cut_by_columns(pool: Pool, world: int, parts: int, options: dict[str, Any]) -> None:
+def test_tables_cut_by_columns(pool: Pool, ranks: tuple[int, int], options: dict[str, Any]) -> None:
+    world, parts = ranks
     optimizer = weft.Adam(lr=0.05, weight_decay=0.01) if world % 2 else weft.Adagrad(lr=0.1, clip_norm=1.0)
     check(pool, world, columns(world, parts), optimizer, **options)
 

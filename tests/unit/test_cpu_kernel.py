@@ -57,8 +57,7 @@ def test_widths_around_the_registers(isa: str) -> None:
     assert_same_bits(run(p, isa=isa), reference(p))
 
 
-@pytest.mark.parametrize("isa", _core.isas())
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("isa", "dtype"), in_turn(_core.isas(), DTYPES[1:]), ids=str)
 def test_half_types_round_as_torch_does(isa: str, dtype: torch.dtype) -> None:
     """Every bit pattern but NaN as a bag of one; sums of two that need rounding, overflow or are subnormal."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)

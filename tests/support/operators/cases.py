@@ -94,7 +94,7 @@ MATMUL_REDUCE_SCATTER = Row(
         (Gemm((12, 16), 5), (True, False)),
         (Gemm((12, 16), 5, op="avg"), (False, True)),
     ],
-    compiled_gradients=(1, 4),
+    compiled_gradients=(1,),
     block="direct[chunks=1,by=store,add=reduce]",
     many=by(
         Gemm(),
@@ -395,7 +395,7 @@ ALL_TO_ALL_MATMUL = Row(
         for experts, exact in ((2, True), (1, True), (2, False))
         for schedule in (None, "serial")
     ],
-    compiled_gradients=(0, 4),
+    compiled_gradients=(0,),
     seeds=range(2),
     opcheck=Experts(exact=False, k=8, n=3),
 )
@@ -441,7 +441,7 @@ MATMUL_ALL_TO_ALL = Row(
         (Experts(k=12, schedule=DMA), (True, False)),
         (Experts(k=12, schedule=DMA), (False, True)),
     ],
-    compiled_gradients=(0, 6, 9),
+    compiled_gradients=(0, 9),
     seeds=range(2),
     opcheck=Experts(exact=False, k=8, n=3),
 )
