@@ -231,7 +231,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems(), slice_size=st.sampled_from((1, 2, 3, 32)), order=st.sampled_from(ORDERS))
 @example(p=Problem(tables_of((1,), rows=1), (7,), (0,) * 7 + (1,)), slice_size=1, order="natural")
 def test_any_problem(pool: Pool, p: Problem, slice_size: int, order: str) -> None:

@@ -74,7 +74,7 @@ def test_gradients_of_tables(pool: Pool, name: str, world: int) -> None:
                 assert torch.equal(grad._indices()[0], rows.nonzero()[:, 0])  # each row once, ascending
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems(), sparse=st.booleans())
 def test_gradients_of_any_problem(pool: Pool, p: Problem, sparse: bool) -> None:
     """Any tables, owners, bags, dtypes and weights, hashed ids too.
