@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.all_to_all_matmul_ranks import tokens_gradient_alone
 from support.on_ranks import device, poisoned_memory, told
 from support.operators.experts import AllToAllMatmulCall, Experts
+from support.slow import in_turn
 
 import weft
 from weft import symm
@@ -84,8 +85,7 @@ def test_of_two_gradients_one(pool: Pool) -> None:
     pool.run(one_gradient, ranks=2, timeout_s=60)
 
 
-@pytest.mark.parametrize("max_rows", [False, True], ids=["exact", "room to spare"])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("max_rows", "world"), in_turn([False, True], [3, 1]))
 def test_the_gradient_of_tokens_alone_is_a_combine(pool: Pool, world: int, max_rows: bool) -> None:
     with Pool(world) as alone:
         assert set(alone.run(tokens_gradient_alone, max_rows, timeout_s=60)) == {int(world > 1)}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from operators_called import OPERATORS, TABLES, Arguments, Change, leaves, mapped, set_to
 from support import across_ranks
 from support.on_ranks import error_of
+from support.slow import in_turn
 
 import weft
 from weft.launch import Pool
@@ -191,26 +192,26 @@ def walked(group: dist.ProcessGroup, operator: str, schedule: str | None, known:
     return found
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
-@pytest.mark.parametrize(
-    ("operator", "schedule"),
-    [
-        ("all_gather_matmul", "serial"),
-        ("all_gather_matmul", "gather[by=kernel]"),
-        ("all_gather_scaled_matmul", "serial"),
-        ("matmul_all_gather", "serial"),
-        ("matmul_all_gather", "direct[chunks=1,by=dma]"),
-        ("matmul_all_reduce", "serial"),
-        ("matmul_all_reduce", "two_shot[chunks=1,by=dma,add=gemm]"),
-        ("matmul_reduce_scatter", "serial"),
-        ("matmul_reduce_scatter", "direct[chunks=1,by=dma,add=gemm]"),
-        ("scaled_matmul_reduce_scatter", "serial"),
-        ("all_to_all_matmul", "serial"),
-        ("matmul_all_to_all", "serial"),
-        ("embedding_all_to_all", None),
-    ],
-)
-def test_ranks_that_differ_get_an_error(pool: Pool, operator: str, schedule: str | None, known: bool) -> None:
+CALLED = [
+    ("all_gather_matmul", "serial"),
+    ("all_gather_matmul", "gather[by=kernel]"),
+    ("all_gather_scaled_matmul", "serial"),
+    ("matmul_all_gather", "serial"),
+    ("matmul_all_gather", "direct[chunks=1,by=dma]"),
+    ("matmul_all_reduce", "serial"),
+    ("matmul_all_reduce", "two_shot[chunks=1,by=dma,add=gemm]"),
+    ("matmul_reduce_scatter", "serial"),
+    ("matmul_reduce_scatter", "direct[chunks=1,by=dma,add=gemm]"),
+    ("scaled_matmul_reduce_scatter", "serial"),
+    ("all_to_all_matmul", "serial"),
+    ("matmul_all_to_all", "serial"),
+    ("embedding_all_to_all", None),
+]
+
+
+@pytest.mark.parametrize(("called", "known"), in_turn(CALLED, [False, True]), ids=str)
+def test_ranks_that_differ_get_an_error(pool: Pool, called: tuple[str, str | None], known: bool) -> None:
+    operator, schedule = called
     for rank, found in enumerate(pool.run(walked, operator, schedule, known, ranks=2, timeout_s=120)):
         for name, kind, text in found:
             assert kind in ("DisagreementError", "RefusedError"), f"{name}, rank {rank}: {kind or 'a result'} {text}"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from operators_called import FP8, OPERATORS, TABLES, Features, leaves
 from support.on_ranks import resized, told
-from support.slow import mostly
+from support.slow import in_turn, mostly
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -111,8 +111,7 @@ def other_kinds(group: dist.ProcessGroup, operator: str, known: bool) -> dict[tu
     return found
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("operator", "known"), in_turn(OPERATORS, [False, True]))
 def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: str, known: bool) -> None:
     for found in pool.run(other_kinds, operator, known, ranks=2, timeout_s=60):
         assert {kind for _, kind in found} == KINDS.keys()

@@ -199,7 +199,7 @@ def _ruled(group: dist.ProcessGroup, preset: str) -> list[dict]:
     return found.records
 
 
-@pytest.mark.parametrize(("preset", "cut"), [("24x10x16", "1d"), ("24x10x32", "2d")])
+@pytest.mark.parametrize(("preset", "cut"), [slow("24x10x16", "1d"), ("24x10x32", "2d")])
 def test_the_heuristic_and_autotuning_run_under_their_names(pool: Pool, preset: str, cut: str) -> None:
     by_variant = {r["variant"]: r for r in pool.run(_ruled, preset, ranks=2)[0]}
     assert set(by_variant) == {"serial", "autotune", "heuristic"}

@@ -2,11 +2,12 @@
 
 import pytest
 from support import choosing_ranks as ranks
+from support.slow import slow
 
 from weft.launch import Pool
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])
+@pytest.mark.parametrize("exact", [True, slow(False)], ids=["exact", "bounded"])
 def test_without_a_model_schedules_are_run_and_all_ranks_take_one(pool: Pool, exact: bool) -> None:
     found = pool.run(ranks.chooses_for_experts, exact, False, ranks=3, timeout_s=100)
     assert len(set(found)) == 1

@@ -23,6 +23,7 @@ from support import embedding_training as training
 from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
 from support.on_ranks import error_of
 from support.reference import Problem, even, problem, tables_of
+from support.slow import in_turn
 from test_embedding_all_to_all import problems
 
 import weft
@@ -60,8 +61,7 @@ def assert_gradients(p: Problem, found: list[torch.Tensor], upstream: torch.Tens
 # --- gradients and updates ---
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "world"), in_turn(PROBLEMS, [1, 2, 3]))
 def test_gradients_of_tables(pool: Pool, name: str, world: int) -> None:
     steps = Steps(PROBLEMS[name](world))
     upstream = next(iter(steps))[1]
@@ -74,7 +74,7 @@ def test_gradients_of_tables(pool: Pool, name: str, world: int) -> None:
                 assert torch.equal(grad._indices()[0], rows.nonzero()[:, 0])  # each row once, ascending
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(p=problems(), sparse=st.booleans())
 def test_gradients_of_any_problem(pool: Pool, p: Problem, sparse: bool) -> None:
     """Any tables, owners, bags, dtypes and weights, hashed ids too.
@@ -130,8 +130,7 @@ def test_gradients_of_per_sample_weights(pool: Pool, pooling: str, world: int) -
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize(("optimizer", "world"), in_turn(OPTIMIZERS, [3, 1, 2]), ids=str)
 def test_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
     steps = Steps(replace(problem(world, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
     found = of_tables(steps.p, pool.run(training.trained, steps, optimizer, ranks=world))

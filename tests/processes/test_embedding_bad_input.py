@@ -17,6 +17,7 @@ import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
 from support.on_ranks import error_of
 from support.reference import Problem, problem, tables_of
+from support.slow import in_turn
 
 import weft
 from weft.embedding import EmbeddingSharding, KeyedJaggedTensor
@@ -266,8 +267,7 @@ def differ(group, p, what, known):
     return error_of(lambda: ranks.call(group, p, deadline_s=30.0))
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize(("what", "known"), in_turn(DIFFERENT, [False, True]))
 def test_ranks_that_disagree(pool: Pool, what: str, known: bool) -> None:
     p = Problem(tables_of((8, 3, 16, 1)), (0, 1, 1, 2), (4, 5, 2))
     answers = pool.run(differ, p, what, known, ranks=3)

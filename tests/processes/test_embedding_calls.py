@@ -20,6 +20,7 @@ import torch.distributed as dist
 from embedding_ranks import DTYPES, FUSED, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
 from support.on_ranks import error_of
 from support.reference import Problem, assert_close, problem, tables_of
+from support.slow import in_turn
 
 import weft
 from weft import symm
@@ -196,8 +197,7 @@ def checked_by_the_dispatcher(group, p, options):
     return done
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "size"), in_turn(TRANSPORTS, [2, 1]))
 def test_opcheck(pool: Pool, size: int, transport: str) -> None:
     p = problem(size, weighted=True)
     for done in pool.run(checked_by_the_dispatcher, p, {"transport": transport}, ranks=size):

@@ -12,6 +12,7 @@ from support import embedding_training as training
 from support.embedding_training import Steps, assert_as_exact_as_torch, of_tables
 from support.on_ranks import own_group, told
 from support.reference import Problem, even, problem
+from support.slow import in_turn
 from test_embedding_training import batch, made, state
 
 import weft
@@ -28,8 +29,7 @@ CLIPPED: tuple[EmbeddingOptimizer, ...] = (
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("optimizer", CLIPPED, ids=str)
+@pytest.mark.parametrize(("optimizer", "world"), in_turn(CLIPPED, [3, 1]), ids=str)
 def test_clipped_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
     """The norm is that of all tables, of all ranks; one of 1e6 changes no bit."""
     steps = Steps(replace(problem(world, (8, 3, 16, 1), 21, rows=40), seed=7))

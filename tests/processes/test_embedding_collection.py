@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.embedding_collection import KEYS, batch, check, columns, placements, tables_of, train
 from support.embedding_partition import full_weights, named_parts, whole
 from support.on_ranks import error_of, told
+from support.slow import in_turn
 from torch import nn
 
 import weft
@@ -26,8 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # tor
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", placements(1))
+@pytest.mark.parametrize(("name", "world"), in_turn(placements(1), [1, 2, 3, 4], each=2))
 def test_rows_and_updates(pool: Pool, name: str, world: int, dedup: bool) -> None:
     optimizer = weft.Adam(lr=0.05, weight_decay=0.01) if world % 2 else weft.RowwiseAdagrad(lr=0.1)
     check(pool, world, placements(world)[name], optimizer, dedup=dedup)
@@ -39,10 +39,16 @@ def test_gradients_for_an_optimizer_of_torch(pool: Pool, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dedup": True}, {"hash": True}, {"dedup": True, "accumulates": True}], ids=str
+    ("options", "ranks"),
+    in_turn(
+        [{}, {"dedup": True}, {"hash": True}, {"dedup": True, "accumulates": True}],
+        [(1, 2), (2, 2), (3, 2), (2, 3)],
+        each=2,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(("world", "parts"), [(1, 2), (2, 2), (3, 2), (2, 3)])
-def test_tables_cut_by_columns(pool: Pool, world: int, parts: int, options: dict[str, Any]) -> None:
+def test_tables_cut_by_columns(pool: Pool, ranks: tuple[int, int], options: dict[str, Any]) -> None:
+    world, parts = ranks
     optimizer = weft.Adam(lr=0.05, weight_decay=0.01) if world % 2 else weft.Adagrad(lr=0.1, clip_norm=1.0)
     check(pool, world, columns(world, parts), optimizer, **options)
 

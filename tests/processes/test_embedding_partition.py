@@ -28,6 +28,7 @@ from support.embedding_partition import (
     whole,
 )
 from support.on_ranks import error_of, told
+from support.slow import in_turn, mostly
 from torch import nn
 
 import weft
@@ -39,14 +40,13 @@ from weft.nn import ShardedEmbeddingBagCollection
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", placements(1))
+@pytest.mark.parametrize(("name", "world"), in_turn(placements(1), [1, 3, 2, 4], each=2))
 def test_tables_learn_as_in_one_process(pool: Pool, name: str, world: int) -> None:
     optimizer = weft.Adam(lr=0.05, weight_decay=0.01) if world % 2 else weft.Adagrad(lr=0.1)
     check(pool, world, placements(world)[name], optimizer, is_weighted=world == 2)
 
 
-@pytest.mark.parametrize("name", placements(1))
+@pytest.mark.parametrize("name", mostly(placements(1), "rows", "columns", "mixed"))
 def test_gradients_for_an_optimizer_of_torch(pool: Pool, name: str) -> None:
     for sparse in (False, True):
         check(pool, 3, placements(3)[name], None, sparse=sparse, torchs=True, gradients="sum")

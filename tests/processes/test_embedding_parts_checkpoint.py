@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.embedding_partition import TABLES, batch, named_parts, placements, whole
+from support.slow import slow
 from torch import nn
 
 import weft
@@ -94,7 +95,7 @@ def load_error(group: dist.ProcessGroup, folder: str, placement: Any, optimizer:
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead")
 
 
-@pytest.mark.parametrize("name", ["whole", "rows", "mixed", "columns", "replicated"])
+@pytest.mark.parametrize("name", ["rows", "columns", "replicated", slow("whole"), slow("mixed")])
 def test_another_sharding_goes_on(pool: Pool, tmp_path: Path, name: str) -> None:
     optimizer = weft.Adam(lr=0.1)
     of = {**placements(2), "whole": [0, 1, 0, 1]}[name]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import error_of
-from support.slow import slow
+from support.slow import in_turn, slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,9 +106,10 @@ def by_torch(steps: int, weighted: bool, scale: float) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "options", [{"optimizer": weft.SGD(lr=0.1)}, {"torchs": True}, {"torchs": True, "sparse": True}], ids=str
+    ("options", "world"),
+    in_turn([{"optimizer": weft.SGD(lr=0.1)}, {"torchs": True}, {"torchs": True, "sparse": True}], [3, 1, 2]),
+    ids=str,
 )
-@pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_module_learns_as_tables_in_one_process(pool: Pool, options: dict[str, Any], world: int) -> None:
     for given in ({}, {"is_weighted": True, "gradients": "sum"}, {"input": "global_batch"}):
         found: dict[str, torch.Tensor] = {}

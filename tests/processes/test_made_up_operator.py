@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.slow import slow
 
 from weft.bench.core import records
 from weft.bench.core.options import BenchOptions
@@ -136,7 +137,7 @@ def measured(group: dist.ProcessGroup) -> list[dict[str, Any]]:
     return run_rank(group.rank(), 2, options)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, slow(2), 3])
 def test_it_runs_differentiates_and_compiles(pool: Pool, world: int) -> None:
     pool.run(run, ranks=world, timeout_s=120)
 

@@ -18,7 +18,7 @@ SIZES = (50, 40, 24)
 
 @pytest.mark.parametrize(
     ("world", "dtype"),
-    [(1, F32), (2, F32), (3, BF16), slow(3, F16), slow(4, F32)],
+    [(1, F32), slow(2, F32), (3, BF16), slow(3, F16), slow(4, F32)],
     ids=str,
 )
 def test_every_map_of_wefts(pool: Pool, world: int, dtype: torch.dtype) -> None:
@@ -26,7 +26,7 @@ def test_every_map_of_wefts(pool: Pool, world: int, dtype: torch.dtype) -> None:
     pool.run(maps.run_library, SIZES, dtype, ranks=world, timeout_s=200)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, slow(4)])
 def test_random_maps(pool: Pool, world: int) -> None:
     pool.run(maps.run_random, SIZES, F32, range(world, world + 12), ranks=world, timeout_s=100)
 

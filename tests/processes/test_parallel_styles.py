@@ -12,7 +12,7 @@ import torch
 from support import style_ranks as ranks
 from support import styled_layers as layers
 from support import titan_functions, titan_ranks
-from support.slow import slow
+from support.slow import in_turn, slow
 
 from weft.launch import Pool
 
@@ -76,8 +76,9 @@ def test_a_block_compiles_in_one_graph(pool: Pool, sequence: bool, wanted: dict[
         assert calls == wanted
 
 
-@pytest.mark.parametrize("world", [1, 2, slow(4)])
-@pytest.mark.parametrize("name", layers.LINEARS)
+@pytest.mark.parametrize(
+    ("name", "world"), [*in_turn(layers.LINEARS, [2, 1]), *(slow(name, 4) for name in layers.LINEARS)]
+)
 def test_layers(pool: Pool, name: str, world: int) -> None:
     calls = pool.run(layers.linears, name, torch.float32, 8, False, ranks=world, timeout_s=60)
     assert calls == [layers.LINEARS[name][-1]] * world

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import told
-from support.slow import slow
+from support.slow import in_turn, slow
 
 import weft
 from weft.launch import Pool
@@ -96,8 +96,7 @@ def twice(group: dist.ProcessGroup, name: str, compiled: bool) -> dict[str, str]
     return found
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "compiled"), in_turn(CALLS, [False, True]))
 def test_a_second_derivative_is_refused(pool: Pool, name: str, compiled: bool) -> None:
     operator = name.split(",")[0]
     for found in pool.run(twice, name, compiled, ranks=2, timeout_s=60):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import error_of, own_group
+from support.slow import mostly
 
 import weft
 from weft.launch import Pool
@@ -190,7 +191,7 @@ def paused(group: dist.ProcessGroup, schedule: str, seconds: float) -> int:
     return count
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", mostly(SCHEDULES, "serial", SCHEDULES[-1]))
 def test_a_pause_is_no_failure(pool: Pool, schedule: str) -> None:
     """A wait for gloo that has expired when the process continues is no error if the collective has ended meanwhile."""
     first, second = pool.run(paused, schedule, 1.5, ranks=2)

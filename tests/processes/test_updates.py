@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.made_up import require_runnable_on_gpus
+from support.slow import in_turn
 
 from weft.builders import MatmulReduceScatter, named
 from weft.errors import ScheduleError
@@ -144,8 +145,10 @@ def summed(group: dist.ProcessGroup, dtype: str, way: str, calls: int) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("way", ["copy", "compute", "reduce", "remote", "tracked", "tracked remote", "library"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("way", "world"),
+    in_turn(["copy", "compute", "reduce", "remote", "tracked", "tracked remote", "library"], [2, 4, 1], each=2),
+)
 def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, way: str) -> None:
     schedule = scattered(world, "fp32", way)
     verify(schedule)
@@ -154,8 +157,10 @@ def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, w
         pool.run(summed, dtype, way, 20 if dtype == "fp32" else 5, ranks=world)
 
 
-@pytest.mark.parametrize("way", ["pulled[chunks=1,by=gemm]", "pulled[chunks=3,by=gemm]", "pulled[chunks=2,by=tracked]"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("way", "world"),
+    in_turn(["pulled[chunks=1,by=gemm]", "pulled[chunks=3,by=gemm]", "pulled[chunks=2,by=tracked]"], [2, 3]),
+)
 def test_gemms_add_to_what_they_read_at_a_peers(pool: Pool, world: int, way: str) -> None:
     for dtype in ON_CPU:
         pool.run(summed, dtype, way, 10, ranks=world)

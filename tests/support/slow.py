@@ -26,6 +26,14 @@ def pairs(first: Iterable[Any], second: Iterable[Any], *fast: tuple[Any, Any]) -
     return [pair if pair in fast else slow(*pair) for pair in values]
 
 
+def in_turn(first: Iterable[Any], second: Iterable[Any], each: int = 1) -> list[Any]:
+    """Return each of `first` with each of `second`, for `parametrize` of both. In `make test`, each of `first` meets `each` of
+    `second`, which take turns; all other pairs are marked as slow."""
+    first, second = list(first), list(second)
+    taking_turns = [(one, second[(i + j) % len(second)]) for i, one in enumerate(first) for j in range(each)]
+    return pairs(first, second, *taking_turns)
+
+
 def slow(*values: Any) -> Any:
     """Return a set of parameters that is marked as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -25,6 +25,7 @@ from cpu_kernel import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import in_turn
 
 from weft import _core
 
@@ -56,8 +57,7 @@ def test_widths_around_the_registers(isa: str) -> None:
     assert_same_bits(run(p, isa=isa), reference(p))
 
 
-@pytest.mark.parametrize("isa", _core.isas())
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("isa", "dtype"), in_turn(_core.isas(), DTYPES[1:]), ids=str)
 def test_half_types_round_as_torch_does(isa: str, dtype: torch.dtype) -> None:
     """Every bit pattern but NaN as a bag of one; sums of two that need rounding, overflow or are subnormal."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -108,8 +108,7 @@ def test_any_options_match_the_loop(data: st.DataObject) -> None:
     assert_same_bits(result, reference(p, hash=hashed))
 
 
-@pytest.mark.parametrize("transport", [DIRECT, PUT], ids=["direct", "put"])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("transport", "threads"), in_turn([DIRECT, PUT], [1, 3]))
 def test_large_enough_for_many_blocks_and_streaming_stores(transport: int, threads: int) -> None:
     """Many blocks, batches of addresses and cache-bypassing stores (large aligned outputs)."""
     p = problem(

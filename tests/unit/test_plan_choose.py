@@ -107,7 +107,7 @@ def test_equal_schedules_are_one() -> None:
 
 @pytest.mark.parametrize("model", [H200, model_of(load_machine("mi300x"), 8)], ids=lambda m: m.name)
 @pytest.mark.parametrize("shape", [slow((64, 4096, 8192)), slow((1024, 1024, 4096)), (8192, 4096, 8192)])
-@pytest.mark.parametrize("mode", ["queued", "single"])
+@pytest.mark.parametrize("mode", ["queued", slow("single")])
 def test_no_run_is_shorter_than_its_bound(
     mode: Mode, shape: tuple[int, int, int], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

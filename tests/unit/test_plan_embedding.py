@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.slow import in_turn
 
 import weft
 from weft import plan
@@ -58,8 +59,7 @@ def test_what_is_taken_was_the_fastest_when_measured(config: str, dtype: str) ->
         assert taken["p50_ms"] <= min(record["p50_ms"] for record in others)
 
 
-@pytest.mark.parametrize("machine", known_machines())
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("machine", "ranks"), in_turn(known_machines(), [8, 4, 2, 1]))
 def test_nothing_is_taken_that_is_slower_than_serial(machine: str, ranks: int) -> None:
     model = model_of(load_machine(machine), ranks)
     for batch, dim, rows, tables in (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from sim_toys import gpu
-from support.slow import mostly
+from support.slow import in_turn
 
 from weft import plan
 from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
@@ -102,8 +102,7 @@ def test_families() -> None:
     assert experts.resized(5.0) is experts
 
 
-@pytest.mark.parametrize("world", mostly([2, 3, 4], 2, 3))
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("gathered", "world"), in_turn([False, True], [2, 3, 4]))
 def test_order_and_flags_of_one_size_are_those_of_another(world: int, gathered: bool) -> None:
     """An executor takes from another of its kind exactly what it would compute by itself."""
     sizes, kept = [(240, 36), (48, 36), (12, 36)], 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import applicable, check_value
-from support.slow import mostly, slow
+from support.slow import pairs, slow
 
 from weft.builders import AllToAllMatmul, MatmulAllToAll, NotApplicableError, named
 from weft.builders.problems.experts import ExpertsProblem
@@ -48,8 +48,10 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", mostly(RAGGED, "one rank", "two", "three, one without tokens"))
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    pairs(RAGGED, [True, False], ("one rank", True), ("two", False), ("three, one without tokens", True)),
+)
 def test_every_candidate_verifies(name: str, exact: bool) -> None:
     splits, experts = RAGGED[name]
     found = applicable(problem(splits, experts, exact))
@@ -121,7 +123,7 @@ def test_ficco_adds_up_columns_of_tokens() -> None:
     assert [(k.first_k, k.n_k) for k in kernels] == [(0, 11), (11, 10), (21, 10), (31, 10)]
 
 
-@pytest.mark.parametrize("world", [2, 4, slow(8)])
+@pytest.mark.parametrize("world", [2, slow(4), slow(8)])
 def test_every_candidate_of_the_combine_verifies_and_can_be_simulated(world: int) -> None:
     """However fast, it takes the products' time. These take long here, so sending meanwhile is faster than serial, unless the last
     tiles of a launch leave units idle."""

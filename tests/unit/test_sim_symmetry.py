@@ -82,7 +82,7 @@ def _one_slow_link(ranks: int) -> Topology:
     return replace(mesh(ranks, 100.0), links=(SLOW_LINK, *mesh(ranks, 100.0).links[1:]))
 
 
-@pytest.mark.parametrize("mode", ["queued", slow("single")])
+@pytest.mark.parametrize(("mode", "step"), [("queued", 3), slow("queued", 1), slow("single", 1)])
 @pytest.mark.parametrize(
     ("wiring", "simulated"),
     [
@@ -92,9 +92,11 @@ def _one_slow_link(ranks: int) -> Topology:
         (Wiring(_one_slow_link), 4),
     ],
 )
-def test_no_more_ranks_are_taken_to_be_alike_than_the_topology_has(wiring: Wiring, simulated: int, mode: Mode) -> None:
+def test_no_more_ranks_are_taken_to_be_alike_than_the_topology_has(
+    wiring: Wiring, simulated: int, mode: Mode, step: int
+) -> None:
     model, alike = replace(gpu("h200", 4), wiring=wiring), 0
-    for name, schedule in _schedules(4).items():
+    for name, schedule in list(_schedules(4).items())[::step]:
         one = simulate(schedule, model, runs=2, mode=mode)
         assert len(one.program.ranks) in (simulated, 4), name
         alike += len(one.program.ranks) == simulated
@@ -102,7 +104,7 @@ def test_no_more_ranks_are_taken_to_be_alike_than_the_topology_has(wiring: Wirin
             every = _every_rank(schedule, model, mode)
             assert _numbers(one) == pytest.approx(_numbers(every), rel=SAME), name
             assert _spans(one) == _spans(every), name
-    assert alike > 20
+    assert alike > 20 // step
 
 
 def _spans(result: Simulated) -> list[tuple]:
@@ -252,7 +254,7 @@ def _parts(tiled: object) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize("world", [2, 3, slow(5)])
+@pytest.mark.parametrize("world", [2, slow(3), slow(5)])
 def test_steps_are_issued_in_the_order_of_all_ranks(world: int) -> None:
     model, compared = gpu("h200", world), 0
     for name, schedule in _schedules(world).items():

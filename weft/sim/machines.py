@@ -33,6 +33,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from weft.hw import Machine
 from weft.hw.derived import GIVEN
@@ -154,6 +155,7 @@ def _gaps(machine: Machine) -> list[str]:
     return gaps
 
 
+@lru_cache(maxsize=256)  # the same few machines, again and again
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
     """Return the rate for full tiles. With this rate, the model's formula gives `flops_per_us` for a large matmul."""
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -335,19 +335,14 @@ class Model:
             )
         return self.matmul_flops_per_us[dtype]
 
-    @cached_property
+    @property
     def _ways(self) -> np.ndarray:
         """All tiles and splits: [4, ways] of rows, cols, parts of k and efficiency."""
-        ways = itertools.product(_tiles(*self.tile), _SPLITS)
-        return np.array([(r, c, split, self._tile_efficiency(r, c)) for (r, c), split in ways]).T
+        return _all_ways(self.tile, self.tile_half)
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:
         """Return the efficiency of a tile relative to the largest tile."""
-
-        def loss(r: int, c: int) -> float:
-            return 1 + self.tile_half * (1 / r + 1 / c)
-
-        return loss(*self.tile) / loss(rows, cols)
+        return _efficiency(self.tile, self.tile_half, rows, cols)
 
     def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
         """Return the bytes to and from memory. Concurrent tiles form an almost square block that shares its operands."""
@@ -398,6 +393,16 @@ def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
     if count > sizes[-1]:
         return float(times[-1] * count / sizes[-1])
     return math.exp(np.interp(math.log(count), np.log(sizes), np.log(times)))
+
+
+@lru_cache(maxsize=64)
+def _all_ways(tile: tuple[int, int], half: float) -> np.ndarray:
+    ways = itertools.product(_tiles(*tile), _SPLITS)
+    return np.array([(r, c, split, _efficiency(tile, half, r, c)) for (r, c), split in ways]).T
+
+
+def _efficiency(tile: tuple[int, int], half: float, rows: int, cols: int) -> float:
+    return (1 + half * (1 / tile[0] + 1 / tile[1])) / (1 + half * (1 / rows + 1 / cols))
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
