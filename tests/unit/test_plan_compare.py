@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from weft.builders import EmbeddingAllToAll
 from weft.plan import compare
 from weft.words import decimal_us, in_us
 
+explain = importlib.import_module("weft.plan.explain")  # the name in its package is the function
 GIVEN: Mapping[str, Any] = {"M": 1024, "N": 64, "K": 64, "ranks": 2, "hw": "h200", "dtype": "bf16"}
 
 
@@ -65,6 +67,29 @@ def test_uneven_ranks_beyond_the_limit_are_refused_before_any_work(monkeypatch: 
     given = {"hw": "mi300x", "topology": "torus", "dtype": "fp32", "ranks": 1 << 14, "M": 1 << 15}
     with pytest.raises(ValueError, match="ranks have different tables, and the simulation of more than 256 different"):
         _compare("embedding_all_to_all", tables=3, **given)
+
+
+@pytest.mark.parametrize("op", ["all_to_all_matmul", "matmul_all_to_all"])
+def test_nearly_even_experts_take_as_long_as_even_ones(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"M": 1003, "N": 512, "K": 256, "ranks": 12, "hw": "mi300x", "topology": "ring", "experts": 24}
+    schedules = ["serial", "dispatch[by=dma,rest=each]" if op.startswith("all") else "combine[chunks=1,by=dma]"]
+    even = _compare(op, **given, schedules=schedules)
+    assert even.problem.uneven == ""
+    assert "simulated with 0.50% more rows, so that all ranks do the same" in "; ".join(even.notes)
+    monkeypatch.setattr(explain, "_EXACT_RANKS", 12)
+    exact = {row.name: row.us for row in _compare(op, **given, schedules=schedules).rows}
+    assert exact.keys() == set(schedules)
+    for row in even.rows:
+        assert exact[row.name] is not None
+        assert row.us == pytest.approx(exact[row.name], rel=0.02)
+
+
+def test_far_from_even_experts_are_simulated_as_they_are() -> None:
+    given = {"M": 25, "N": 64, "K": 64, "ranks": 12, "hw": "mi300x", "experts": 24, "schedules": ["serial"]}
+    found = _compare("all_to_all_matmul", **given)
+    assert found.problem.uneven == "M=25 is not divisible by 24 experts (M=48 is)"
+    with pytest.raises(ValueError, match="more than 72 different ranks takes too long"):
+        _compare("all_to_all_matmul", **{**given, "ranks": 96, "experts": 96})
 
 
 def test_sizes_of_many_ranks_take_work_in_proportion_to_them() -> None:

@@ -90,6 +90,12 @@ class Problem:
         work."""
         return ""
 
+    @property
+    def evened(self) -> tuple[Problem, float] | None:
+        """The smallest problem that contains this one and whose ranks all do the same work, and how many times as many rows it
+        has. None if there is none, or if it is not known."""
+        return None
+
     def takes(self, candidate: Candidate) -> bool:
         """True if a call without a pinned schedule may use `candidate`."""
         return True

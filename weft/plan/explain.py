@@ -52,6 +52,8 @@ MOST_RANKS = 256
 takes minutes; beyond it, also gigabytes."""
 MOST_OF_A_TORUS = 1 << 16
 """Ranks of a torus that one rank can represent (`weft.sim.orbits`): 16,384 take seconds."""
+_EXACT_RANKS, _NEARLY = 8, 1.02
+"""More ranks than that are simulated with an even size, if it is at most that many times as large: few ranks then represent all."""
 _MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
 """The most ranks, by operator, that may differ, so that each is simulated. Others: as many as one NVLink domain has."""
 
@@ -263,6 +265,14 @@ def problem_on_machine(
         raise ValueError(f"M={M}, N={N}, K={K}: each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
+    if problem.uneven and ranks > _EXACT_RANKS and (evened := problem.evened) is not None:
+        even, times = evened
+        if times <= _NEARLY:
+            notes = (
+                *notes,
+                f"{problem.uneven}: simulated with {times - 1:.2%} more rows, so that all ranks do the same",
+            )
+            return machine, model, notes, even
     may_differ = _MOST_UNEVEN.get(op, _MOST_UNEVEN_OTHERS)
     if ranks > may_differ and problem.uneven:
         raise ValueError(
