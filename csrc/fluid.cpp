@@ -43,7 +43,6 @@ struct Part {
     double at_us = 0.0;  // the time at which `rest` of the work is valid
     int64_t ends = 0;    // the number of the planned end that is valid
     bool changed = false;
-    bool only_shares = true;                      // so far
     std::unique_ptr<weft::SharesInFlow> in_flow;  // if many steps run at once
 };
 
@@ -82,10 +81,6 @@ class Fluid {
         Part &part = parts_[number];
         if (part.at_us < now) flow(part, now, due);
         part.working.push_back({lane, load, work_us, work_us, 0.0, mark(work_us, pulses), pulses});
-        if (!shares_.only_shares(load)) {
-            part.only_shares = false;
-            part.in_flow.reset();
-        }
         if (part.in_flow) part.working.back().step = part.in_flow->add(load);
         change(number);
         return due;
@@ -153,10 +148,10 @@ class Fluid {
         });
     }
 
-    // Set the speeds of many steps that only share, from those before the change; false if there are few, or if that fails.
+    // Set the speeds of many steps, from those before the change; false if there are few, or if that fails.
     bool flowing(Part &part) {
         if (!part.in_flow) {
-            if (!part.only_shares || part.working.size() < many) return false;
+            if (part.working.size() < many) return false;
             part.in_flow = std::make_unique<weft::SharesInFlow>(shares_);
             for (Working &one : part.working) one.step = part.in_flow->add(one.load);
         }
@@ -164,7 +159,10 @@ class Fluid {
             part.in_flow.reset();
             return false;
         }
-        for (Working &one : part.working) one.speed = part.in_flow->speed(one.step);
+        std::vector<int> steps;
+        for (const Working &one : part.working) steps.push_back(one.step);
+        const std::vector<double> speeds = part.in_flow->speeds(steps);
+        for (size_t i = 0; i < steps.size(); ++i) part.working[i].speed = speeds[i];
         return true;
     }
 

@@ -262,8 +262,8 @@ std::vector<double> MaxMinShares::speeds(const std::vector<int> &keys, const std
 }
 
 SharesInFlow::SharesInFlow(const MaxMinShares &shares)
-    : shares_(shares), users_(shares.resources()), limits_(shares.resources(), std::numeric_limits<double>::infinity()),
-      is_touched_(shares.resources(), false) {}
+    : shares_(shares), users_(2 * shares.resources()), limits_(users_.size(), std::numeric_limits<double>::infinity()),
+      held_(shares.resources()), is_touched_(users_.size(), false) {}
 
 int SharesInFlow::add(int key) {
     int number = int(steps_.size());
@@ -275,13 +275,16 @@ int SharesInFlow::add(int key) {
     }
     Step &step = steps_[number];
     step = {};
-    for (const Use &use : shares_.share(key)) {
-        if (use.amount <= nothing) continue;
-        auto part = std::find_if(step.uses.begin(), step.uses.end(), [&](const Part &p) { return p.place == use.resource; });
-        if (part == step.uses.end()) part = step.uses.insert(part, {use.resource, 0.0, 0.0});
-        part->most = std::max(part->most, use.amount);
-        part->times += use.amount;
+    step.key = key;
+    const Uses &uses = shares_.uses(key);
+    for (const Use &one : uses.share) use(number, one);
+    for (const Use &one : uses.hold) {
+        // Holders take turns only if all of them together hold more than there is. Otherwise this resource is never short.
+        use(number, {shares_.resources() + one.resource, one.amount});
+        held_[one.resource].emplace_back(number, one.amount);
+        touch(one.resource);
     }
+    disturbing_ += !uses.disturb.empty();
     for (Part &part : step.uses) {
         part.times /= part.most;
         users_[part.place].push_back({number, part.most, part.times});
@@ -291,12 +294,46 @@ int SharesInFlow::add(int key) {
     return number;
 }
 
+void SharesInFlow::use(int number, Use use) {
+    if (use.amount <= nothing) return;
+    std::vector<Part> &uses = steps_[number].uses;
+    auto part = std::find_if(uses.begin(), uses.end(), [&](const Part &p) { return p.place == use.resource; });
+    if (part == uses.end()) part = uses.insert(part, {use.resource, 0.0, 0.0});
+    part->most = std::max(part->most, use.amount);
+    part->times += use.amount;
+}
+
 void SharesInFlow::remove(int number) {
+    const Uses &uses = shares_.uses(steps_[number].key);
     for (const Part &part : steps_[number].uses) {
         std::erase_if(users_[part.place], [&](const Part &user) { return user.place == number; });
         touch(part.place);
     }
+    for (const Use &one : uses.hold) {
+        std::erase_if(held_[one.resource], [&](const auto &holder) { return holder.first == number; });
+        touch(one.resource);
+    }
+    disturbing_ -= !uses.disturb.empty();
     free_.push_back(number);
+}
+
+double SharesInFlow::room(int resource) const {
+    if (resource >= shares_.resources() || held_[resource].empty()) return 1.0;
+    double held = 0.0;
+    for (const auto &[step, units] : held_[resource]) held += units;
+    return std::max(max_min_least, 1.0 - held);
+}
+
+std::vector<double> SharesInFlow::speeds(const std::vector<int> &steps) const {
+    std::vector<double> found;
+    for (int step : steps) found.push_back(steps_[step].speed);
+    if (!disturbing_) return found;
+    std::vector<const Uses *> loads;
+    for (int step : steps) loads.push_back(&shares_.uses(steps_[step].key));
+    std::vector<double> capacity(shares_.resources());
+    for (int r = 0; r < shares_.resources(); ++r) capacity[r] = room(r);
+    disturb(loads, std::vector<int>(steps.size(), 1), capacity, found);
+    return found;
 }
 
 bool SharesInFlow::settle() {
@@ -348,7 +385,7 @@ void SharesInFlow::see(int number, int because) {
 // As `limit_of` above, by Newton's method from the last limit, without sorting: the limit is what the steps below it leave to
 // the others. After the first step it only rises.
 double SharesInFlow::limit_of(int resource) {
-    const double room = 1.0;
+    const double room = this->room(resource);
     double wanted = 0.0, times = 0.0;
     caps_.clear();
     for (const Part &user : users_[resource]) {

@@ -27,9 +27,7 @@ class MaxMinShares {
   public:
     explicit MaxMinShares(const std::vector<Load> &loads);
 
-    // True if the load only shares resources: it holds none and disturbs none.
-    bool only_shares(int key) const { return loads_.at(key).hold.empty() && loads_.at(key).disturb.empty(); }
-    const std::vector<Use> &share(int key) const { return loads_.at(key).share; }
+    const Uses &uses(int key) const { return loads_.at(key); }
     int resources() const { return resources_; }
 
     // The speed, from 0 to 1, of each of counts[i] steps with the load number keys[i]; of keys that differ.
@@ -40,8 +38,8 @@ class MaxMinShares {
     std::vector<Uses> loads_;
 };
 
-// The speeds of many steps that only share resources, kept while steps begin and end: a change visits only what it concerns.
-// Limits adapt from their last values, and settle at the same shares as from the start.
+// The speeds of many steps, kept while steps begin and end: a change visits only what it concerns. Limits adapt from their last
+// values, and settle at the same shares as from the start.
 class SharesInFlow {
   public:
     explicit SharesInFlow(const MaxMinShares &shares);
@@ -51,7 +49,8 @@ class SharesInFlow {
     void remove(int step);
     // Adapt the limits; false if they do not settle.
     bool settle();
-    double speed(int step) const { return steps_[step].speed; }
+    // The speed of each of these steps.
+    std::vector<double> speeds(const std::vector<int> &steps) const;
 
   private:
     struct Part {  // a step at one resource: see Part in max_min.cpp
@@ -59,6 +58,7 @@ class SharesInFlow {
         double most, times;
     };
     struct Step {
+        int key = 0;
         std::vector<Part> uses;
         double speed = 1.0, otherwise = 1.0;
         int resource = -1;
@@ -67,12 +67,18 @@ class SharesInFlow {
     void see(int step, int because);
     double limit_of(int resource);
     void touch(int resource);
+    void use(int step, Use use);
+    // What holders leave of a resource.
+    double room(int resource) const;
 
     const MaxMinShares &shares_;
     std::vector<Step> steps_;
     std::vector<int> free_;                // numbers of removed steps
-    std::vector<std::vector<Part>> users_; // by resource
+    // Of each resource r at r, and of the units of r that are held at resources + r.
+    std::vector<std::vector<Part>> users_;
     std::vector<double> limits_;
+    std::vector<std::vector<std::pair<int, double>>> held_;  // by resource, (step, its units), in the order of their beginning
+    int disturbing_ = 0;                   // steps that disturb
     std::vector<int> touched_;             // resources whose limit may change, in order
     std::vector<bool> is_touched_;
     std::vector<std::pair<double, double>> caps_;  // (the most that a user may take, how often), of the resource at hand

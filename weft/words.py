@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+
+_DUST_US = 1e-6
+"""Times below a picosecond are rounding errors of sums."""
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -41,3 +45,17 @@ def and_list(names: Iterable[str]) -> str:
     """ "one, another and a third"."""
     *before, last = names
     return f"{', '.join(before)} and {last}" if before else last
+
+
+def decimal_us(us: float) -> str:
+    """Return microseconds as a decimal number that is never 0: with one decimal, or with two significant digits if one decimal
+    would lose them. "none" if there is no time at all."""
+    if abs(us) < _DUST_US:
+        return "none"
+    digits = 1 if abs(us) >= 0.1 else 1 - math.floor(math.log10(abs(us)))
+    return f"{us:.{digits}f}"
+
+
+def in_us(us: float) -> str:
+    """Return a time with its unit, for sentences: "12.3 us", "0.0021 us", "no time"."""
+    return "no time" if abs(us) < _DUST_US else f"{decimal_us(us)} us"

@@ -322,7 +322,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three positive integers"),
         (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three positive integers"),
         (["--shape", "512,8,0"], "M=512, N=8, K=0: each must be at least 1"),
-        (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 256"),
+        (["--shape", "512,8,8", "--ranks", "1024"], "ranks=1024: at most 256 can be simulated"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder"),
         (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),

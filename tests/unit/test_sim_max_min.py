@@ -198,13 +198,23 @@ def test_every_step_below_full_speed_has_a_full_resource_of_which_nobody_takes_m
             )
 
 
-def test_many_flows_have_the_same_speeds_when_they_are_followed_from_change_to_change() -> None:
-    """300 flows over 24 links, at first 300 at once, as when solved anew whenever one of them ends."""
+@pytest.mark.parametrize(("units", "disturbing"), [(0.0, 0), (0.005, 0), (0.05, 0), (0.005, 30)])
+def test_many_flows_have_the_same_speeds_when_they_are_followed_from_change_to_change(
+    units: float, disturbing: int
+) -> None:
+    """300 flows over 24 links, at first 300 at once, as when solved anew whenever one of them ends.
+
+    units: of one of 6 GPUs, which each flow holds; at 0.05 they hold more than there is. disturbing: flows that slow down a GPU.
+    """
     rng = random.Random(5)
     loads = [
-        Load(tuple((link, rng.choice((1.0, 0.5, 0.2))) for link in rng.sample(range(24), rng.choice((1, 2, 3)))))
-        for _ in range(300)
-    ]
+        Load(
+            tuple((link, rng.choice((1.0, 0.5, 0.2))) for link in rng.sample(range(24), rng.choice((1, 2, 3)))),
+            ((24 + number % 6, units),) if units else (),
+            ((24 + number % 6, 0.02),) if number < disturbing else (),
+        )
+        for number in range(294)
+    ] + [Load(((24 + gpu, 1.0),)) for gpu in range(6)]
     left = {flow: rng.uniform(1, 100) for flow in range(300)}
     fluid, now = Fluid(loads, [0] * 300, PULSES, 1 << 16), 0.0
     for flow, work_us in left.items():

@@ -15,7 +15,16 @@ from weft.hw.topology.links import torus
 from weft.sim.collectives import algorithms
 from weft.studies import fused_embedding as study
 from weft.studies.dlrm_iteration import Dlrm, Task, ends_us, exchange_us, reduce_us
-from weft.studies.fused_embedding_model import Order, Setting, bag_bytes, between_nodes, in_a_node, rate
+from weft.studies.fused_embedding_model import (
+    Order,
+    Setting,
+    bag_bytes,
+    between_nodes,
+    in_a_node,
+    rate,
+    slice_us,
+    with_message,
+)
 from weft.studies.numbers import load_numbers
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +67,31 @@ def test_no_kernel_is_faster_than_its_memory_or_its_links(rows: float) -> None:
         assert in_a_node(setting, numbers).fused[0] > least
 
 
-def test_more_occupancy_and_larger_slices_are_never_slower() -> None:
-    by_occupancy = [max(between_nodes(study.ONE, NUMBERS, occupancy=of).fused) for of in study.OCCUPANCIES]
+def test_larger_slices_are_never_slower_and_more_occupancy_is_up_to_three_quarters() -> None:
+    by_occupancy = [max(between_nodes(study.ONE, NUMBERS, occupancy=of).fused) for of in (0.25, 0.5, 0.75)]
     by_slice = [max(between_nodes(study.ONE, NUMBERS, slice_size=of).fused) for of in study.SLICES]
     assert by_occupancy == sorted(by_occupancy, reverse=True)
     assert all(later <= 1.001 * earlier for earlier, later in itertools.pairwise(by_slice))
+
+
+def test_wavefronts_contend_beyond_three_quarters() -> None:
+    calm = rate(NUMBERS, 0.75)
+    assert calm == rate(NUMBERS.with_value("memory.contention", 0.0), 0.75)
+    assert [calm / rate(NUMBERS, of) for of in (0.8125, 0.875, 1.0)] == pytest.approx([1.125, 1.25, 1.25])
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.81])
+def test_skew_is_half_of_what_the_nic_takes_longer_than_pooling(share: float) -> None:
+    numbers = NUMBERS.with_value("memory.share", share)
+    pooling_us, nic_us = slice_us(numbers)
+    setting = Setting(65536, 64)  # so many slices that latency and launch are nothing
+    natural, first = (between_nodes(setting, numbers, order=order).skew for order in study.ORDERS)
+    assert natural == pytest.approx(max(0.0, (nic_us / pooling_us - 1) / 2), abs=1e-4)
+    assert first == 0
+
+
+def test_the_time_of_a_message_is_what_figure_12_gives() -> None:
+    assert with_message(study.ONE, NUMBERS)["nic.message"] == pytest.approx(NUMBERS["nic.message"], rel=0.01)
 
 
 def test_tasks_wait_for_resources_for_each_other_and_stay_beside() -> None:
@@ -121,7 +150,7 @@ def test_numbers_are_read_with_units_and_wrong_ones_are_named() -> None:
 def test_the_records_are_the_models() -> None:
     rows = study.rows_of(files.read([RECORDS]))
     now = study.rows_of(study.simulated())
-    for name in ("10", "13", "15", "sensitivity"):
+    for name in ("10", "13", "15", "sensitivity", "readings"):
         for field in {"lines", "gains"} & now[name].keys():
             assert _flat(rows[name][field]) == pytest.approx(_flat(now[name][field]))
     with pytest.raises(ValueError, match="no records of fused embedding: run weft reproduce fused-embedding"):

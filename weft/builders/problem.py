@@ -48,6 +48,11 @@ class Problem:
         return cls(**given)
 
     @property
+    def operator(self) -> str:
+        """The name of the operator that users call for this problem. Two operators may share a class of problems."""
+        return self.name
+
+    @property
     def text(self) -> str:
         """The sizes as a line of text."""
         sizes = (f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "world_size")
@@ -85,6 +90,12 @@ class Problem:
         work."""
         return ""
 
+    @property
+    def evened(self) -> tuple[Problem, float] | None:
+        """The smallest problem that contains this one and whose ranks all do the same work, and how many times as many rows it
+        has. None if there is none, or if it is not known."""
+        return None
+
     def takes(self, candidate: Candidate) -> bool:
         """True if a call without a pinned schedule may use `candidate`."""
         return True
@@ -100,6 +111,8 @@ class Problem:
         return True
 
 
+_MOST = 1 << 40
+"""The largest size of `described`: counts of elements then fit into 64 bits where two sizes are multiplied with a small number."""
 PROBLEMS: dict[str, type[Problem]] = {}
 """Problem classes by the name of the operator."""
 
@@ -128,12 +141,14 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
 
     options: keywords of the operator's `Problem.sized`, with values of the annotated types. Raises `ValueError` if the operator,
     a size or an option is wrong."""
-    if op not in PROBLEMS:
+    if not isinstance(op, str) or op not in PROBLEMS:
         raise ValueError(f"{op!r} is not an operator that can be planned: use one of {', '.join(sorted(PROBLEMS))}")
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise ValueError(f"{name}={size!r} is {kind(size)}: pass a size, a whole number")
+        if size > _MOST:
+            raise ValueError(f"{name}={size} is too large: sizes are at most {_MOST}")
     if options:
         own.check_names(op, {name: repr(value) for name, value in options.items()}, PROBLEMS)
         known = own.keywords(PROBLEMS[op].sized)

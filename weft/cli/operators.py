@@ -27,15 +27,9 @@ class Mode(enum.StrEnum):
     single = "single"
 
 
-# A schedule with a step for each rank has ranks^2 steps; all_to_all_matmul has as many for each expert of a rank. Every
-# candidate is built and simulated. Around this number that takes minutes; beyond it, also gigabytes.
-MOST_RANKS = 256
 SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
 GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
 _MANY = "The time grows with their square: hundreds may take minutes. It grows with experts too."
-MOST_UNEVEN_RANKS = {"embedding_all_to_all": MOST_RANKS}
-"""The most ranks of an operator that may differ, so that each is simulated. Others: `MOST_UNEVEN`."""
-MOST_UNEVEN = 72  # one NVLink domain
 
 
 class Operators(Named):
@@ -151,10 +145,9 @@ Ranks = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=MOST_RANKS,
         help=(
-            "Number of GPUs, which must divide gathered or scattered rows. Default: the size of the topology if it has one, "
-            f"otherwise 2. {_MANY}"
+            "Number of GPUs, at most 256, which must divide gathered or scattered rows. Default: the size of the topology "
+            f"if it has one, otherwise 2. {_MANY}"
         ),
         show_default=False,
     ),
@@ -197,12 +190,9 @@ def arguments(
     shape: str,
     ranks: int | None,
     topology: str | None,
-    dtype: str,
     option: list[str] | None,
-    most: int = MOST_RANKS,
 ) -> dict[str, Any]:
-    """Return the sizes, ranks and own options of an operator. Refuse more than `most` ranks, and fewer if they differ."""
-    from weft.builders import described
+    """Return the sizes, ranks and own options of an operator."""
     from weft.builders.problem import option_from_text
     from weft.hw.topology import ranks_of
 
@@ -212,18 +202,8 @@ def arguments(
         raise ValueError(
             f"--ranks {ranks}, but --topology {topology} has {wired}: leave out --ranks, or name another topology"
         )
-    if ranks > most:
-        more = "; weft sim simulates more for embedding_all_to_all on a torus" if most == MOST_RANKS else ""
-        raise ValueError(f"--topology {topology} has {ranks} ranks, and at most {most} can be simulated{more}")
     m, n, k = shape_of(shape, ranks if op == GEMMS_OF else None)
     options = dict(option_from_text(op, one) for one in option or ())
-    may_differ = MOST_UNEVEN_RANKS.get(op, MOST_UNEVEN)
-    p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > may_differ else None
-    if p is not None and p.uneven:
-        raise ValueError(
-            f"{p.uneven}, and the simulation of more than {may_differ} different ranks takes too long: "
-            "use fewer ranks, or even sizes"
-        )
     return {"M": m, "N": n, "K": k, "ranks": ranks, **options}
 
 

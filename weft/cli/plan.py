@@ -50,7 +50,7 @@ def _run(
     from weft.bench.core.console import progress
     from weft.plan import explanation
 
-    sized = arguments(op, shape, ranks, topology, dtype, option)
+    sized = arguments(op, shape, ranks, topology, option)
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10

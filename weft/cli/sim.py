@@ -12,7 +12,6 @@ import typer
 
 from weft.bench.core.arguments import appended, check_file, check_folder
 from weft.cli.operators import (
-    MOST_RANKS,
     SAYS_EVERY_S,
     Dtype,
     Hw,
@@ -31,7 +30,6 @@ from weft.files import append_json
 _COLUMNS = """speedup: serial's time / this time. exposed: the time in which a rank has nothing to compute; empty if kernels send
 while they compute. x bound: this time / the time that no schedule can beat. A trace opens in https://ui.perfetto.dev."""
 _ALL = "all"
-_MOST_OF_A_TORUS = 1 << 16  # one rank represents them (`weft.sim.orbits`); 16,384 take seconds
 
 
 def _run(
@@ -72,8 +70,7 @@ def _run(
     from weft.bench.core.console import print_table, progress
     from weft.plan.compare import HEADER, comparison
 
-    most = _MOST_OF_A_TORUS if op == "embedding_all_to_all" else MOST_RANKS
-    sized = arguments(op, shape, ranks, topology, dtype, option, most)
+    sized = arguments(op, shape, ranks, topology, option)
     if json is not None:
         check_file("--json", json)
     if trace is not None:

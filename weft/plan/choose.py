@@ -17,7 +17,7 @@ from weft.plan.heuristic import pick_here
 from weft.plan.predict import AT_LEAST, MODES, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Schedule
 from weft.sim import Mode, Model
-from weft.words import counted
+from weft.words import counted, in_us
 
 CLEARLY, CLEARLY_US = 0.03, 3.0
 """The margin by which a schedule must beat serial: a fraction of serial's time, or microseconds, whichever is larger. Tuned on
@@ -175,12 +175,12 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     if serial is None or serial.us is None:
         return (
             fastest,
-            f"{fastest.candidate.name} is the fastest: {fastest.us:.1f} us {how}. There is no serial schedule",
+            f"{fastest.candidate.name} is the fastest: {in_us(fastest.us)} {how}. There is no serial schedule",
         )
     if serial not in timed:
         best, among = _simplest(timed, fastest, measured)
         return best, (
-            f"{best.candidate.name} {among}: {best.us:.1f} us {how}; serial, {serial.us:.1f} us, cannot be "
+            f"{best.candidate.name} {among}: {in_us(best.us or 0.0)} {how}; serial, {in_us(serial.us)}, cannot be "
             "captured, because the host reads sizes"
         )
     needed_us = _needed_us(fastest, serial)
@@ -188,25 +188,25 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     if mode == "queued" and not measured and serial.us - fastest.us < needed_us and sparing:
         best = min(sparing, key=_simplicity)
         return best, (
-            f"{best.candidate.name} takes as long as serial, {best.us:.1f} us {how}, and uses less host time: about "
+            f"{best.candidate.name} takes as long as serial, {in_us(best.us or 0.0)} {how}, and uses less host time: about "
             f"{best.host_us:.0f} us per call instead of {serial.host_us:.0f}"
         )
     if fastest is serial:
         others = [row.us for row in timed if row is not serial and row.us is not None]
         if others:
-            return serial, f"serial is the fastest: {serial.us:.1f} us {how}, the next best {min(others):.1f} us"
-        return serial, f"serial is taken, {serial.us:.1f} us {how}: {_no_other(rows, serial, mode, measured)}"
+            return serial, f"serial is the fastest: {in_us(serial.us)} {how}, the next best {in_us(min(others))}"
+        return serial, f"serial is taken, {in_us(serial.us)} {how}: {_no_other(rows, serial, mode, measured)}"
     clear = [row for row in timed if row.us is not None and serial.us - row.us >= _needed_us(row, serial)]
     if not clear:
         return serial, (
-            f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
-            f"{fastest.us:.1f} us saves less than {_clearly(fastest):.0%} or less than {CLEARLY_US:g} us"
+            f"nothing is clearly faster than serial, {in_us(serial.us)} {how}: {fastest.candidate.name} at "
+            f"{in_us(fastest.us)} saves less than {_clearly(fastest):.0%} or less than {CLEARLY_US:g} us"
         )
     best, among = _simplest(clear, min(clear, key=lambda row: row.us or 0.0), measured)
     assert best.us is not None
     return best, (
-        f"{best.candidate.name} {among}: {best.us:.1f} us {how}, {1 - best.us / serial.us:.0%} less than serial's "
-        f"{serial.us:.1f} us"
+        f"{best.candidate.name} {among}: {in_us(best.us)} {how}, {1 - best.us / serial.us:.0%} less than serial's "
+        f"{in_us(serial.us)}"
     )
 
 
@@ -247,7 +247,9 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
     if not faster:
         return ""
     best = min(faster, key=lambda row: row.us or 0.0)
-    return f"; {best.candidate.name}, {best.us:.1f} us, would keep the host busy for {best.host_us:.0f} us per call"
+    return (
+        f"; {best.candidate.name}, {in_us(best.us or 0.0)}, would keep the host busy for {best.host_us:.0f} us per call"
+    )
 
 
 def _outlasts(row: Row, serial: Row) -> bool:

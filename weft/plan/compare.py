@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.builders import Problem, named
+from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw import Machine
-from weft.plan.explain import problem_on_machine
+from weft.plan.explain import MOST_OF_A_TORUS, MOST_RANKS, problem_on_machine
 from weft.plan.predict import Progress, Row, predicted_rows
 from weft.schedule import RANK, Schedule
 from weft.sim import Mode, Model, Simulated, simulate
@@ -21,9 +21,8 @@ from weft.sim.bounds import Bound, bound, bound_of
 from weft.sim.chakra import Trace, chakra_trace
 from weft.sim.orbits import NAMES as ORBITS
 from weft.sim.orbits import orbit, orbit_us
+from weft.words import decimal_us, in_us
 
-MOST_EACH = 256
-"""Ranks up to which schedules are built for all ranks. More are simulated by one rank (`weft.sim.orbits`)."""
 HEADER = ("schedule", "us", "speedup", "exposed us", "x bound")
 
 
@@ -63,7 +62,7 @@ class Comparison:
 
     def _schedule(self, name: str) -> Schedule:
         if not self.schedules:
-            raise ValueError(f"{self.problem.world_size} ranks cannot be traced: use at most {MOST_EACH} ranks")
+            raise ValueError(f"{self.problem.world_size} ranks cannot be traced: use at most {MOST_RANKS} ranks")
         if name not in self.schedules:
             row = next((row for row in self.rows if row.name == name), None)
             why = f": {row.why_not}" if row else f"; simulated were {', '.join(self.schedules)}"
@@ -72,17 +71,18 @@ class Comparison:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the lines above the table as (label, text)."""
-        each = f"GEMMs or pooling {self.bound.compute_us:.1f}, links {self.bound.links_us:.1f}"
+        each = f"GEMMs or pooling {decimal_us(self.bound.compute_us)}, links {decimal_us(self.bound.links_us)}"
         return [
-            ("operator", f"{self.problem.name}: {self.problem.text}, {self.mode}"),
+            ("operator", f"{self.problem.operator}: {self.problem.text}, {self.mode}"),
             ("machine", "; ".join([self.machine.name, *self.notes])),
-            ("bound", f"max({each}) = {self.bound.us:.1f} us: no schedule is faster"),
+            ("bound", f"max({each}) = {in_us(self.bound.us)}: no schedule is faster"),
         ]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the rows of the table with a time."""
         return [
-            (row.name, f"{row.us:.1f}", *(_number(n, d) for n, d in ((row.speedup, 2), (row.exposed_us, 1), (row.over_bound, 2))))
+            (row.name, decimal_us(row.us), _factor(row.speedup), "" if row.exposed_us is None else decimal_us(row.exposed_us),
+             _factor(row.over_bound))
             for row in self.rows if row.us is not None
         ]  # fmt: skip
 
@@ -103,7 +103,7 @@ class Comparison:
         ]  # fmt: skip
         found = self.bound
         return {
-            "op": self.problem.name, "problem": self.problem.text, "ranks": self.problem.world_size, "mode": self.mode,
+            "op": self.problem.operator, "problem": self.problem.text, "ranks": self.problem.world_size, "mode": self.mode,
             "machine": self.machine.name, "notes": self.notes, "bound_us": found.us, "bound_compute_us": found.compute_us,
             "bound_links_us": found.links_us, "schedules": rows,
         }  # fmt: skip
@@ -120,20 +120,25 @@ def comparison(
     schedules: names of schedules to simulate in addition to serial; by default all that calls may take.
     written: names of schedules of which a trace is written later. They are simulated too; unknown names are refused at once.
 
-    More than `MOST_EACH` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
+    More than `MOST_RANKS` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
 
-    `ScheduleError` if no schedule fits in memory; otherwise the errors of `explain`, and `ValueError` for an unknown schedule.
+    `ScheduleError` if no schedule fits in memory; otherwise the errors of `explain`, and `ValueError` for an unknown schedule. All
+    arguments are checked before anything is built or simulated.
     """
+    schedules, written = _names("schedules", schedules), _names("written", written)
     machine, model, notes, problem = problem_on_machine(
-        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
-    )
+        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode,
+        most=MOST_OF_A_TORUS if op == EmbeddingAllToAll.name else MOST_RANKS, **options
+    )  # fmt: skip
     for name in written:
         named(problem, name)
-    schedules = [*schedules, *written] if schedules else ()
-    if problem.world_size > MOST_EACH:
+    schedules = (*schedules, *written) if schedules else ()
+    if problem.world_size > MOST_RANKS:
         return _of_orbits(problem, machine, model, mode, notes, schedules, progress)
     among = frozenset({"serial", *(named(problem, name).name for name in schedules)}) if schedules else None
-    rows, built = predicted_rows(problem, model, mode, frozenset(), progress, among, every=True)
+    rows, built = predicted_rows(
+        problem, model, mode, frozenset(), lambda what, share: progress(what, 0.8 * share), among, every=True
+    )
     timed = [row for row in rows if row.us is not None]
     if not timed:
         raise ScheduleError(
@@ -141,10 +146,19 @@ def comparison(
         )
     least = bound(problem, model)
     serial = next((row.us for row in timed if row.candidate.name == "serial"), None)
-    compared = [_compared(row, built, model, mode, least, serial) for row in rows]
+    compared = []
+    for row in rows:
+        progress(f"simulating {row.candidate.name} once", 0.2 / len(rows))
+        compared.append(_compared(row, built, model, mode, least, serial))
     compared.sort(key=lambda row: (row.us is None, row.us or 0.0))
     kept = {row.candidate.name: built[row.candidate.name] for row in timed}
     return Comparison(problem, machine, model, mode, notes, least, tuple(compared), kept)
+
+
+def _names(what: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"{what}={given!r} must be a list of names of schedules, such as ['serial']")
+    return tuple(given)
 
 
 def _of_orbits(
@@ -153,15 +167,18 @@ def _of_orbits(
 ) -> Comparison:  # fmt: skip
     if mode != "queued":
         raise ValueError(f"mode={mode!r}: {problem.world_size} ranks are simulated in mode queued only")
+    names = [name for name in dict.fromkeys(schedules or ORBITS) if name != "serial"]
+    share = 1 / (2 + len(names))
+    progress("simulating serial", share)
     serial = orbit(problem, model, "serial")
+    progress("simulating serial once", share)
     serial_us, least = orbit_us(serial, model), bound_of(serial.program)
     exposed_us = orbit(problem, model, "serial", runs=1).exposed_us
     rows = [Compared("serial", serial_us, 1.0, exposed_us, serial_us / least.us)]
-    for name in dict.fromkeys(schedules or ORBITS):
-        if name != "serial":
-            progress(f"simulating {name}", 1 / len(ORBITS))
-            us = orbit_us(orbit(problem, model, name), model)
-            rows.append(Compared(name, us, serial_us / us, None, us / least.us))
+    for name in names:
+        progress(f"simulating {name}", share)
+        us = orbit_us(orbit(problem, model, name), model)
+        rows.append(Compared(name, us, serial_us / us, None, us / least.us))
     rows.sort(key=lambda row: row.us or 0.0)
     notes = (*notes, "one rank of the torus represents all")
     return Comparison(problem, machine, model, mode, notes, least, tuple(rows), {})
@@ -185,5 +202,5 @@ def _stores_at_peers(schedule: Schedule) -> bool:
     return any(step.kind == "compute" and step.regions[-1].at != RANK for step in steps)
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def _factor(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

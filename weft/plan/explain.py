@@ -7,13 +7,15 @@ loss from contention with concurrent work. `exposed` is the time in which a rank
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from weft.builders import Problem, described
-from weft.hw import Machine, load_machine
-from weft.hw.topology import load_topology
+from weft.hw import Machine, known_machines, load_machine
+from weft.hw.topology import known_topologies, load_topology
 from weft.plan import gemms
 from weft.plan.autotune import known_times
 from weft.plan.choose import MODES, Choice, decide
@@ -24,6 +26,7 @@ from weft.plan.source import calibrated
 from weft.sim import Mode, Model
 from weft.sim.memory import require_memory
 from weft.sim.model import MatmulShape
+from weft.words import decimal_us, in_us, kind
 
 HEADER = (
     "candidate",
@@ -44,6 +47,15 @@ LEGEND = (
 HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
 IN_A_ROW = "measured us: time per call of calls in a row that the host launches ahead, unless graphs were timed"
 _SHOWN = 10
+MOST_RANKS = 256
+"""A schedule with a step for each peer has ranks^2 steps, and every candidate is built and simulated. Around this number that
+takes minutes; beyond it, also gigabytes."""
+MOST_OF_A_TORUS = 1 << 16
+"""Ranks of a torus that one rank can represent (`weft.sim.orbits`): 16,384 take seconds."""
+_EXACT_RANKS, _NEARLY = 8, 1.02
+"""More ranks than that are simulated with an even size, if it is at most that many times as large: few ranks then represent all."""
+_MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
+"""The most ranks, by operator, that may differ, so that each is simulated. Others: as many as one NVLink domain has."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,7 @@ class Explanation:
         p, choice = self.choice.problem, self.choice
         rows = {row.candidate.name: row for row in choice.rows}
         lines = [
-            ("operator", f"{p.name}: {p.text}, {choice.mode}"),
+            ("operator", f"{p.operator}: {p.text}, {choice.mode}"),
             ("machine", "; ".join([self.machine.name, *self.notes])),
             ("choice", choice.candidate.name),
             ("reason", choice.reason),
@@ -128,11 +140,11 @@ class Explanation:
                 )
             )
         if (losses := rows[choice.candidate.name].losses) is not None:
-            parts = f"GEMM {losses.gemm_us:.1f}, communication {losses.communication_us:.1f}"
+            parts = f"GEMM {decimal_us(losses.gemm_us)}, communication {decimal_us(losses.communication_us)}"
             taken = f"the choice takes {losses.over_ideal:.2f} times as long, queued"
-            lines.append(("ideal", f"max({parts}) = {losses.ideal_us:.1f} us; {taken}"))
+            lines.append(("ideal", f"max({parts}) = {in_us(losses.ideal_us)}; {taken}"))
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
-            lines.append(("serial", f"{losses.exposed_us:.1f} us of communication exposed"))
+            lines.append(("serial", f"{in_us(losses.exposed_us)} of communication exposed"))
         if self.heuristic is not None:
             lines.append(("heuristic", f"{self.heuristic}: {self._of_heuristic(rows)}"))
         return lines
@@ -145,7 +157,7 @@ class Explanation:
         said, row = (f"{row.why_not}, ", same) if same is not None else ("", row)
         if row.us is None:
             return said + row.why_not
-        return f"{said}{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
+        return f"{said}{in_us(row.us)}" + (f", {row.why_not}" if row.why_not else ", the choice")
 
     def as_json(self) -> dict[str, Any]:
         """Return all results as JSON values, with times in microseconds."""
@@ -156,7 +168,7 @@ class Explanation:
             for row in self.choice.rows
         ]  # fmt: skip
         return {
-            "op": self.choice.problem.name, "problem": asdict(self.choice.problem), "mode": self.choice.mode,
+            "op": self.choice.problem.operator, "problem": asdict(self.choice.problem), "mode": self.choice.mode,
             "machine": self.machine.name, "notes": self.notes, "choice": self.choice.candidate.name,
             "only_asked_for": self.only_asked_for, "reason": self.choice.reason, "heuristic": self.heuristic, "candidates": rows,
         }  # fmt: skip
@@ -229,13 +241,22 @@ def explanation(
 
 def problem_on_machine(
     op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None, mode: Mode,
-    **options: Any,
+    most: int = MOST_RANKS, **options: Any,
 ) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
-    """Return the machine, its model, notes on the sources of its numbers, and the problem. Refuse what `explain` refuses."""
-    if mode not in MODES:
+    """Return the machine, its model, notes on the sources of its numbers, and the problem. Refuse what `explain` refuses.
+
+    most: the number of ranks that can be simulated if all do the same.
+    """
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
+    _require_ranks(ranks)
+    if ranks > most:
+        more = (
+            f"; weft sim and weft.plan.comparison simulate up to {MOST_OF_A_TORUS} of embedding_all_to_all on a torus"
+        )
+        raise ValueError(f"ranks={ranks}: at most {most} can be simulated{more if most == MOST_RANKS else ''}")
     machine, model, notes = machine_and_model(hw, ranks, topology)
-    if dtype not in model.matmul_flops_per_us:
+    if not isinstance(dtype, str) or dtype not in model.matmul_flops_per_us:
         raise ValueError(
             f"dtype={dtype!r}: {machine.name} has matmul rates only for {', '.join(model.matmul_flops_per_us)}"
         )
@@ -244,6 +265,20 @@ def problem_on_machine(
         raise ValueError(f"M={M}, N={N}, K={K}: each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
+    if problem.uneven and ranks > _EXACT_RANKS and (evened := problem.evened) is not None:
+        even, times = evened
+        if times <= _NEARLY:
+            notes = (
+                *notes,
+                f"{problem.uneven}: simulated with {times - 1:.2%} more rows, so that all ranks do the same",
+            )
+            return machine, model, notes, even
+    may_differ = _MOST_UNEVEN.get(op, _MOST_UNEVEN_OTHERS)
+    if ranks > may_differ and problem.uneven:
+        raise ValueError(
+            f"{problem.uneven}, and the simulation of more than {may_differ} different ranks takes too long: "
+            "use fewer ranks, or even sizes"
+        )
     return machine, model, notes, problem
 
 
@@ -253,8 +288,12 @@ def machine_and_model(
     """Return the machine, its model, and notes on the sources of its numbers.
 
     The model comes from the best source (`weft.plan.source`), with the GEMMs that this process has measured on such a machine.
+    Raises `ValueError` for an unknown machine or topology, or a number of ranks that the topology does not support.
     """
     notes = []
+    _require_name("hw", hw, known_machines())
+    _require_name("topology", topology, known_topologies())
+    _require_ranks(ranks)
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
         machine = load_machine("h200")
@@ -274,18 +313,30 @@ def machine_and_model(
     return machine, gemms.informed(model, machine.name), (*notes, note)
 
 
+def _require_ranks(ranks: object) -> None:
+    if isinstance(ranks, bool) or not isinstance(ranks, SupportsIndex) or ranks.__index__() < 1:
+        raise ValueError(f"ranks={ranks!r}: pass the number of GPUs, a whole number of at least 1")
+
+
+def _require_name(what: str, given: object, known: Sequence[str]) -> None:
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise ValueError(
+            f"{what}={given!r} is {kind(given)}: pass one of {', '.join(known)}, the path of a TOML file, or None"
+        )
+
+
 def _cells(row: Row, taken: str) -> tuple[str, ...]:
-    def number(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
+    def time(us: float | None) -> str:
+        return "" if us is None else decimal_us(us)
 
     found = row.losses
     factors = () if found is None else (found.gemm_decomposition, found.gemm_contention, found.communication_decomposition,
                                         found.communication_contention)  # fmt: skip
     return (
         row.candidate.name,
-        number(row.predicted_us, 1),
-        number(row.measured_us, 1),
-        *([number(factor, 2) for factor in factors] or [""] * 4),
-        number(found.exposed_us if found else None, 1),
+        time(row.predicted_us),
+        time(row.measured_us),
+        *([f"{factor:.2f}" for factor in factors] or [""] * 4),
+        time(found.exposed_us if found else None),
         row.why_not or taken,
     )

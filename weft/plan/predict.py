@@ -32,6 +32,7 @@ from weft.sim.memory import too_large
 from weft.sim.model import MatmulShape
 from weft.sim.run_time import Mode, dynamic_steps, run_us
 from weft.sim.vectorised import key_of, values_of_ranks
+from weft.words import in_us
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -381,11 +382,11 @@ def _times(
         fastest = best if one.row.reads_on_host else best_captured
         hopeless = HOPELESS * fastest if few else HOPELESS_OF_MANY * fastest + HOPELESS_US
         if bounds[name] > hopeless and name not in needed:
-            times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
+            times[name] = f"{AT_LEAST} {in_us(bounds[name])}"
             continue
         host_us = replace(one.row, model=model).host_us if mode == "queued" and not one.row.reads_on_host else 0.0
         if not few and host_us > max(hopeless, most_host_us) and name not in needed:
-            times[name] = f"{AT_LEAST} {host_us:.1f} us of the host"  # it is slower than the best, or than its host
+            times[name] = f"{AT_LEAST} {in_us(host_us)} of the host"  # it is slower than the best, or than its host
             continue
         times[name] = us = predict(schedule, model, mode, least)
         if name == "serial":

@@ -15,8 +15,8 @@ sharing. A copying kernel keeps its compute units to itself ("hold"). Copies slo
 misses, and do not become slower themselves ("disturb"). If all units are held, holders wait for each other: together they never
 get more units than exist.
 
-If hundreds of steps run at once and only share, limits continue from their last values when a step begins or ends. They settle at
-the same shares, and only resources that the change reaches are solved again.
+If hundreds of steps run at once, limits continue from their last values when a step begins or ends. They settle at the same shares,
+and only resources that the change reaches are solved again.
 
 The solver is C++ (`csrc/max_min.cpp`): if ranks differ in their links, a plan for dozens of ranks calls it 100,000 times.
 """

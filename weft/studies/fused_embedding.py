@@ -16,7 +16,16 @@ from typing import Any
 from weft.bench.core.tables import Record, ResultTable, table
 from weft.studies.claims import Claim, claims_table
 from weft.studies.dlrm_iteration import Dlrm, ends_us
-from weft.studies.fused_embedding_model import SLICE, Order, Setting, Times, between_nodes, in_a_node
+from weft.studies.fused_embedding_model import (
+    SLICE,
+    Order,
+    Setting,
+    Times,
+    between_nodes,
+    in_a_node,
+    slice_us,
+    with_message,
+)
 from weft.studies.numbers import Numbers, load_numbers, numbers_table
 from weft.studies.pages import block, figure, head_of, where_simulated
 
@@ -48,7 +57,7 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
         "ranks": numbers.count("scale.nodes"), "topology": "torus", "baseline": "serial",
     }  # fmt: skip
     makers: tuple[Callable[[Numbers], Record], ...] = (
-        _between, _occupancies, _slices, _skew, _within, _poolings, _surface, _parts, _sensitivity,
+        _between, _occupancies, _slices, _skew, _within, _poolings, _surface, _parts, _sensitivity, _readings,
     )  # fmt: skip
     found = []
     for make in makers:
@@ -108,7 +117,7 @@ def _parts(numbers: Numbers) -> Record:
 
 def _sensitivity(numbers: Numbers) -> Record:
     lines: list[list[Any]] = [["as it is", None, headline(numbers)]]
-    for key in numbers.of_source("assumed", "derived"):
+    for key in (*numbers.of_source("assumed", "derived"), "memory.contention"):
         for factor in (0.5, 2) if key == "scale.columns" else (0.8, 1.2):  # a torus has whole rows
             lines.append([key, factor, headline(numbers.scaled(key, factor))])
     # Another reading of table 2: 200 Gb/s of a node, over its four links.
@@ -116,11 +125,24 @@ def _sensitivity(numbers: Numbers) -> Record:
     return {"figure": "sensitivity", "lines": lines}
 
 
+def _readings(numbers: Numbers) -> Record:
+    """What skew depends on. The NIC's time for a message follows from figure 12 in each reading."""
+    readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
+    for key in ("memory.contention", "memory.share", "nic.bandwidth"):
+        readings += [(_named(key, factor), numbers.scaled(key, factor)) for factor in (0.8, 1.2)]
+    readings += [(f"{rows:g} rows of a bag", numbers.with_value("model.pooling", rows)) for rows in POOLINGS[:-1]]
+    lines = []
+    for name, changed in readings:
+        again = with_message(ONE, changed)
+        lines.append([name, again.us("nic.message"), *slice_us(again), headline(again)])
+    return {"figure": "readings", "lines": lines}
+
+
 PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
     "between": ("time below the baseline's between nodes, mean", "4.2, figure 10", 31, None),
     "between_most": ("time below the baseline's between nodes, most", "4.2, figure 10", 58, None),
     "occupancy": ("time saved by an occupancy of 75% instead of 25%", "4.2, figure 11", 46, None),
-    "contention": ("time added by 87.5% instead of 75%", "4.2, figure 11", 25, None),
+    "contention": ("time added by 87.5% instead of 75% (gave the contention)", "4.2, figure 11", 25, None),
     "slices": ("slices of 64 instead of 4: time saved (gave the NIC's time for a message)", "4.2, figure 12", 55, None),
     "beyond": ("slices of 128 instead of 64: time saved", "4.2, figure 12", 0, None),
     "skew": ("skew of nodes, oblivious order, mean", "4.2, figure 13", 7, None),
@@ -216,6 +238,7 @@ def tables(rows: Mapping[str, Record]) -> list[ResultTable]:
             [[_named(key, factor), ours] for key, factor, ours in rows["sensitivity"]["lines"]], "number",
             "The claims with one assumed or derived number changed, and with 200 Gb/s read as those of a node",
         ),
+        _readings_table(rows["readings"]),
         numbers_table("The machines (tables 1 and 2) and what the paper leaves open", numbers),
     ]  # fmt: skip
 
@@ -271,6 +294,27 @@ def _headlines_table(lines: Sequence[Any], what: str, title: str) -> ResultTable
         columns[name] = lambda line, key=key: f"{line[1][key]:.0f}%"  # type: ignore[misc]
     papers = {name: f"{PAPER[key][2]:.0f}%" for name, key in shown.items()}
     return table(title, lines, columns, [{what: "paper's", **papers}])
+
+
+def _readings_table(record: Record) -> ResultTable:
+    shown = {
+        "skew": "skew",
+        "remote first": "skew_first",
+        "between nodes": "between",
+        "most": "between_most",
+        "occupancy": "occupancy",
+    }
+    columns: dict[str, Callable[[Any], str]] = {
+        "reading": lambda line: line[0],
+        "message us": lambda line: f"{line[1]:.2f}",
+        "pooling a slice us": lambda line: f"{line[2]:.2f}",
+        "NIC, a slice us": lambda line: f"{line[3]:.2f}",
+    }
+    for name, key in shown.items():
+        columns[name] = lambda line, key=key: f"{line[4][key]:.0f}%"  # type: ignore[misc]
+    papers = {name: f"{PAPER[key][2]:.0f}%" for name, key in shown.items()}
+    title = "What skew depends on (figure 13), with the NIC's time for a message from figure 12 in each reading"
+    return table(title, record["lines"], columns, [{"reading": "paper's", **papers}])
 
 
 def _surface_table(record: Record) -> ResultTable:

@@ -4,8 +4,9 @@ Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Com
 
 A GPU pools bags at the rate of its memory, or as fast as its wavefronts' loads return (Little's law):
 
-    rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency)
+    rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
+Contention is what figure 11 has beyond an occupancy of 75%, where more wavefronts in memory slow each other down.
 Slices are pooled one after the other. A remote slice goes to the NIC when it is pooled, and the NIC takes
 
     slice / bandwidth + message
@@ -14,7 +15,8 @@ for each, in order. A node's kernel ends when it has pooled all slices and its p
 send go on pooling (4.2). The baseline launches a kernel for each table, then the all-to-all, then a shuffle of its result (4.1). A
 kernel of few bags fills only a part of a GPU.
 
-The rate has no contention: more occupancy is never slower.
+Pooling a slice takes p, and the NIC takes n for it. If n > p, node 1 ends late in natural order by n - p for each of its slices, so
+skew is (n / p - 1) / 2. It is a difference of nearly equal times, and so sensitive to both.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ from weft.studies.numbers import Numbers
 FLOAT = 4
 SLICE = 32
 Order = Literal["remote_first", "natural"]
+_CALM, _CROWDED = 0.75, 0.875
+"""Figure 11's occupancies with the least time and with the most wavefronts."""
+_SLICES_SAVE = 0.55
+"""4.2, figure 12: the time that slices of 64 vectors save of that of slices of 4."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ def rate(numbers: Numbers, occupancy: float) -> float:
     """Return the bytes/us that a GPU pools with this fraction of its wavefronts."""
     waves = occupancy * numbers["gpu.units"] * numbers["gpu.waves"]
     in_flight = waves * numbers["gpu.loads"] / numbers["memory.latency"]
-    return 1e-6 * min(numbers["memory.bandwidth"] * numbers["memory.share"], in_flight)
+    crowded = min(1.0, max(0.0, (occupancy - _CALM) / (_CROWDED - _CALM)))
+    alone = min(numbers["memory.bandwidth"] * numbers["memory.share"], in_flight)
+    return 1e-6 * alone / (1 + numbers["memory.contention"] * crowded)
 
 
 def bag_bytes(numbers: Numbers) -> float:
@@ -114,6 +122,27 @@ def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
     places = np.arange(len(ready_us))
     left_us = np.maximum.accumulate(ready_us - places * each_us)[-1] + len(ready_us) * each_us
     return float(left_us) + numbers.us("nic.latency")
+
+
+def slice_us(numbers: Numbers) -> tuple[float, float]:
+    """Return the time to pool a slice, and the time that the NIC takes for it."""
+    pooling_us = SLICE * bag_bytes(numbers) / rate(numbers, numbers["gpu.occupancy"])
+    return pooling_us, 1e6 * SLICE * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"] + numbers.us("nic.message")
+
+
+def with_message(setting: Setting, numbers: Numbers) -> Numbers:
+    """Return the numbers with the NIC's time for a message that gives figure 12's saving by larger slices in this setting."""
+
+    def saving(us: float) -> float:
+        given = numbers.with_value("nic.message", us)
+        small, large = (max(between_nodes(setting, given, slice_size=size).fused) for size in (4, 64))
+        return 1 - large / small
+
+    low, high = 0.0, 100.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if saving(middle) < _SLICES_SAVE else (low, middle)
+    return numbers.with_value("nic.message", low)
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:

@@ -116,6 +116,10 @@ class AllGatherMatmul(Problem):
         p = cls.even(m, n, k, ranks, dtype)
         return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
 
+    @property
+    def operator(self) -> str:
+        return self.name if self.scaled is None else "all_gather_scaled_matmul"
+
     def takes(self, candidate: Candidate) -> bool:
         """Refuse schedules of more than 32 ranks that cut shards into W pieces, or whose ranks compute different parts.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -91,7 +92,7 @@ class EmbeddingAllToAll(Problem):
                 f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--option tables=NUMBER)"
             )
         each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
-        first = [sum(each[:rank]) for rank in range(ranks)]
+        first = itertools.accumulate(each[:-1], initial=0)
         slots = tuple(tuple(((f + i) * n, n) for i in range(e)) for f, e in zip(first, each, strict=True))
         batch_sizes = tuple(m // ranks + (rank < m % ranks) for rank in range(ranks))
         return cls(ranks, batch_sizes, slots, tuple((float(k),) * e for e in each), dtype)

@@ -109,6 +109,15 @@ class ExpertsProblem(Problem):
         return f"M={max(self.rows)} is not divisible by {everywhere} experts (M={above} is)"
 
     @property
+    def evened(self) -> tuple[Self, float] | None:
+        if self.splits != self._even_splits() or not self.has_work:
+            return None
+        everywhere = self.world_size * self.experts
+        rows = -(-max(self.rows) // everywhere) * everywhere
+        even = replace(self, rows=(rows,) * self.world_size, splits=(), most=self.most + rows - max(self.rows))
+        return even, sum(even.rows) / sum(self.rows)
+
+    @property
     def has_work(self) -> bool:
         return sum(self.rows) > 0 and self.k > 0 and self.n > 0
 
