@@ -92,10 +92,8 @@ class FarFirst:
             far = np.ix_(self._far, part)
             leaving = _take(tokens, sent_at[far], sent[far])
             received = tokens.new_empty(int(came[far].sum()), tokens.shape[1])
-            work = begin_piece(
-                self._comm, turn, name, received, leaving, self._of_far(came, part), self._of_far(sent, part)
-            )
-            begun.append((part, received, work))
+            counts = self._of_far(came, part), self._of_far(sent, part)
+            begun.append((part, received, begin_piece(self._comm, turn, name, received, leaving, *counts)))
         near, every = self._near, np.arange(w.shape[0])
         here = tokens.new_empty(int(came[near].sum()), tokens.shape[1])
         outgoing = [tokens[at : at + n] for at, n in zip(sent_at[near, 0], sent[near].sum(1), strict=True)]
