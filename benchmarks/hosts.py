@@ -4,7 +4,8 @@
 
 Two network namespaces are joined by a link of that rate (`tc tbf`). torchrun starts `--ranks` ranks on each. The ranks measure the
 link's rate and round trip first. Then for each operator gloo by hand, weft's choice and the two levels without overlap take turns.
-For embeddings these are one pass, weft's choice, and the samples of the other host first. The result of each call is checked.
+For experts and embeddings the ways are one by one (exchange, computation), and the data of the other host first. The result of
+each call is checked.
 A line has the slowest rank's median, and the bytes that one host sends in one call.
 """
 
@@ -34,10 +35,13 @@ def main() -> None:
     )
     parser.add_argument("--cols", type=int, default=1024, help="columns of that matrix")
     parser.add_argument("--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag, in turn")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="N of experts, in turn")
+    parts = ["gemm", "experts", "embedding"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="what to measure (default: all)")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args()
     if "RANK" in os.environ:
-        rank(given.rows, given.cols, given.calls, given.pooling)
+        rank(given)
         return
     sys.path.insert(0, str(ROOT / "tests"))
     from support.two_hosts import TwoHosts
@@ -54,15 +58,29 @@ def main() -> None:
             raise SystemExit(said[1])
 
 
-def rank(rows: int, cols: int, calls: int, pooling: list[int]) -> None:
+def rank(given: argparse.Namespace) -> None:
     """Measure on this rank; the first one prints."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    _measure_link(dist.get_world_size() // 2)
+    if "gemm" in given.only:
+        _gemms(group, given.rows, given.cols, given.calls)
+    if "experts" in given.only:
+        for wide in given.widths:
+            _experts(group, 2 * given.rows, given.cols, wide, given.calls)
+    if "embedding" in given.only:
+        for bag in given.pooling:
+            _embeddings(group, given.rows, bag, given.calls)
+    dist.destroy_process_group()
+
+
+def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
+    """Compare gloo by hand, weft's choice and two levels without overlap."""
     import weft
     from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
 
-    dist.init_process_group("gloo")
-    group, world = dist.group.WORLD, dist.get_world_size()
-    assert group is not None
-    _measure_link(world // 2)
+    world = group.size()
     generator = torch.Generator().manual_seed(dist.get_rank())
     shard, narrow = torch.randn(rows // world, cols, generator=generator), torch.randn(cols, 16)
     x, wide = torch.randn(rows, 16, generator=generator), torch.randn(16, cols)
@@ -98,37 +116,82 @@ def rank(rows: int, cols: int, calls: int, pooling: list[int]) -> None:
             "two levels": lambda call=call, name=two_levels: call(name),
         }  # fmt: skip
         _compare(op, variants, calls)
-    for bag in pooling:
-        _embeddings(group, rows, bag, calls)
-    dist.destroy_process_group()
 
 
 def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> None:
     """Compare the ways of embedding_all_to_all: four tables of dimension 64 on each rank, fp32."""
     import weft
-    from weft.runtime.embedding_unfused import TwoWays
 
-    world, choose = group.size(), TwoWays.takes_other
+    world = group.size()
     tables = [weft.EmbeddingBagConfig(50_000, 64, f"t{t}", [f"f{t}"]) for t in range(4 * world)]
     sharding = weft.place_tables(tables, world, placement=[t % world for t in range(4 * world)])
     weights = [torch.randn(50_000, 64) for _ in range(4)]
     features = torch.randint(50_000, (4 * batch * bag,)), torch.arange(0, 4 * batch * bag + 1, bag)
+    _compare_ways(
+        f"embedding, bags of {bag}", lambda: weft.embedding_all_to_all(weights, features, sharding, group=group), calls
+    )
 
-    def call(way: Callable[[TwoWays, int], bool]) -> torch.Tensor:
+
+def _experts(group: dist.ProcessGroup, tokens: int, hidden: int, wide: int, calls: int) -> None:
+    """Compare the ways of experts: four on each rank, and `tokens` tokens of all ranks, spread evenly, fp32."""
+    import weft
+
+    world, each = group.size(), 4
+    splits = torch.full((world * each,), tokens // (world * world * each))
+    x = torch.randn(int(splits.sum()), hidden, generator=torch.Generator().manual_seed(dist.get_rank()))
+    w, back = torch.randn(each, hidden, wide) / hidden**0.5, torch.randn(each, wide, hidden) / wide**0.5
+    _, received = weft.all_to_all_matmul(x, w, splits, group=group, return_received=True)
+    h = torch.randn(int(received.sum()), wide, generator=torch.Generator().manual_seed(dist.get_rank()))
+    order = torch.arange(len(h)).view(world, each, -1).transpose(0, 1).flatten()  # by expert, for rows as they arrive
+
+    def multiplied(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part @ of_expert for part, of_expert in zip(rows.chunk(each), w, strict=True)])
+
+    def dispatched() -> torch.Tensor:
+        counts = torch.empty_like(splits)
+        dist.all_to_all_single(counts, splits)
+        sizes = [table.view(world, each).sum(1).tolist() for table in (counts, splits)]
+        arrived = x.new_empty(sum(sizes[0]), hidden)
+        dist.all_to_all_single(arrived, x, *sizes)
+        return multiplied(arrived[order], w)
+
+    def combined() -> torch.Tensor:
+        made, y = multiplied(h, back), x.new_empty(len(x), hidden)
+        sizes = [table.view(world, each).sum(1).tolist() for table in (splits, received)]
+        dist.all_to_all_single(y, torch.empty_like(made).index_copy_(0, order, made), *sizes)
+        return y
+
+    said = f"{hidden} x {wide}"
+    _compare_ways(
+        f"all_to_all_matmul, {said}", lambda: weft.all_to_all_matmul(x, w, splits, group=group), calls, dispatched
+    )
+    _compare_ways(f"matmul_all_to_all, {said}",
+                  lambda: weft.matmul_all_to_all(h, back, received, splits, group=group), calls, combined)  # fmt: skip
+
+
+def _compare_ways(
+    op: str, call: Callable[[], torch.Tensor], calls: int, by_hand: Callable[[], torch.Tensor] | None = None
+) -> None:
+    """Compare weft's choice for a call with each of the two ways, and with gloo by hand if it is given."""
+    from weft.runtime.two_ways import TwoWays
+
+    choose, ways = TwoWays.takes_other, []
+
+    def forced(way: Callable[[TwoWays, int], bool]) -> torch.Tensor:
         TwoWays.takes_other = way  # type: ignore[method-assign]
         try:
-            return weft.embedding_all_to_all(weights, features, sharding, group=group)
+            return call()
         finally:
             TwoWays.takes_other = choose  # type: ignore[method-assign]
 
     for _ in range(6):
-        call(choose)
-    ways = []
-    call(lambda chosen, size: ways.append(choose(chosen, size)) or ways[-1])
+        call()
+    forced(lambda chosen, size: ways.append(choose(chosen, size)) or ways[-1])
     if not dist.get_rank():
-        print(f"weft chose {'far first' if ways[-1] else 'one pass'}")
-    _compare(f"embedding, bags of {bag}", {
-        "one pass": lambda: call(lambda *_: False), "weft": lambda: call(choose), "far first": lambda: call(lambda *_: True),
+        print(f"weft chose {'far first' if ways[-1] else 'one by one'}")
+    hand = {} if by_hand is None else {BY_HAND: by_hand}
+    _compare(op, hand | {
+        "one by one": lambda: forced(lambda *_: False), "weft": call, "far first": lambda: forced(lambda *_: True),
     }, calls)  # fmt: skip
 
 
@@ -180,7 +243,7 @@ def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: in
     base = statistics.median(times[first])
     for name, found in times.items():
         took = statistics.median(found)
-        print(f"{op:24} {name:14} {took * 1e3:8.1f} ms {base / took:6.2f}x {sent[name] / 1e6:8.2f} MB sent by host 0")
+        print(f"{op:30} {name:14} {took * 1e3:8.1f} ms {base / took:6.2f}x {sent[name] / 1e6:8.2f} MB sent by host 0")
 
 
 def _sent_bytes() -> int:

@@ -43,7 +43,7 @@ from .work import Differentiable, Given, Results, Work
 MOST_ERRORS = 4  # a rank ends after so many failed steps
 _DOORS = (
     "call", "forward", "backward", *OPERATORS, "made", "__getattr__", "group_of", "__init__", "__enter__", "_begin", "calls_of",
-    "begin", "_backward", "_gradients",
+    "begin", "_backward", "_gradients", "_pooled", "_called",
 )  # fmt: skip
 """Functions whose first lines a call runs before weft counts it. Ctrl-C there is like Ctrl-C just before the call: the
 program makes the call again. If it left the call out, it would make another call in its place, and nobody could

@@ -7,6 +7,7 @@ with what this very step must give, so that a result of another step is noticed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -122,6 +123,36 @@ def interrupted(group: dist.ProcessGroup, schedule: str) -> list[tuple[str, str]
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ctrl_c_in_a_call_ends_the_group(pool: Pool, schedule: str) -> None:
     for rank, (first, second) in enumerate(pool.run(interrupted, schedule, ranks=2)):
+        assert first[0] == ("KeyboardInterrupt" if rank == BAD_RANK else "PoisonedGroupError")
+        assert second[0] == "PoisonedGroupError"
+        assert "rank 1: all_gather_matmul: KeyboardInterrupt()" in second[1]
+
+
+def interrupted_at_once(group: dist.ProcessGroup, module: str, function: str, is_first: bool) -> list[tuple[str, str]]:
+    """Ctrl-C comes on rank 1 before its call is counted. The program catches it and makes its next call."""
+    own, where = own_group(group), importlib.import_module(module)
+    assert is_first or right(own, 0, "serial")
+    native = getattr(where, function)
+
+    def ctrl_c(*_: Any) -> Any:
+        setattr(where, function, native)
+        raise KeyboardInterrupt
+
+    if group.rank() == BAD_RANK:
+        setattr(where, function, ctrl_c)
+    # A timeline: the call runs from its public function down, and is not replayed.
+    return [told(lambda step=step: call(own, step, "serial", timeline=weft.Timeline())) for step in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "is_first"),
+    [
+        ("weft.operator.calls", "group_of", False), ("weft.operator.together", "calls_of", False),
+        ("weft.operator.calls", "group_of", True),
+    ],
+)  # fmt: skip
+def test_ctrl_c_before_a_call_is_counted_ends_the_group(pool: Pool, module: str, function: str, is_first: bool) -> None:
+    for rank, (first, second) in enumerate(pool.run(interrupted_at_once, module, function, is_first, ranks=2)):
         assert first[0] == ("KeyboardInterrupt" if rank == BAD_RANK else "PoisonedGroupError")
         assert second[0] == "PoisonedGroupError"
         assert "rank 1: all_gather_matmul: KeyboardInterrupt()" in second[1]

@@ -32,7 +32,7 @@ from weft.operator.derivatives import (
 from weft.operator.flops import counted, flops_of, is_counter_there
 from weft.operator.replay import seen
 from weft.operator.spec import Operator
-from weft.operator.together import agree, together
+from weft.operator.together import agree, interrupted, together
 from weft.runtime.capture import is_captured
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import opaque
@@ -86,7 +86,11 @@ def made(
             return op.compiled(*call, *options)  # type: ignore[no-any-return]
         finally:
             WANTED_OUTSIDE.reset(before)
-    return _made_now(op, group, like, form, schedule, deadline_s, timeline)
+    try:
+        return _made_now(op, group, like, form, schedule, deadline_s, timeline)
+    except BaseException as error:
+        interrupted(op.title, group, error)
+        raise
 
 
 @opaque  # a function whose trace has failed runs eagerly, and Dynamo would trace what it calls, frame by frame

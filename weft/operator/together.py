@@ -42,7 +42,7 @@ from weft.errors import PoisonedGroupError, RefusedError, WeftError
 from weft.operator.agreement import agreement_on
 from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
-from weft.symm.groups import backend_device
+from weft.symm.groups import backend_device, group_of
 
 _TOLD = "_weft_told"  # attribute of an error: peers have been notified
 
@@ -65,6 +65,7 @@ class together:
             self._begin()
         except BaseException as error:
             if self._calls is None:  # there is no such group, or another thread is in a call of it
+                interrupted(self._operator, self._group, error)
                 raise
             if isinstance(error, ValueError):  # a peer refuses
                 self._calls.running.release()
@@ -141,6 +142,26 @@ def failed(
     call = together(operator, group, lambda: device, deadline_s)
     call._calls, call._published = calls_of(group), published_on(group)
     call._tell(error)
+
+
+def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: BaseException) -> None:
+    """Make the group fail if `error` is Ctrl-C, or another exception that ends programs, of which peers have not been notified.
+
+    Before a call is counted nobody else can know of it: a program that catches the exception may skip this call, and its next
+    call would pair with the peers' current one.
+    """
+    if isinstance(error, Exception) or getattr(error, _TOLD, False):
+        return
+    with contextlib.suppress(ValueError):  # there is no such group
+        group = group_of(group)
+        if group.size() > 1:
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(error, _TOLD, True)
+            text = f"{operator}: {error!r}"
+            calls_of(group).misused = text  # for a communicator that the next call sets up
+            for kind in ("cpu", "cuda"):
+                if (comm := symm.open_communicator(group, kind)) is not None:
+                    comm.poison(text)
 
 
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:

@@ -7,12 +7,16 @@ once every counter is at least 2 k. So nobody overwrites bytes that a peer still
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from weft import _core
 from weft.symm import Communicator
 
 _START = 64  # the counter has a cache line of its own
+_BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class WithinHost:
@@ -52,6 +56,38 @@ class WithinHost:
         """Let peers write their memory again."""
         self._advance()
 
+    def exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, deadline_s: float, what: str
+    ) -> None:  # fmt: skip
+        """Copy sent[i] to rank number i of this host, and the tensor that it sends to this rank into received[i].
+
+        Tensors are contiguous. If they are larger than the reserved memory, they pass through it in several rounds. Each rank
+        writes the bounds of its tensors first, so all ranks know the number of rounds.
+        """
+        mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
+        received[mine].copy_(sent[mine])
+        outgoing = [_bytes_of(part)[: 0 if index == mine else None] for index, part in enumerate(sent)]
+        bounds = [0, *itertools.accumulate(len(part) for part in outgoing)]
+        head = 8 * len(bounds)
+        room, first, rounds, theirs = self.nbytes - head, 0, 1, [bounds] * count
+        while first < rounds * room:
+            own = self.own(_BYTE, self.nbytes, deadline_s=deadline_s, what=what)
+            own[:head].view(torch.int64).copy_(torch.tensor(bounds))
+            for part, start in zip(outgoing, bounds, strict=False):
+                _copy_overlap(own[head:], first, part, start)
+            self.publish(deadline_s=deadline_s, what=what)
+            all_bytes = [self.of(index, _BYTE, self.nbytes) for index in range(count)]
+            if not first:
+                theirs = [of_rank[:head].view(torch.int64).tolist() for of_rank in all_bytes]
+                rounds = max(1, *(-(-of_rank[-1] // room) for of_rank in theirs))
+            for index, (of_rank, whole) in enumerate(zip(all_bytes, received, strict=True)):
+                if index != mine:
+                    start, end = theirs[index][mine : mine + 2]
+                    assert end - start == whole.nbytes, (end - start, whole.nbytes)
+                    _copy_overlap(_bytes_of(whole), start, of_rank[head:], first)
+            self.release()
+            first += room
+
     def _advance(self) -> None:
         self._epoch += 1
         _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
@@ -60,3 +96,14 @@ class WithinHost:
         for rank, counter in zip(self.ranks, self._counters, strict=True):
             if _core.signal_read(counter) < self._epoch:
                 self.comm.wait(counter, self._epoch, name=what, peer=rank, deadline_s=deadline_s)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
+    """Copy the bytes that both have of a stream. dst_at, src_at: where they begin in it."""
+    start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
+    if start < end:
+        dst[start - dst_at : end - dst_at].copy_(src[start - src_at : end - src_at])

@@ -23,13 +23,11 @@ from weft.embedding.check import CheckedInput
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
-from weft.errors import WeftError
-from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
+from weft.runtime.unfused.far_first import PIECES, begin_piece, ending_the_group, ranks_far, ranks_near
 from weft.runtime.unfused.turn import Pending, Turn
 from weft.symm import Communicator
 
-PIECES = 2
 _NAME = "all_to_all of pooled vectors"
 
 
@@ -46,13 +44,8 @@ class FarFirst:
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks have met."""
-        try:
+        with ending_the_group(self.comm, _NAME):
             return self._run(weights, jagged, checked, turn)
-        except WeftError:  # of a wait, which has ended the group
-            raise
-        except BaseException as error:  # peers wait for this rank's exchanges
-            self.comm.poison(f"{_NAME}: {error!r}")
-            raise
 
     def _run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
@@ -81,7 +74,7 @@ class FarFirst:
 
     def _of(self, phase: int | None) -> list[int]:
         """Return the ranks whose samples are pooled in a phase: a piece for other hosts, or None for this host."""
-        return [rank for rank in self._ranks if self.comm.mapped[rank] == (phase is None)]
+        return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
@@ -110,10 +103,8 @@ class FarFirst:
         leaving = [rows[r] * self._columns[rank] * (r in taken) for r in self._ranks]
         if phase is None and not self._shares:
             return None, sent.view(-1), came
-        arguments = received, _, _, _ = sent.new_empty(sum(came)), sent.view(-1), came, leaving
-        work = all_to_all_single(*arguments, group=self.comm.group, async_op=True)
-        assert turn.deadline_s is not None
-        return Pending(work, self.comm, self.comm.group, _NAME, turn.deadline_s, arguments), received, came
+        received = sent.new_empty(sum(came))
+        return begin_piece(self.comm, turn, _NAME, received, sent.view(-1), came, leaving), received, came
 
     def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
         """Put the vectors of a phase into their columns of `out`, [rows of the phase, total_dim]."""

@@ -8,17 +8,20 @@
 Combine, which sends rows back to their tokens' ranks:
 
     y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes exchanged
+
+CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weft.runtime.collectives import all_to_all_single
+from weft.runtime.unfused.experts_far_first import FarFirst, far_first_on
 from weft.runtime.unfused.grouped_matmul import grouped_matmul
 from weft.runtime.unfused.permutation import expert_order
 from weft.runtime.unfused.sizes import Sizes
@@ -27,6 +30,8 @@ from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
 _SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # names as in executors
 _BACK = "exchange ordered -> y"
+
+T = TypeVar("T")
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
@@ -49,11 +54,18 @@ def all_to_all_matmul(
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
-    x, arrived = _dispatched(tokens, sizes, group, rows, turn)
-    if not return_x:
-        del arrived  # a whole copy of the tokens, not needed during the GEMMs
-    y = grouped_matmul(x, w, sizes, cut=rows < came)
-    return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
+
+    def plain(turn: Turn) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, arrived = _dispatched(tokens, sizes, group, rows, turn)
+        if not return_x:
+            del arrived  # a whole copy of the tokens, not needed during the GEMMs
+        y = grouped_matmul(x, w, sizes, cut=rows < came)
+        return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
+
+    return _faster(
+        "dispatch", tokens, w, turn, _TOKENS, plain,
+        lambda far: far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x),
+    )  # fmt: skip
 
 
 def matmul_all_to_all(
@@ -62,14 +74,31 @@ def matmul_all_to_all(
     """Return y [rows, N]: this rank's tokens, each multiplied on its expert's rank. h may have more rows than arrived."""
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
-    came = sum(sizes.host.came)
-    made = turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:came], w, sizes))
-    if w.shape[0] > 1:
-        made = torch.empty_like(made).index_copy_(0, expert_order(sizes.received, came), made)
-        turn.done(Permute.kind, made)
-    y = h.new_empty(rows, w.shape[2])
-    send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
-    return turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
+
+    def plain(turn: Turn) -> torch.Tensor:
+        came = sum(sizes.host.came)
+        made = turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:came], w, sizes))
+        if w.shape[0] > 1:
+            made = torch.empty_like(made).index_copy_(0, expert_order(sizes.received, came), made)
+            turn.done(Permute.kind, made)
+        y = h.new_empty(rows, w.shape[2])
+        send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
+        return turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
+
+    return _faster("combine", h, w, turn, _BACK, plain, lambda far: far.combine(h, w, sizes, rows, turn, _BACK))
+
+
+def _faster(
+    what: str, x: torch.Tensor, w: torch.Tensor, turn: Turn, name: str, plain: Callable[[Turn], T],
+    far_first: Callable[[FarFirst], T],
+) -> T:  # fmt: skip
+    """Run a call, between hosts the faster way of two (`weft.runtime.unfused.experts_far_first`)."""
+    if (comm := turn.comm_between_hosts) is None:
+        return plain(turn)
+    far = far_first_on(comm)
+    size = turn.largest(name, x.shape[0])  # the rendezvous of both ways
+    key = what, w.shape, w.dtype
+    return far.faster(key, size, turn, lambda: plain(turn.met), lambda: far_first(far))
 
 
 def begin_in_expert_order(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -47,13 +48,18 @@ class Sizes:
     @cached_property
     def host(self) -> OnHost:
         """The numbers on the host. Waits for `fetch`."""
+        splits, received = self.tables
+        return OnHost(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
+
+    @property
+    def tables(self) -> np.ndarray[Any, Any]:
+        """Splits and received on the host, [2, ranks, experts]. Waits for `fetch`."""
         self.fetch()
         if self.numbers.copied is not None:
             self.numbers.copied.synchronize()
         assert self.numbers.copy is not None
-        world, experts = self.received.shape
-        both = self.numbers.copy.view(2, world, experts).numpy()
-        return OnHost(both[0].sum(1).tolist(), both[1].sum(1).tolist(), both[1].sum(0).tolist())
+        tables: np.ndarray[Any, Any] = self.numbers.copy.view(2, *self.received.shape).numpy()
+        return tables
 
 
 @dataclass(slots=True)

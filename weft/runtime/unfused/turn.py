@@ -12,6 +12,8 @@ NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one 
 
 from __future__ import annotations
 
+import copy
+import struct
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -27,6 +29,8 @@ from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.opaque import opaque
 from weft.symm import Communicator
 from weft.timeline import Timeline
+
+_NUMBER = struct.Struct("<qq")  # 16 bytes of a rendezvous; the second is unused
 
 T = TypeVar("T")
 
@@ -45,17 +49,16 @@ class Turns:
     @opaque
     def begin(
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
-        deadline_s: float,
+        deadline_s: float, meets: bool = True,
     ) -> Pending:  # fmt: skip
-        """Begin a collective once all ranks have reached it. Return it without waiting for its end."""
-        topic = self._topics.get(collective)
-        if topic is None:
-            said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
-            topic = self._topics[collective] = Topic(
-                f"{said} of {self.what}", self._details, difference=shown(self.comm, self._details)
-            )
+        """Begin a collective once all ranks have reached it. Return it without waiting for its end.
+
+        meets: False if all ranks are known to have reached it.
+        """
+        topic = self._topic(collective)
         try:
-            self._meeting.meet(topic, deadline_s=deadline_s)
+            if meets:
+                self._meeting.meet(topic, deadline_s=deadline_s)
             work = function(*arguments, group=group, async_op=True)
         except WeftError:  # all ranks raise it, or it has ended the group
             raise
@@ -64,12 +67,28 @@ class Turns:
             raise
         return Pending(work, self.comm, group, topic.text, deadline_s, arguments)
 
+    @opaque
+    def largest(self, collective: str, number: int, deadline_s: float) -> int:
+        """Return the largest `number` of all ranks, once all have reached a collective."""
+        extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
+        return max(_NUMBER.unpack(extra)[0] for extra in extras)
+
+    def _topic(self, collective: str) -> Topic:
+        topic = self._topics.get(collective)
+        if topic is None:
+            said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
+            topic = self._topics[collective] = Topic(
+                f"{said} of {self.what}", self._details, difference=shown(self.comm, self._details)
+            )
+        return topic
+
 
 class Turn:
     """One call, or its backward. turns: None if ranks do not synchronise. deadline_s: the deadline in seconds of each wait for
     other ranks."""
 
     deadline_s: float | None
+    _meets = True
 
     def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
         self._turns, self._marks = turns, marks
@@ -82,7 +101,24 @@ class Turn:
         wait for."""
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
-        return self._turns.begin(collective, function, arguments, group, self._wait_s)
+        return self._turns.begin(collective, function, arguments, group, self._wait_s, self._meets)
+
+    @property
+    def comm_between_hosts(self) -> Communicator | None:
+        """The communicator of CPU ranks on several hosts; otherwise None."""
+        return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
+
+    def largest(self, collective: str, number: int) -> int:
+        """Return the largest `number` of all CPU ranks, once all have reached a collective. Then begin it on `met`."""
+        assert self._turns is not None
+        return self._turns.largest(collective, number, self._wait_s)
+
+    @property
+    def met(self) -> Turn:
+        """This turn, for a collective that all ranks have reached."""
+        turn = copy.copy(self)
+        turn._meets = False
+        return turn
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
         """Run `function(*arguments, group=group)`; on GPUs in stream order."""
@@ -107,7 +143,7 @@ class _Straight(Turn):
     """A turn that calls torch and nothing else."""
 
     def __init__(self) -> None:
-        self.deadline_s = None
+        self.deadline_s, self._turns = None, None
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup

@@ -1,0 +1,162 @@
+"""Experts that send rows for other hosts first, on ranks that pretend to be on several hosts.
+
+1. `WithinHost.exchange`, of tensors that are larger than the memory that they pass through.
+2. Results of both operators and their gradients, for several placements of ranks, uneven and empty splits, `max_rows` and returned
+   tokens. Inputs are whole numbers, so GEMMs are exact in every order.
+3. The way that is slower on one rank is declined by all ranks.
+4. A rank that fails between two exchanges ends the group.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.on_ranks import error_of, own_group
+from support.pretended_hosts import claimed, on_two_hosts
+
+import weft
+from weft import symm
+from weft.launch import Pool
+from weft.runtime import two_ways
+from weft.runtime.unfused import experts_far_first
+from weft.runtime.within_host import WithinHost
+
+K, N = 6, 5
+
+
+def numbers(*shape, seed):
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def through_memory(group, nbytes):
+    with claimed("a host"):  # all ranks are on it
+        own = own_group(group)
+        comm = symm.communicator(own, "cpu")
+    near, rank, world = WithinHost(comm), comm.rank, comm.world_size
+    near.reserve(nbytes)
+    for call in range(2):
+        sizes = torch.randint(0, 60, (world, world), generator=torch.Generator().manual_seed(call))
+        sizes[0] = 0  # sends nothing
+        every = [
+            [numbers(int(n), 3, seed=100 * source + to) for to, n in enumerate(row)] for source, row in enumerate(sizes)
+        ]
+        received = [torch.full_like(of_rank[rank], torch.nan) for of_rank in every]
+        near.exchange(every[rank], received, deadline_s=20.0, what="a test")
+        for source in range(world):
+            assert torch.equal(received[source], every[source][rank])
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("nbytes", [100, 1 << 16])
+def test_tensors_pass_through_less_memory_than_they_have(pool: Pool, nbytes: int) -> None:
+    pool.run(through_memory, nbytes, ranks=3, timeout_s=60)
+
+
+def both_operators(group, hosts, experts, high):
+    """Compare both ways of both operators, forward and backward, with a computation of all ranks' data on each rank."""
+    world, rank = group.size(), group.rank()
+    with claimed(hosts[rank]):
+        own = own_group(group)
+        symm.communicator(own, "cpu")
+    splits = torch.randint(0, high, (world, world * experts), generator=torch.Generator().manual_seed(high))
+    splits[0, :experts] = 0
+    splits[world - 1] = 0  # a rank without tokens
+    tokens = [numbers(int(row.sum()), K, seed=10 + r) for r, row in enumerate(splits)]
+    w, back = numbers(world * experts, K, N, seed=1), numbers(world * experts, N, K, seed=2)
+    mine = slice(rank * experts, (rank + 1) * experts)
+    of_expert = [
+        torch.cat([tokens[r].split(splits[r].tolist())[e] for r in range(world)]) for e in range(world * experts)
+    ]
+    wanted = torch.cat([of_expert[e] @ w[e] for e in range(*mine.indices(world * experts))])
+    returned = torch.cat([x @ w[e] @ back[e] for e, x in enumerate(tokens[rank].split(splits[rank].tolist()))])
+    for far_first in (True, False):
+        with mock.patch.object(two_ways.TwoWays, "takes_other", return_value=far_first):
+            x, here = tokens[rank].clone().requires_grad_(), (w[mine].clone(), back[mine].clone().requires_grad_())
+            y, received = weft.all_to_all_matmul(x, here[0], splits[rank], group=own, return_received=True)
+            assert torch.equal(y, wanted)
+            out = weft.matmul_all_to_all(y, here[1], received, splits[rank], group=own)
+            assert torch.equal(out, returned)
+            out.sum().backward()
+            grad = torch.cat([
+                torch.ones(len(part), K) @ back[e].T @ w[e].T for e, part in enumerate(x.split(splits[rank].tolist()))
+            ])  # fmt: skip
+            assert torch.equal(x.grad, grad)
+            of_mine = [part.T @ torch.ones(len(part), K) for part in y.split(received.sum(0).tolist())]
+            assert torch.equal(here[1].grad, torch.stack(of_mine))
+            rows = int(splits[:, mine].sum()) + 3
+            padded, _ = weft.all_to_all_matmul(
+                tokens[rank], here[0], splits[rank], group=own, max_rows=rows, return_received=True
+            )
+            assert padded.shape == (rows, N)
+            assert torch.equal(padded[:-3], wanted)
+    found = experts_far_first._known[symm.communicator(own, "cpu")]
+    dist.destroy_process_group(own)
+    return len(found._ways)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "experts", "high"), [("aabb", 3, 9), ("aab", 2, 40), ("abab", 1, 9), ("ab", 2, 9)]
+)  # fmt: skip
+def test_results_and_gradients_are_right_both_ways(pool: Pool, hosts: str, experts: int, high: int) -> None:
+    found = pool.run(both_operators, hosts, experts, high, ranks=len(hosts), timeout_s=90)
+    assert min(found) >= 2  # both operators asked which way is faster
+
+
+def chosen(group, slow):
+    """Return how many of ten calls went far first, if rank 0 finds one way slow."""
+    with on_two_hosts(group) as own:
+        native, took, other = experts_far_first.FarFirst.dispatch, two_ways.TwoWays.took, [0]
+
+        def dispatch(self, *given):
+            other[0] += 1
+            return native(self, *given)
+
+        def noted(self, size, seconds, deadline_s):
+            far = len(self._times[size.bit_length()]) % 2 == 1
+            took(self, size, 0.5 if own.rank() == 0 and far == (slow == "far first") else 0.25, deadline_s)
+
+        with (
+            mock.patch.object(experts_far_first.FarFirst, "dispatch", dispatch),
+            mock.patch.object(two_ways.TwoWays, "took", noted),
+        ):
+            for call in range(10):
+                count = 4 + (own.rank() + call) % 2  # ranks and calls differ, the size bucket does not
+                splits = torch.tensor([count, 0])
+                weft.all_to_all_matmul(numbers(count, K, seed=call), numbers(1, K, N, seed=1), splits, group=own)
+        return other[0]
+
+
+@pytest.mark.parametrize(("slow", "wanted"), [("far first", 3), ("one by one", 3 + 4)])
+def test_all_ranks_decline_the_way_that_is_slower_on_one_rank(pool: Pool, slow: str, wanted: int) -> None:
+    assert pool.run(chosen, slow, ranks=2, timeout_s=60) == [wanted] * 2
+
+
+def fails(group):
+    with on_two_hosts(group) as own:
+        comm, given = (
+            symm.communicator(own, "cpu"),
+            (numbers(4, K, seed=1), numbers(1, K, N, seed=1), torch.tensor([2, 2])),
+        )
+        with mock.patch.object(two_ways.TwoWays, "takes_other", return_value=True):
+            weft.all_to_all_matmul(*given, group=own)
+
+            def no_memory(*_):
+                raise MemoryError("no room for a GEMM")
+
+            if own.rank() == 1:
+                experts_far_first.begin_piece, native = no_memory, experts_far_first.begin_piece
+            try:
+                return error_of(lambda: weft.all_to_all_matmul(*given, group=own)), comm.failed
+            finally:
+                if own.rank() == 1:
+                    experts_far_first.begin_piece = native
+
+
+def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:
+    (there, failed_there), (here, failed_here) = pool.run(fails, ranks=2, timeout_s=60)
+    assert here[0] == "MemoryError"
+    assert "no room for a GEMM" in there[1]
+    assert (failed_there, failed_here) == (True, True)

@@ -1,0 +1,226 @@
+"""Experts on CPU ranks of several hosts: rows for other hosts are sent first.
+
+    dispatch   tokens for other hosts leave, in pieces by expert. Tokens of this host pass through shared memory, and are multiplied
+               while the pieces are on their way. Each piece is multiplied when it has arrived, while the next one is on its way
+    combine    rows for other hosts are multiplied first, and leave in pieces by expert. Rows of this host are multiplied, and pass
+               through shared memory, while the pieces are on their way
+
+A cell is the rows between one rank and one expert. Rows travel in the order of ranks, those of one rank by expert. They are
+multiplied in the order of experts, those of one expert by rank. GEMMs are split by rows, so results may differ from those of whole
+GEMMs by rounding.
+
+Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from weft.errors import OutOfSharedMemoryError
+from weft.runtime.meeting import of_communicator
+from weft.runtime.two_ways import TwoWays
+from weft.runtime.unfused.far_first import PIECES, begin_piece, ending_the_group, ranks_far, ranks_near
+from weft.runtime.unfused.sizes import Sizes
+from weft.runtime.unfused.turn import Pending, Turn
+from weft.runtime.within_host import WithinHost
+from weft.schedule.kernels import LibraryGroupedMatmul
+from weft.symm import Communicator
+
+_ROOM_BYTES = 16 << 20  # of each rank, for rows of its host
+_NEAR = "rows for ranks of this host"
+
+Cells: TypeAlias = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+
+class FarFirst:
+    """The calls of experts on `comm`, whose ranks are on several hosts. The constructor is collective."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._far, self._near = np.array(ranks_far(comm), np.int64), np.array(ranks_near(comm), np.int64)
+        self._ways: dict[Hashable, TwoWays] = {}
+        self._memory: WithinHost | None = WithinHost(comm)
+        if len(self._near) > 1 or len(set(comm.hosts)) < comm.world_size:  # the same on all ranks
+            try:
+                self._memory.reserve(_ROOM_BYTES)
+            except OutOfSharedMemoryError:  # on every rank
+                self._memory = None
+        comm._holders.add(self)
+
+    def close(self) -> None:
+        """Forget the memory, when the communicator ends."""
+        _known.pop(self._comm, None)
+
+    def faster(
+        self, key: Hashable, size: int, turn: Turn, plain: Callable[[], T], far_first: Callable[[], T]
+    ) -> T:  # fmt: skip
+        """Run the faster way of a call, by measurement. All ranks must have reached it.
+
+        key: distinguishes calls that take different times. size: of the call, the same on all ranks.
+        """
+        if self._memory is None:
+            return plain()
+        ways = self._ways.setdefault(key, TwoWays(self._comm))
+        begin = time.perf_counter()
+        result = (far_first if ways.takes_other(size) else plain)()
+        assert turn.deadline_s is not None
+        ways.took(size, time.perf_counter() - begin, turn.deadline_s)
+        return result
+
+    def dispatch(
+        self, tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str, return_x: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return y [rows, N], and with return_x the tokens in the order of arrival. As `experts.all_to_all_matmul`."""
+        with ending_the_group(self._comm, name):
+            return self._dispatch(tokens, w, sizes, rows, turn, name, return_x)
+
+    def _dispatch(
+        self, tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str, return_x: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sent, came = sizes.tables
+        sent_at, came_at, y_at, total = _by_rank(sent), _by_rank(came), _by_expert(came), int(came.sum())
+        y = tokens.new_empty(max(rows, total), w.shape[2])
+        arrived = tokens.new_empty(total, tokens.shape[1]) if return_x else None
+        begun = []
+        for part in _pieces(w.shape[0]):
+            far = np.ix_(self._far, part)
+            leaving = _take(tokens, sent_at[far], sent[far])
+            received = tokens.new_empty(int(came[far].sum()), tokens.shape[1])
+            counts = self._of_far(came, part), self._of_far(sent, part)
+            begun.append((part, received, begin_piece(self._comm, turn, name, received, leaving, *counts)))
+        near, every = self._near, np.arange(w.shape[0])
+        here = tokens.new_empty(int(came[near].sum()), tokens.shape[1])
+        outgoing = [tokens[at : at + n] for at, n in zip(sent_at[near, 0], sent[near].sum(1), strict=True)]
+        self._exchange(outgoing, list(here.split(came[near].sum(1).tolist())), turn)
+        turn.done("exchange tokens within this host", here)
+        arriving: list[tuple[Cells, torch.Tensor, Pending | None]] = [(every, here, None), *begun]
+        for part, x, work in arriving:
+            if work is not None:
+                work.wait()
+                turn.done(name, x, x.nbytes)
+            cells = np.ix_(near if work is None else self._far, part)
+            _multiply(x, _by_rank(came[cells]), came[cells], w[part[0] : part[-1] + 1], y, y_at[cells])
+            turn.done(LibraryGroupedMatmul.kind, y)
+            if arrived is not None:
+                _put(arrived, x, came_at[cells], came[cells])
+        return y[:rows], arrived
+
+    def combine(
+        self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
+    ) -> torch.Tensor:  # fmt: skip
+        """Return y [rows, N]. As `experts.matmul_all_to_all`."""
+        with ending_the_group(self._comm, name):
+            return self._combine(h, w, sizes, rows, turn, name)
+
+    def _combine(
+        self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
+    ) -> torch.Tensor:  # fmt: skip
+        sent, came = sizes.tables
+        sent_at, h_at, n = _by_rank(sent), _by_expert(came), w.shape[2]
+        y = h.new_empty(rows, n)
+        begun = []
+        for part in (*_pieces(w.shape[0]), None):
+            of = np.arange(w.shape[0]) if part is None else part
+            cells = np.ix_(self._near if part is None else self._far, of)
+            made = h.new_empty(int(came[cells].sum()), n)
+            _multiply(h, h_at[cells], came[cells], w[of[0] : of[-1] + 1], made, _by_rank(came[cells]))
+            turn.done(LibraryGroupedMatmul.kind, made)
+            if part is not None:
+                received = h.new_empty(int(sent[cells].sum()), n)
+                counts = self._of_far(sent, part), self._of_far(came, part)
+                begun.append((cells, received, begin_piece(self._comm, turn, name, received, made, *counts)))
+        near = self._near
+        incoming = [y[at : at + count] for at, count in zip(sent_at[near, 0], sent[near].sum(1), strict=True)]
+        self._exchange(list(made.split(came[near].sum(1).tolist())), incoming, turn)
+        turn.done("exchange rows within this host", y)
+        for cells, received, work in begun:
+            work.wait()
+            _put(y, received, sent_at[cells], sent[cells])
+            turn.done(name, received, received.nbytes)
+        return y
+
+    def _of_far(self, table: Cells, part: Cells) -> list[int]:
+        """Return the rows of a piece for each rank."""
+        rows = np.zeros(len(table), dtype=np.int64)
+        rows[self._far] = table[np.ix_(self._far, part)].sum(1)
+        return rows.tolist()  # type: ignore[no-any-return]
+
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], turn: Turn) -> None:
+        assert self._memory is not None
+        assert turn.deadline_s is not None
+        if len(self._near) == 1:
+            received[0].copy_(sent[0])
+        else:
+            self._memory.exchange(sent, received, deadline_s=turn.deadline_s, what=_NEAR)
+
+
+_known: dict[Communicator, FarFirst] = {}
+
+
+def far_first_on(comm: Communicator) -> FarFirst:
+    """Return the calls of experts on `comm`. Collective at the first call for a communicator."""
+    return of_communicator(_known, comm, FarFirst)
+
+
+def _pieces(experts: int) -> list[Cells]:
+    """Return the local experts of each piece. One expert is not split."""
+    return [part for part in np.array_split(np.arange(experts), PIECES) if len(part)]
+
+
+def _by_rank(table: Cells) -> Cells:
+    """Return where each cell begins in the order of ranks. table: the rows of each cell, [ranks, experts]."""
+    flat = table.ravel()
+    return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
+
+
+def _by_expert(table: Cells) -> Cells:
+    """Return where each cell begins in the order of experts."""
+    return _by_rank(table.T).T
+
+
+def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
+    """Return the rows of cells, one cell after the other: a slice if they lie side by side."""
+    has = counts > 0
+    starts, counts = starts[has], counts[has]
+    if not len(starts):
+        return slice(0, 0)
+    if (starts[1:] == (starts + counts)[:-1]).all():
+        return slice(int(starts[0]), int(starts[-1] + counts[-1]))
+    begins = counts.cumsum() - counts
+    return torch.from_numpy(np.repeat(starts - begins, counts) + np.arange(counts.sum()))
+
+
+def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
+    """Return the rows of these cells, one cell after the other: a view if they lie side by side."""
+    found = _runs(starts.ravel(), counts.ravel())
+    return rows[found] if isinstance(found, slice) else rows.index_select(0, found)
+
+
+def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
+    """Copy rows, one cell after the other, to where the cells begin in `out`."""
+    found = _runs(starts.ravel(), counts.ravel())
+    if isinstance(found, slice):
+        out[found].copy_(rows)
+    else:
+        out.index_copy_(0, found, rows)
+
+
+def _multiply(
+    x: torch.Tensor, x_at: Cells, counts: Cells, w: torch.Tensor, out: torch.Tensor, out_at: Cells
+) -> None:  # fmt: skip
+    """Multiply the rows of each expert, from where its cells begin in x, by its weights, to where they begin in `out`."""
+    for expert, weights in enumerate(w):
+        of = counts[:, expert]
+        if not of.any():
+            continue
+        rows, place = _take(x, x_at[:, expert], of), _runs(out_at[:, expert], of)
+        if isinstance(place, slice):
+            torch.mm(rows, weights, out=out[place])
+        else:
+            out.index_copy_(0, place, torch.mm(rows, weights))
