@@ -231,7 +231,7 @@ def hints_at_rows(group: dist.ProcessGroup) -> list[bool]:
         w = torch.ones(4, 4, dtype=x.dtype)
         kind, text = error_of(lambda x=x, w=w, own=own: weft.all_gather_matmul(x, [w], 0, own))
         assert kind == "DisagreementError"
-        found.append("pass rows=, the sizes of all ranks" in text)
+        found.append("pass rows= with the sizes on all ranks" in text)
         dist.destroy_process_group(own)
     return found
 

@@ -72,7 +72,7 @@ class Spec(Operator[Call]):
 OPERATOR = registered(Spec())
 SAID = {
     "problem": "problem of made_up_mistake returns a NoneType: return a Problem",
-    "name": "made_up_mistake.problem returns a Problem with the name 'made_up_otherwise': give Other and",
+    "name": "made_up_mistake.problem\\(\\) returns a Problem with the name 'made_up_otherwise': give Other the",
     "inputs": "inputs of made_up_mistake has nothing, but the input buffers of its schedules are x: return one tensor for each",
     "too many": "inputs of made_up_mistake has x, z, but the input buffers of its schedules are x",
     "outputs": "outputs of made_up_mistake has z, but the output buffers of its schedules are y",
@@ -99,10 +99,10 @@ def test_a_mistake_in_a_form_is_named() -> None:
     class Unknown(Spec):
         form = Scaled
 
-    with pytest.raises(TypeError, match="made_up_mistake: gradients_of names y; the fields of its form are x, mistake"):
+    with pytest.raises(TypeError, match="made_up_mistake: gradients_of has y: use fields of its form, x, mistake"):
         Misspelt()
     with pytest.raises(
-        TypeError, match=r"made_up_mistake: scale of its form has type bytes \| None; .* accept Tensor, "
+        TypeError, match=r"made_up_mistake: field scale of its form has type bytes \| None: use one of Tensor, "
     ):
         Unknown()
 

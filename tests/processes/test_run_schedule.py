@@ -151,15 +151,15 @@ class Raising(dict[str, Any]):
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda: _changed(w=None, y=None),
-        "tensors lacks w, y: pass one tensor for each of x, w, y, the buffers of schedule shifted",
+        "tensors lacks w, y: pass a tensor for each input and output of schedule shifted: x, w, y",
     ),
     "unknown": (
         lambda: _changed(z=torch.ones(1, 1)),
-        "tensors has z, which is not an input or output of schedule shifted: pass x, w, y",
+        "tensors has z, but the inputs and outputs of schedule shifted are x, w, y",
     ),
     "symmetric": (
         lambda: _changed(box=torch.ones(ROWS, K)),
-        "tensors has box, which is not an input or output of schedule shifted; box: the run allocates it: pass x, w, y",
+        "tensors has box, but the inputs and outputs of schedule shifted are x, w, y; weft allocates box",
     ),
     "no dict": (lambda: [torch.ones(2)], "tensors is a list: pass a dict with a tensor for each of x, w, y"),
     "rows": (
@@ -213,15 +213,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "mapping": (lambda: Raising(), "this mapping has no values"),
     "gradient": (
         lambda: _changed(w=torch.ones(K, N, requires_grad=True)),
-        "w requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass w.detach()",
+        "w requires a gradient, but schedules have no backward: call under torch.no_grad(), or pass w.detach()",
     ),
     "gradient of an output": (
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
-        "y requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass y.detach()",
+        "y requires a gradient, but schedules have no backward: call under torch.no_grad(), or pass y.detach()",
     ),
     "deadline": (None, "deadline_s=-1 must be positive and at most"),
     "timeline": (None, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
-    "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
+    "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, which Draft.schedule() returns"),
     "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": -1}, "timeline": {"timeline": 3}}
@@ -370,7 +370,7 @@ def refused_alone(group: dist.ProcessGroup) -> list[str]:
 def test_one_rank_gets_a_value_error(pool: Pool) -> None:
     ((missing, nowhere, empty),) = pool.run(refused_alone, ranks=1)
     assert (
-        missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+        missing == "ValueError: tensors lacks w: pass a tensor for each input and output of schedule shifted: x, w, y"
     )
     assert empty.startswith("ValueError: schedule nothing has neither inputs nor outputs: ")
     assert nowhere.startswith("ValueError: group=None: pass dist.group.WORLD or your own group")

@@ -97,7 +97,7 @@ def test_a_broken_file_is_said_once_and_measured_anew(monkeypatch: pytest.Monkey
     save(made(1.4))
     (path,) = tmp_path.iterdir()
     path.write_text("{")
-    with pytest.warns(UserWarning, match="the self-calibration is not used: .*cannot be read") as warned:
+    with pytest.warns(UserWarning, match="the saved self-calibration is ignored: .*cannot be read") as warned:
         assert Ranks().call(monkeypatch).measured
     assert len(warned) == 1
     assert find(NAME, 2) == made()
@@ -164,7 +164,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
-    with pytest.warns(UserWarning, match="with the known numbers: rank 1: OutOfMemoryError"):
+    with pytest.warns(UserWarning, match="with derived numbers: rank 1: OutOfMemoryError"):
         assert not ranks.call(monkeypatch)
     assert calibrated(machine(), 2).source == "derived"
 

@@ -1,12 +1,13 @@
-"""Agreement of a group's ranks on a call, and refusals that reach all ranks: two protocols, for CPU processes and for GPUs.
+"""The agreement of a group's ranks on a call, and the refusal of a call on all ranks. There are two protocols.
 
-|               | hosts that meet: CPU processes                  | hosts that do not: GPUs                                |
-|---------------|-------------------------------------------------|--------------------------------------------------------|
-| first call    | a rendezvous, as before every call                 | an exchange over the sockets                           |
-| later calls   | a rendezvous before each (`weft.runtime.meeting`)  | a digest, off the critical path (`weft.symm.calls`)    |
-| bad input     | published in the rendezvous: every rank refuses    | sent to every peer: it refuses, or has made the call   |
-|               |                                                 | already and ends the group                             |
-| other errors  | as bad input before the rendezvous; later the end  | the end of the group                                   |
+|               | `HostsMeet`: CPU processes                        | `HostsApart`: GPUs                                     |
+|---------------|---------------------------------------------------|--------------------------------------------------------|
+| first call    | a rendezvous, as before every call                | an exchange over the sockets                           |
+| later calls   | a rendezvous before each (`weft.runtime.meeting`) | a digest, off the critical path (`weft.symm.calls`)    |
+| bad input     | published in the rendezvous: every rank refuses   | sent to every peer. A peer that has not made the call  |
+|               |                                                   | refuses it; a peer that has made it ends the group     |
+| other errors  | before the rendezvous as bad input; after it, the | the group ends                                         |
+|               | group ends                                        |                                                        |
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from weft.symm.layers import differ, difference
 from weft.words import by_rank
 
 Check: TypeAlias = Callable[[], tuple[str, str, int]]
-"""A function that returns a text and details, equal on all ranks, and this rank's number; or raises `ValueError`."""
+"""A function that checks this rank's call. It returns a text and details, which must be equal on all ranks, and this
+rank's number. It raises `ValueError` if it refuses the call.
+"""
 
 _NUMBER = struct.Struct("<qq")
 _SUMS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The agreement on devices without communication, such as meta: each rank checks only its own call."""
+    """The protocol for devices without communication, such as meta: each rank checks only its own call."""
 
     meets = False
     """True if ranks synchronise on the host before every call."""
@@ -43,41 +46,44 @@ class Agreement:
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        """Compare the first call of a shape on this rank (`weft.operator.together.agree`)."""
+        """Compare the ranks' first call of a shape (`weft.operator.together.agree`). Return each rank's number."""
         return [check()[2]]
 
     def refuse(
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
         has_published: bool,
     ) -> bool:  # fmt: skip
-        """Have every rank refuse the call in which this rank raised `error`. Raise `RefusedError`, or return True if the caller
-        must raise `error`. Return False if the error cannot be a refusal.
+        """Make every rank refuse the call, because this rank raised `error`. Raise `RefusedError`.
 
-        has_published: True if this rank has published that it takes part.
+        Return True if peers have been notified and the caller must re-raise `error`. Return False if the call cannot be
+        refused.
+
+        has_published: True if this rank has already told its peers that it takes part.
         """
         return False
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
-        """Return the digest of the group's calls; None if ranks compare calls in another way."""
+        """Return the digest of the group's calls; None if this protocol has no digest."""
         return None
 
     def exchange_sums(
         self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
-        """Return the two checksums of every rank."""
+        """Return the two checksums of every rank. Collective."""
         return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
 
 
 class HostsMeet(Agreement):
-    """The agreement of CPU processes: ranks synchronise before each call. A rendezvous through shared memory takes
-    microseconds."""
+    """The protocol of CPU processes, which synchronise before each call. A rendezvous through shared memory takes
+    microseconds.
+    """
 
     meets = True
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        text, details, number = check()  # an error propagates out of the call and is published there
+        text, details, number = check()  # `together` publishes an error of this check
         extra = _NUMBER.pack(number, 0)
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))
@@ -97,7 +103,7 @@ class HostsMeet(Agreement):
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))
         refusals = meeting.refuse(text, deadline_s=deadline_s)
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # callers catch these and retry
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # callers catch memory errors and retry
             raise RefusedError(refusals) from error
         return True
 
@@ -109,8 +115,9 @@ class HostsMeet(Agreement):
 
 
 class HostsApart(Agreement):
-    """The agreement of GPU ranks: they do not synchronise before each call, because this would cost the host more than
-    the call."""
+    """The protocol of GPU ranks. They do not synchronise before each call: that would take the host longer than the
+    call.
+    """
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
@@ -126,7 +133,7 @@ class HostsApart(Agreement):
         try:
             calls = comm.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
         except DeadlineError as error:
-            here = f"This rank had refused the call: {refusal}" if refusal else f"New on this rank: {text}"
+            here = f"This rank refused the call: {refusal}" if refusal else f"This rank's call: {text}"
             raise DeadlineError(f"{error}. {here}") from error
         if refusals := by_rank((rank, refused) for rank, (refused, *_) in enumerate(calls) if refused):
             raise RefusedError(refusals)
@@ -163,21 +170,23 @@ _BY_DEVICE = {"cpu": HostsMeet(), "cuda": HostsApart()}
 
 
 def agreement_on(device: torch.device) -> Agreement:
-    """Return how ranks agree on calls on this type of device."""
+    """Return the protocol by which ranks with this type of device agree on calls."""
     return _BY_DEVICE.get(device.type, _NOTHING_SHARED)
 
 
 def _short(details: str) -> str:
-    """Return details in the form that ranks exchange: several lines, which may be many, become a digest."""
+    """Return details in the form that ranks exchange. Details of several lines may be long, so they become a digest."""
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
 def _end(comm: symm.Communicator, text: str) -> NoReturn:
-    """End the group and raise `DisagreementError`, for an error that every rank finds."""
+    """End the group and raise `DisagreementError`. For a disagreement that every rank finds."""
     comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
 def _set_up(deadline_s: float | None) -> float | None:
-    """Return the deadline for set-up: no rank compiles anything before ranks have agreed."""
+    """Return the deadline for set-up: the caller's, otherwise `WEFT_SETUP_DEADLINE_S`. Ranks agree before any rank
+    compiles.
+    """
     return env.setup_deadline_s() if deadline_s is None else deadline_s

@@ -1,8 +1,9 @@
-"""The choice of a schedule for a group on several hosts.
+"""The choice of a schedule for a group whose ranks are on several hosts.
 
-Only schedules that send data between hosts by collectives can run: steps that load, store, copy or signal need mapped memory. On
-CPU the candidates in `Problem.between_hosts` are timed at the first call of a family, and again for sizes that differ by more
-than a factor of two. On GPUs, and if no candidate is clearly faster, calls run unfused.
+Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
+the first call of a problem family times the candidates in `Problem.between_hosts`. A size that differs by more than a
+factor of two from all timed sizes is timed again. On GPUs, and if no candidate is clearly faster than serial, calls run
+unfused.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from weft.runtime.schedule_memory import needs_far
 from weft.schedule import Schedule
 from weft.symm import Communicator
 
-_CLEARLY, _CLEARLY_US = 0.15, 300.0  # the smallest gain over serial that counts, as on one host
-_ALIKE = 2  # size buckets
+_CLEARLY, _CLEARLY_US = 0.15, 300.0  # smallest gain over serial (fraction, us), as on one host
+_ALIKE = 2  # sizes within this many size buckets share a choice
 _taken: weakref.WeakKeyDictionary[Communicator, dict[Hashable, dict[int, str]]] = weakref.WeakKeyDictionary()
-"""The measured choices by family and size bucket; "" for serial."""
+"""The measured choices, by problem family and size bucket. "" means serial."""
 
 
 def choose_between_hosts(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, *, deadline_s: float | None,
     serial: Callable[[], object] | None, built: Callable[[Candidate], Schedule],
 ) -> str:  # fmt: skip
-    """Return the schedule of a group on several hosts; "" if calls run unfused. Collective.
+    """Return the name of the schedule for a group on several hosts, or "" if calls run unfused. Collective.
 
-    A pinned schedule is taken if no rank needs memory of another host for it. Otherwise this warns once, and calls run unfused.
-    All ranks return the same. built: makes and checks a candidate's schedule.
+    All ranks return the same name. A pinned schedule that needs another host's memory is replaced by the unfused
+    implementation, with a warning.
+
+    built: builds and verifies a candidate's schedule.
     """
     if pinned == "serial":
         return ""
     if pinned is not None and plan.names_schedule(pinned):
         try:
-            fault = "" if comm.device.type == "cpu" else "GPUs run serial there"
+            fault = "" if comm.device.type == "cpu" else "on GPUs only serial runs between hosts"
             fault = fault or _fault(built(named(p, pinned)), comm)
         except NotApplicableError as error:
             raise cannot_do(pinned, p, error) from error
@@ -79,6 +82,8 @@ def _fastest(
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return the first step of any rank that needs memory of another host; "" if there is none."""
+    """Return a text that names the first step, of any rank, that needs another host's memory. Return "" if there is
+    none.
+    """
     faults = (needs_far(schedule, rank, comm.hosts) for rank in range(comm.world_size))
     return next(filter(None, faults), "")

@@ -1,8 +1,7 @@
-"""The cache of compiled operators, with lookup by group and shape or by a call's signature. It drops the least recently called
-operators.
+"""The cache of compiled operators, by group and shape or by a call's signature. It drops the least recently used ones.
 
-First calls are collective: ranks compare their calls before any rank computes or allocates (`weft.operator.together`). Later
-calls of a known shape find their compiled operator by a key.
+The first call of a shape is collective: ranks compare their calls before any rank computes or allocates
+(`weft.operator.together`). Later calls find the compiled operator by a key.
 """
 
 from __future__ import annotations
@@ -14,45 +13,43 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-KEPT = 64  # shapes per operator and group with memory of their own, except shapes that graphs have captured
-KEPT_LIGHT = (
-    2048  # shapes per operator and group, except captured shapes; most share memory with larger shapes, or hold none
-)
-_AT_ONCE = 128  # shapes to drop at KEPT_LIGHT: finding them takes milliseconds
-KEPT_BYTES = 4 << 30  # symmetric memory on a GPU, of shapes that were not called for WHILE
-_SIGNATURES = 8192  # of an operator's calls on a group
-PASSING = 16  # see `_OfGroup`: once so many compiled sizes of a family have not recurred, new sizes run unfused
-PASSING_ON = ["cuda"]  # device types; on CPU ranks meet before every call, and compiling costs less than that
-_SERVED = 1 << 16  # sizes to remember that ran unfused once
-WHILE = 1000  # calls of the operator: a training step repeats all its shapes in fewer
+KEPT = 64  # shapes per operator and group that have memory of their own; captured shapes do not count
+KEPT_LIGHT = 2048  # shapes per operator and group; captured shapes do not count. Most share memory, or hold none
+_AT_ONCE = 128  # shapes to drop at once at KEPT_LIGHT, because finding them takes milliseconds
+KEPT_BYTES = 4 << 30  # symmetric GPU memory kept for shapes that were not called in the last WHILE calls
+_SIGNATURES = 8192  # signatures kept per operator and group
+PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `_OfGroup`)
+PASSING_ON = ["cuda"]  # device types. On CPU compiling costs less than the rendezvous of every call
+_SERVED = 1 << 16  # sizes that ran unfused once to remember
+WHILE = 1000  # calls of the operator. A training step makes fewer calls, and then repeats its shapes
 
 
 class Entry(Protocol):
-    """The interface of a compiled operator that the cache uses."""
+    """The attributes and methods of a compiled operator that the cache uses."""
 
-    family: Hashable  # of sizes that may pass
+    family: Hashable  # the problem family, if a new size may run unfused
     came_back: bool  # True if called more than once
     called_at: int  # the number of the call that used it last
-    key: Any  # in the table
+    key: Any  # its key in the table
 
     @property
     def stale(self) -> bool:
-        """True if its communicator is closed."""
+        """True if its communicator is closed, so that it cannot be used."""
 
     @property
     def captured(self) -> bool:
-        """True if a CUDA graph that uses its memory may be replayed."""
+        """True if a captured CUDA graph uses its memory and may be replayed."""
 
     @property
     def light(self) -> bool:
-        """True if it holds no memory of its own."""
+        """True if it has no memory of its own."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of symmetric memory on a GPU."""
+        """The symmetric GPU memory in bytes."""
 
     def capturing(self) -> bool:
-        """True during the capture of a CUDA graph."""
+        """True while a CUDA graph is being captured."""
 
     def close(self) -> None:
         """Release its memory."""
@@ -62,10 +59,10 @@ E = TypeVar("E", bound=Entry)
 
 
 class Known(NamedTuple, Generic[E]):
-    """Calls that differ from an earlier one only in the addresses of their tensors.
+    """The compiled operator of calls that differ only in the addresses of their tensors.
 
-    places: (buffer, its field in a call, its index if the field is a list) for each input buffer. None if a buffer is not itself a
-    tensor of the call. differentiated: True if gradients are wanted.
+    places: for each input buffer its name, the call's field and, in a list, the index. None if a buffer is not itself a
+        tensor of the call. differentiated: True if gradients are wanted.
     """
 
     prepared: E
@@ -79,8 +76,10 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return the place of this tensor object in a call. Return None if it occurs twice, because the next call may pass two
-    different tensors."""
+    """Return the field of this tensor object in a call, and its index in a list.
+
+    Return None if the tensor occurs twice: the next call may pass two different tensors.
+    """
     places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
         places += [(field, None)] if value is tensor else []
@@ -91,32 +90,33 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 class _OfGroup(Generic[E]):
     """The record of an operator's calls on one group.
 
-    Calls are counted per group: ranks that share a group may also call on other groups, and must drop the same compiled
-    operators of the shared group.
+    Ranks count calls per group, so that all ranks of a group drop the same compiled operators. Calls on other groups do
+    not change the count.
 
-    Compiling for a size takes as long as several calls. That is wasted on sizes that never recur, such as sequences without
-    padding. So on GPUs, while `PASSING` compiled sizes of a family have not recurred, a new size runs unfused. Then
-    hosts do not synchronise, and only NCCL and cuBLAS load kernels or wait. A size is compiled when it recurs. Where all sizes
-    recur, as in the warm-up and capture of each batch size, each is compiled at its first call. Ranks make the same calls, so
-    their counts are equal.
+    Compiling for a size takes as long as several calls. That is wasted on a size that never recurs, such as a sequence
+    length without padding. So on GPUs, once `PASSING` compiled sizes of a family have not recurred, a new size runs
+    unfused, without compilation and without synchronisation of hosts. It is compiled when it recurs. If all sizes
+    recur, such as in a warm-up and capture of each batch size, each is compiled at its first call. All ranks make the
+    same calls, so their counts are equal.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, E] = {}
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
-        self._once: dict[Hashable, int] = {}  # by family, the number of compiled sizes that have not recurred
-        self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
-        self._typical: dict[Hashable, E] = {}  # by family
-        self._room = 0  # number of further shapes that cannot reach a limit
-        self._nbytes = 0  # symmetric memory of shapes whose first call is done
+        self._once: dict[Hashable, int] = {}  # number of compiled sizes that have not recurred, by family
+        self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused once
+        self._typical: dict[Hashable, E] = {}  # latest compiled operator, by family
+        self._room = 0  # shapes that can be added before a limit has to be checked
+        self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return the compiled operator of a typical size if a call of a new size runs unfused. Return None if the size must
-        be compiled.
+        """Return a compiled operator of the family if a new size shall run unfused; None if the size shall be compiled.
 
-        A size is its family and the rows of its first tensor, without the layout: layouts may differ between ranks, and all
-        ranks must compile the same sizes. capturing: a size that has run unfused is captured unfused.
+        A size is its family and the rows of its first tensor. The memory layout is no part of it: layouts may differ
+        between ranks, and all ranks must compile the same sizes.
+
+        capturing: True while a graph is captured. A size that has run unfused is then captured unfused.
         """
         size = family, rows
         if size in self._served:
@@ -131,7 +131,7 @@ class _OfGroup(Generic[E]):
         return typical
 
     def called(self, prepared: E) -> E:
-        """Note a call of a known size."""
+        """Count a call of a known size. Return its compiled operator."""
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True
@@ -140,7 +140,7 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Note the compiled operator of a size: a new one, or one that ran unfused before."""
+        """Store the compiled operator of a size that is new, or that ran unfused before."""
         prepared.family, prepared.came_back = family, (family, rows) in self._served
         self._served.pop((family, rows), None)
         self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
@@ -149,8 +149,8 @@ class _OfGroup(Generic[E]):
     def make_room(self, capturing: bool) -> None:
         """Drop the least recently called sizes if another size would exceed a limit.
 
-        All ranks make the same calls, so all drop the same sizes. capturing: drop nothing, since releasing memory would break the
-        capture.
+        All ranks make the same calls, so they drop the same sizes. While a graph is captured nothing is dropped:
+        releasing memory would break the capture.
         """
         last = next(reversed(self.known.values()), None)
         self._nbytes += 0 if last is None else last.nbytes
@@ -160,7 +160,7 @@ class _OfGroup(Generic[E]):
 
     def _drop(self) -> None:
         known = self.known
-        # Captured shapes do not count: many of them would leave no space for others.
+        # Captured shapes are never dropped. If they counted, many of them would leave no space for others.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         own = [key for key in free if not known[key].light]
         dropped = dict.fromkeys(own[: max(0, len(own) + 1 - KEPT)])
@@ -180,7 +180,7 @@ class _OfGroup(Generic[E]):
             self.by_signature.clear()
         n_own = sum(key in known for key in own)
         n_free = sum(key in known for key in free)
-        self._room = min(KEPT - n_own, KEPT_LIGHT - n_free) - 1  # without the shape that is being added
+        self._room = min(KEPT - n_own, KEPT_LIGHT - n_free) - 1  # minus the shape that is being added
         self._nbytes = sum(one.nbytes for one in known.values())
 
 
@@ -188,7 +188,7 @@ class Table(Generic[E]):
     """The cache of an operator, by group and by key."""
 
     def __init__(self) -> None:
-        # By id while the group lives: every call looks here, and a weak dictionary takes microseconds.
+        # By id while the group exists: every call looks here, and a lookup in a WeakKeyDictionary takes microseconds.
         self._of_group: dict[int, _OfGroup[E]] = {}
 
     def find(self, group: dist.ProcessGroup, key: Hashable) -> E | None:
@@ -199,8 +199,9 @@ class Table(Generic[E]):
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
-        """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call. Return None without
-        an entry."""
+        """Return the `Known` for this signature (`weft.runtime.layouts`), and count the call. Return None if there is
+        none.
+        """
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
         if here is None or known is None:
@@ -219,7 +220,9 @@ class Table(Generic[E]):
         call: Any,
         inputs: dict[str, Any] | None,
     ) -> None:
-        """Remember `prepared` for calls with this signature. inputs: the call's input buffers; None if gradients are wanted."""
+        """Store `prepared` for calls with this signature. inputs: the call's input buffers; None if gradients are
+        wanted.
+        """
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None
         ]
@@ -238,12 +241,12 @@ class Table(Generic[E]):
         return here
 
     def known(self, group: dist.ProcessGroup) -> list[E]:
-        """Return the compiled operators on `group`, the oldest first."""
+        """Return the compiled operators on `group`, in the order in which they were made."""
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 
     def drop(self, group: dist.ProcessGroup, dropped: list[E]) -> None:
-        """Close compiled operators and forget them. The next calls of their shapes are first calls."""
+        """Close compiled operators and forget them. The next call of their shapes is a first call again."""
         here = self.of_group(group)
         for signature in [one for one, known in here.by_signature.items() if known.prepared in dropped]:
             del here.by_signature[signature]

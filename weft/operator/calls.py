@@ -1,9 +1,9 @@
-"""Calls of operators, made from their specs, and their gradients in eager mode.
+"""Run the call of an operator, and its backward, in eager mode.
 
-From one call down: the public function (`weft.ops`) normalises its arguments. `made` finds the compiled operator for calls of that
-shape (`weft.operator.cache`), or makes one (`weft.operator.compiled_operator`). It runs the selected schedule
-(`weft.operator.select`), or torch's collectives and GEMMs unfused (`weft.runtime.unfused`). `weft.operator.registration` makes the
-same calls under torch.compile.
+The public function (`weft.ops`) puts its arguments into the form of a call. `made` finds the compiled operator for the
+shape (`weft.operator.cache`), or makes it (`weft.operator.compiled_operator`). The compiled operator runs the chosen
+schedule (`weft.operator.select`), or torch's collectives and GEMMs unfused (`weft.runtime.unfused`). Under
+torch.compile, `weft.operator.registration` makes the same calls.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ OPERATORS: dict[str, Operator[Any]] = {}
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""The gradients that are wanted of a call that runs under a dispatch mode, and so below autograd.
+"""The wanted gradients of a call inside a dispatch mode, where autograd is not visible.
 
-Peers may have no such mode, for example if one rank counts its FLOPs.
+Peers may have no such mode, for example if only one rank counts its FLOPs. So the wanted gradients are determined
+before.
 """
 
 
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
-    """Return the deadline. Raise `ValueError` for invalid options, before peers are notified of the call."""
+    """Return the deadline in seconds. Raise `ValueError` for invalid options, before peers are notified of the call."""
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ValueError(f"timeline={timeline!r} is not a Timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
@@ -71,7 +72,8 @@ def made(
 ) -> list[torch.Tensor]:
     """Make a call. Return its results in the order of the output buffers.
 
-    like: a tensor on the device of the call. form: normalises the arguments; peers are notified of its errors.
+    like: a tensor on the device of the call.
+    form: a function of the group that returns the arguments in the form of a call. Peers are notified of its errors.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
@@ -93,7 +95,7 @@ def made(
         raise
 
 
-@opaque  # a function whose trace has failed runs eagerly, and Dynamo would trace what it calls, frame by frame
+@opaque  # if tracing a caller has failed, Dynamo would trace this function frame by frame
 def _made_now(
     op: Operator[Any], group: dist.ProcessGroup | str | None, like: Any,
     form: Callable[[dist.ProcessGroup | str | None], Any], schedule: str | None, deadline_s: float | None,
@@ -109,8 +111,10 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call as a part of an outer call, which counts it and reports its errors. A pinned schedule applies only to
-    the outer call."""
+    """Make a call as a part of an outer call, which counts it and reports its errors.
+
+    A pinned schedule applies only to the outer call.
+    """
     if plan.pinned() is None:
         return _called(op, call, group, None, turn.deadline_s, None)
     with plan.use(None):
@@ -118,27 +122,29 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """Return weft's operator called `name`. Its file is imported on demand, because operators that compute each other's gradients
-    would otherwise import each other, and imports must have no cycles."""
+    """Return weft's operator called `name`, and import its file if needed.
+
+    Operators compute each other's gradients. If they imported each other at the top, imports would have cycles.
+    """
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
     return OPERATORS[name]
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if calls like this one, `within` another, run overlapped. Also True before the first such call."""
+    """True if such a call `within` another call overlaps. Also True before the first such call."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[CompiledOperator]:
-    """Return the compiled operator of each shape that was called on `group`, the oldest first."""
+    """Return the compiled operators of all shapes that were called on `group`, in the order of their first calls."""
     return TABLES[op.name].known(group)
 
 
 def drop_calls(op: Operator[Any], group: dist.ProcessGroup, dropped: list[CompiledOperator]) -> None:
-    """Drop the compiled operators of some shapes. All ranks must drop the same shapes, and no call may be in progress."""
+    """Drop compiled operators of `group`. All ranks must drop the same shapes, while no call is in progress."""
     TABLES[op.name].drop(group, dropped)
 
 
@@ -175,7 +181,7 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key shared by calls that differ only in tensor contents; None if every call must be checked."""
+    """Return a key for calls that differ only in tensor contents; None if every call must be checked."""
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
     if READER is None or plan.pinned(schedule) is not None:
@@ -197,14 +203,14 @@ def prepared_for(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     wanted: tuple[bool, ...] | None,
 ) -> CompiledOperator:  # fmt: skip
-    """Find or make the compiled operator of a call.
+    """Return the compiled operator of a call, and make it if needed.
 
-    It does not depend on the wanted gradients, but all ranks must want the same gradients. wanted=None: ranks agreed on the
-    gradients in forward.
+    The compiled operator does not depend on the wanted gradients, but all ranks must want the same gradients. wanted:
+    None if ranks agreed on the gradients in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
-    # Hosts that meet do so per shape, and the shape contains all that they compare.
+    # Ranks that synchronise before every call agree per key, so the key includes all that they compare.
     key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
@@ -224,9 +230,9 @@ def prepared_for(
                 return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
-        """Return the text that ranks compare, worded as in other messages, the details, and the rank's number.
+        """Return the text that ranks compare, in the words of other messages, then the details, and this rank's number.
 
-        The number is twice the size, plus one if there are cached times of the problem.
+        The number is twice the size of the call, plus one if this rank has cached times for the problem.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
@@ -251,7 +257,7 @@ def prepared_for(
 
 
 def _described(op: Operator[Any], call: Any, world: int) -> Any:
-    """Return the problem of a call; None for bad input: the agreement later refuses it on all ranks."""
+    """Return the problem of a call. Return None for bad input, which the agreement later refuses on all ranks."""
     try:
         return op.problem(call, world, 0)
     except Exception:
@@ -267,23 +273,26 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def require_device(op: Operator[Any], call: Any) -> None:
-    """Raise `ValueError` unless the device is a CPU or GPU.
+    """Raise `ValueError` unless the call's tensors are on a CPU or GPU.
 
-    Check here, because this code notifies peers. Ranks do not synchronise on other devices."""
+    Checked before ranks synchronise, since they cannot synchronise on other devices.
+    """
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
-        made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
+        made = ". If a module is on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
         raise ValueError(f"{op.name} on {device}: pass tensors on a GPU or on the CPU{made}")
 
 
 def _require_problem(op: Operator[Any], p: Any) -> None:
     if not isinstance(p, Problem):
         raise TypeError(f"problem of {op.name} returns {kind(p)}: return a Problem")
-    of_another = p.name in OPERATORS or type(p).__module__.startswith("weft.")  # two operators may share a problem
+    of_another = p.name in OPERATORS or type(p).__module__.startswith(
+        "weft."
+    )  # two operators may share a problem class
     if p.name != op.name and not of_another:
         raise TypeError(
-            f"{op.name}.problem returns a Problem with the name {p.name!r}: give {type(p).__name__} and the "
-            "operator the same name, because plans and messages use it"
+            f"{op.name}.problem() returns a Problem with the name {p.name!r}: give {type(p).__name__} the operator's "
+            "name, which plans and messages use"
         )
 
 
@@ -297,7 +306,7 @@ class _Function(torch.autograd.Function):
         *_: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         op = prepared.op
-        prepared.require_room(call, deadline_s)  # unfused calls need no memory, but backward may run a schedule
+        prepared.require_room(call, deadline_s)  # checked for unfused calls too: their backward may run a schedule
         inputs = op.inputs(prepared.p, call)
         results = prepared(call, deadline_s, timeline, inputs)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
@@ -315,7 +324,7 @@ class _Function(torch.autograd.Function):
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
-"""`backward_of_call` for each operator; its errors name the operator."""
+"""For each operator, `backward_of_call` decorated so that its errors name the operator."""
 
 
 def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -333,9 +342,10 @@ def gradients_of_call(
     op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[CompiledOperator, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Compute the gradients of a call with autocast off, because autocast would affect only some of the torch calls.
+    """Compute the gradients of a call, with autocast disabled, because it would affect only some of the torch calls.
 
-    found: returns the call's compiled operator, and the work begun after the call. Peers are notified of its errors too.
+    found: a function that returns the compiled operator and the `beside` of the call. Peers are notified of its errors
+        too.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

@@ -1,6 +1,6 @@
-"""An operator that is compiled for one shape. It is made at the first call and cached (`weft.operator.cache`).
+"""An operator compiled for one shape, made at the first call of the shape and cached (`weft.operator.cache`).
 
-It selects a schedule at its first call, and runs the schedule by an executor, or runs unfused.
+Its first call chooses a schedule. An executor runs the schedule, or the call runs unfused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from weft.timeline import Timeline
 
 @contextlib.contextmanager
 def whole(comm: Communicator, what: str) -> Iterator[None]:
-    """Guard a set-up that consists of several exchanges between ranks.
+    """Guard a set-up that consists of several exchanges between ranks: if only this rank raises, the group fails.
 
-    An error on this rank alone (a broken file, no memory, Ctrl-C) makes the
-    group fail. Otherwise peers would wait for this rank in the next exchange until their deadline.
+    Otherwise peers would wait for this rank in the next exchange until their deadline. Such errors are a broken file,
+    no memory, or Ctrl-C.
     """
     try:
         yield
-    except (WeftError, NotApplicableError):  # every rank raises it, or it has made the group fail
+    except (WeftError, NotApplicableError):  # every rank raises this error, or the group has already failed
         raise
     except BaseException as error:
         comm.poison(f"{what}: {error!r}")
@@ -63,33 +63,32 @@ class CompiledOperator:
         said: str,
         shown: str,
     ) -> None:
-        """Compile for calls of `p`. The first call selects a schedule.
+        """Prepare calls of the problem `p`. The first call chooses a schedule.
 
-        remembered: True if a rank has cached times of schedules for exactly this problem.
-        said, shown: the text that CPU ranks compare at every call, in full and shortened for errors.
+        remembered: True if any rank has cached times of schedules for exactly this problem.
+        said, shown: the text that CPU ranks compare at every call: in full, and shortened for error texts.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
-        self.agreed: set[tuple[str, tuple[bool, ...]]] = (
-            set()
-        )  # (given options, wanted gradients) pairs that ranks have compared
+        self.agreed: set[tuple[str, tuple[bool, ...]]] = set()
+        """The pairs (given options, wanted gradients) on which ranks have agreed."""
         self._across: dict[str, AcrossRanks] = {}  # by given options
         self.comm = symm.communicator(group, device) if p.world_size > 1 or op.has_executors else None
-        self._group = weakref.ref(group)  # the cache must not keep a group alive that the caller has dropped
+        self._group = weakref.ref(group)  # weak, so that the cache does not keep a dropped group alive
         self.chosen: select.Chosen | None = None
-        self._executors: list[Executor] = []  # of `chosen`
+        self._executors: list[Executor] = []  # the executors of `chosen`
         self._turns: Turns | None = None
         if self.comm is not None and agreement_on(device).meets:
             self._turns = Turns(f"{op.title}, {shown}", self.comm, said, op.arguments)
         self._serial = named(p, "serial").build()
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
-        self._steps: list[Unfused] = []  # at most one, made on demand; shared with passing sizes
+        self._steps: list[Unfused] = []  # at most one, made on demand; shared by the copies of `for_one_call`
         self._checked = False  # True if the spec's inputs and outputs match the buffers
-        self._ran: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that have run
-        self._ready: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that are ready for captures
-        self.key: Any = None  # in the table
+        self._ran: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that have run
+        self._ready: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that can be captured
+        self.key: Any = None  # its key in the table
         self.called_at = 0  # number of the operator's call that used this last
-        self.family: Hashable = None  # of sizes that may pass
+        self.family: Hashable = None  # the problem family, if a new size may run unfused
         self.passes = False  # True if made for a single call
         self.came_back = False  # True if called more than once
 
@@ -99,7 +98,8 @@ class CompiledOperator:
     ) -> list[torch.Tensor]:
         """Run a call. Return its results in the order of the output buffers.
 
-        Autocast is off inside, since it would affect only some schedules. inputs: the spec's input buffers, if they are known.
+        Autocast is disabled inside, since it would affect only some schedules. inputs: the spec's input buffers, if the
+        caller has them.
         """
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
@@ -128,7 +128,9 @@ class CompiledOperator:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """Raise `TypeError` if the spec's tensors differ from the buffers of the serial schedule, which all schedules share."""
+        """Raise `TypeError` if the spec's tensors do not match the buffers of the serial schedule, which all schedules
+        share.
+        """
         buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
         if tensors.keys() != buffers.keys():
             raise TypeError(
@@ -158,7 +160,7 @@ class CompiledOperator:
     def _scheduled(
         self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor] | None:
-        """Run the chosen schedule; None if the unfused calls are at least as fast."""
+        """Run the chosen schedule and return its results. Return None if unfused calls were chosen."""
         self.require_room(call, deadline_s)
         outputs = self.op.outputs(call, self.p.world_size)
         tensors = {**inputs, **outputs}
@@ -168,8 +170,8 @@ class CompiledOperator:
         if self.device.type == "cpu":
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         else:
-            # A call on GPUs may take only tens of microseconds. So tensors are validated once per layout: later calls of a
-            # layout differ only in addresses.
+            # A GPU call may take only tens of microseconds. So tensors are validated once per layout: calls with the
+            # same layout differ only in addresses.
             layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
             known = layout in self._ran
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=known)
@@ -179,7 +181,7 @@ class CompiledOperator:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule for captures with this layout. It may differ from the schedule that has just run."""
+        """Warm up the schedule that captures with this layout use. It may differ from the schedule that has just run."""
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
             return
@@ -189,29 +191,34 @@ class CompiledOperator:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that exceeds the sizes of the compiled operator. On GPUs hosts do not synchronise: without a refusal, peers
-        would wait for this rank until their deadline."""
+        """Refuse a call that exceeds the sizes of the compiled operator.
+
+        GPU hosts do not synchronise. Without the refusal, peers would wait for this rank until their deadline.
+        """
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Note that ranks have agreed on calls with these options and gradients.
+        """Record that ranks have agreed on calls with these options and wanted gradients.
 
-        said, shown: the compared text, in full and shortened for errors.
+        said, shown: the text that ranks compared: in full, and shortened for error texts.
         """
         self.agreed.add((given, wanted))
         if self.comm is not None and given not in self._across:
             self._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said)
 
     def begin_backward(self) -> None:
-        for across in itertools.islice(self._across.values(), 1):  # the first agreed backward, for any given options
+        # Backward does not know the options of its call, so every rank notes the first entry.
+        for across in itertools.islice(self._across.values(), 1):
             across.begin_backward()
 
     def for_one_call(
         self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
     ) -> CompiledOperator:
-        """Return an operator for one unfused call of another size, `p`. It is not cached. rows: the number of rows of the first
-        tensor."""
+        """Return an operator for one unfused call of the problem `p`, which has another size. It is not cached.
+
+        rows: the number of rows of the call's first tensor.
+        """
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
@@ -222,20 +229,20 @@ class CompiledOperator:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the `AcrossRanks` of a call on which ranks have agreed."""
+        """Return the `AcrossRanks` that compares this call. Ranks must have agreed on it before."""
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
-        """True if `executor` has run with inputs of these strides on a GPU. The next such run does not check them again."""
+        """True if `executor` has run with inputs of these strides on a GPU. The next run then skips the checks."""
         return (id(executor), layout) in self._ran
 
     @property
     def in_steps(self) -> bool:
-        """True if the serial schedule has run step by step, and not by the spec's `unfused`."""
+        """True if unfused calls have run the serial schedule step by step, because the spec has no `unfused`."""
         return bool(self._steps)
 
     def steps(self) -> Unfused:
-        """Return the serial schedule as torch calls."""
+        """Return the serial schedule as calls of torch."""
         if not self._steps:
             self._steps.append(Unfused(self._serial, self.rank))
         return self._steps[0]
@@ -244,7 +251,7 @@ class CompiledOperator:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise WeftError("the process group of this call has been destroyed: keep it until backward has run")
+            raise WeftError("the process group of this call has been destroyed: destroy it only after backward has run")
         return group
 
     @property
@@ -256,7 +263,7 @@ class CompiledOperator:
         return self.comm is not None and self.comm.closed
 
     def close(self) -> None:
-        """Release the executors. The next call of this shape makes new ones."""
+        """Release the executors. The next call of this shape makes new executors."""
         chosen, self.chosen, self._executors = self.chosen, None, []
         self._ran.clear()
         self._ready.clear()
@@ -271,26 +278,26 @@ class CompiledOperator:
 
     @property
     def captured(self) -> bool:
-        """True if a CUDA graph that uses memory kept here may be replayed."""
+        """True if a captured CUDA graph uses memory of this operator and may be replayed."""
         return self.chosen is not None and self.chosen.was_captured
 
     @property
     def light(self) -> bool:
-        """True if it holds no memory of its own."""
+        """True if it has no memory of its own."""
         return self.chosen is None or all(one.shared for one in self.chosen.executors())
 
     @property
     def nbytes(self) -> int:
-        """The bytes of symmetric memory on a GPU."""
+        """The symmetric GPU memory in bytes."""
         return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if calls are known to run unfused. Raise the group's error if the group has failed.
+        """True if the choice is known and calls run unfused. Raise the group's error if the group has failed.
 
-        Executors check the group themselves. Without the check here, an unfused call after a failed one would pair with a
+        Executors check the group themselves. Without this check, an unfused call after a failed call would pair with a
         different call of the peers.
         """
         if self.comm is None:
@@ -303,7 +310,7 @@ class CompiledOperator:
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
         """Return the `Turn` that runs the collectives of an unfused call, or of a backward."""
-        # An operator's own kernels wait in backward too, with the deadline of the call.
+        # If an operator has its own kernels, its backward waits too, with the deadline of the call.
         waits = self.op.has_executors and deadline_s is not None
         if self._turns is None and timeline is None and not waits:
             return STRAIGHT
@@ -328,7 +335,7 @@ class CompiledOperator:
                 typical = op.to_choose_with(p, comm.rank, call)
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
-            # Ranks compile and measure here, and take different times.
+            # Ranks compile and measure here, which takes each rank a different time.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 if op.has_executors:

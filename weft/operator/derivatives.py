@@ -1,9 +1,10 @@
-"""First-order reverse-mode gradients only. Second derivatives, forward-mode derivatives and vmap of a call raise an error.
+"""Checks that allow only first-order, reverse-mode gradients. Second derivatives, forward-mode derivatives and vmap
+raise.
 
-Autograd cannot differentiate a backward that calls collectives. Its result depends on the incoming gradients and, through the
-saved tensors, on the operator's inputs. If either dependence is omitted, second derivatives silently lack a term.
-`torch.autograd.function.once_differentiable` omits the saved tensors, and `torch.autograd.grad` skips its node, which has no
-inputs. Here the results depend on all their inputs, through a node that raises.
+Autograd cannot differentiate a backward that calls collectives. The result of backward depends on the incoming
+gradients and on the saved inputs. If the graph lacked either dependence, second derivatives would silently lack a term.
+`torch.autograd.function.once_differentiable` does not connect the saved inputs, and `torch.autograd.grad` skips its
+node. So here an autograd node connects the results to all inputs, and raises in its own backward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch.autograd import forward_ad
 
 
 def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
-    """Decorate `backward(ctx, saved, *grads)` of an autograd Function. saved: the context's tensors."""
+    """Decorate `backward(ctx, saved, *grads)` of an autograd Function, so that a second derivative raises.
+
+    saved: the tensors that the context saved.
+    """
 
     def decorated(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         @functools.wraps(backward)
@@ -35,7 +39,10 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
 
 
 def refused(operator: str) -> Callable[..., NoReturn]:
-    """Return a function that raises, to be the backward of an operator's backward in `torch.library.register_autograd`."""
+    """Return a function that raises `NotImplementedError`.
+
+    `torch.library.register_autograd` takes it as the backward of an operator's backward.
+    """
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(
@@ -47,14 +54,14 @@ def refused(operator: str) -> Callable[..., NoReturn]:
 
 
 def is_transformed() -> bool:
-    """True inside a transform of torch.func or a forward-mode derivative."""
+    """True inside a torch.func transform or a forward-mode derivative."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | None]]) -> None:
-    """Raise `ValueError` for a call that would silently lose tangents, and inside vmap or another transform of torch.func.
+    """Raise `ValueError` inside a torch.func transform, such as vmap, or if a tensor has a forward-mode tangent.
 
-    Such transforms do not reach the memory that ranks share.
+    A transform cannot change a call that involves all ranks. A tangent would be lost silently.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         refuse_transforms(operator)
@@ -65,8 +72,10 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 
 
 def require_no_tangents(operator: str) -> None:
-    """Raise `ValueError` for an operator of torch's dispatcher inside a forward-mode derivative. Below autograd, tensors
-    hide their tangents."""
+    """Raise `ValueError` if a dispatcher operator is called inside a forward-mode derivative.
+
+    At this level of the dispatcher, tensors no longer show their tangents. So any such call raises.
+    """
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)
 
@@ -78,7 +87,7 @@ def _refuse_tangents(operator: str) -> NoReturn:
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
-    """Raise `ValueError` inside a transform. It is also the kernel of a dispatcher operator inside such a transform."""
+    """Raise `ValueError`. Called inside a torch.func transform, also as the kernel of dispatcher operators there."""
     raise ValueError(
         f"{operator} was called inside a torch.func transform (vmap, grad, jvp, ...), which cannot change a call "
         "that involves all ranks: call it outside, on the whole batch, and differentiate by backward()"
@@ -86,17 +95,17 @@ def refuse_transforms(operator: str, *_: Any) -> NoReturn:
 
 
 def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
-    """Raise `ValueError` for several gradients in one backward, which torch computes by vmap."""
+    """Raise `ValueError` if backward computes several gradients at once, which torch does by vmap."""
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(
             f"backward of {operator} was called for several gradients at once (is_grads_batched=True, or "
-            "vectorize=True), which vmap cannot do because the backward involves all ranks: compute one gradient "
+            "vectorize=True), but vmap cannot run a backward that involves all ranks: compute one gradient "
             "after the other"
         )
 
 
 def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise `ValueError` for tensors that autograd cannot save for backward. Autograd raises too, but only after the call."""
+    """Raise `ValueError` if autograd cannot save a tensor for backward. Autograd itself raises only after the call."""
     if any(isinstance(t, torch.Tensor) and t.is_inference() for t in tensors):
         raise ValueError(
             f"{operator} needs gradients, but an input was created in torch.inference_mode(), so autograd cannot "
@@ -107,7 +116,7 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
-        """Return the first `count` of the tensors, which depend on the others."""
+        """Return the first `count` tensors. In the autograd graph they depend on all tensors."""
         ctx.operator = operator
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
 

@@ -1,6 +1,6 @@
-"""The dtypes that operators multiply in.
+"""The dtypes of the matrices that operators multiply.
 
-fp64 is only for CPU processes, for `torch.autograd.gradcheck`: weft's GPU kernels have no fp64, and reduce in fp32.
+CPU processes also support fp64, for `torch.autograd.gradcheck`. weft's GPU kernels do not: they reduce in fp32.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ _NAMES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16", "fp64")}
 
 
 def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
-    """Return the dtype's name in problems. Raise `ValueError` if GEMMs on x's device do not support the dtype.
+    """Return weft's name of `x.dtype`, such as "bf16". Raise `ValueError` if GEMMs on the device of `x` do not support
+    it.
 
-    name: the name of x. why: appended to the known dtypes.
+    name: the argument's name in error texts. why: a text to append to the list of supported dtypes.
     """
     if x.dtype == torch.float64 and x.device.type != "cpu":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The choice of embedding_all_to_all's transport: by the planner's model of this machine, or by measured times."""
+"""The choice of embedding_all_to_all's transport, by the planner's model of this machine or by measured times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _NAME = "embedding_all_to_all"
 
 
 def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """True if there is a choice of transports. On GPUs ranks decide together, because only some ranks may have a machine file."""
+    """True if there is more than one transport to choose from.
+
+    True for every group of GPUs: only some ranks may have a machine file, and all ranks must decide alike.
+    """
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
 
@@ -35,7 +38,7 @@ def _is_tuned() -> bool:
 
 
 def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport of every batch size; None if it still has to be chosen for some sizes."""
+    """Return the transport that is used for every batch size; None if some sizes still need a choice."""
     if not is_open(device, group):
         return "direct"
     return None if _is_tuned() else _settled.get(group, {}).get(found)
@@ -44,14 +47,14 @@ def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup
 def choose_transport(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
-    """Return the transport for batches of the size bucket of `p`. Collective."""
+    """Return the transport for batches in the size bucket of `p`. Collective."""
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
     for_all = planned is not None and _is_for_all(_planned_before.get(comm, {}).get(found, {}))
     said = comm.all_gather((tuned, planned, for_all), what=f"choosing a transport of {_NAME}", deadline_s=patience_s)
     if len({theirs for theirs, *_ in said}) > 1:
-        text = f"some ranks called {_NAME} under weft.plan.use, others not: make the same calls on every rank"
+        text = f"only some ranks called {_NAME} under weft.plan.use: enter it on every rank or on none"
         comm.end(text)
         raise DisagreementError(text)
     transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
@@ -61,28 +64,31 @@ def choose_transport(
 
 
 _MANY = 1 << 30  # samples: more than any batch
-_CLEARLY_PUT = 0.6  # of the time of "direct"
+_CLEARLY_PUT = 0.6  # "put" is chosen if it takes at most this fraction of the time of "direct"
 _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
 _planned_before = weakref.WeakKeyDictionary()
-"""The first rank's choices by a model, by size bucket."""
+"""The transports that the first rank chose by a model, by size bucket."""
 _settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[EmbeddingPlan, Transport]] = weakref.WeakKeyDictionary()
-"""Choices that hold for every batch size, on all ranks. Other calls choose, collectively, at the first call of each size bucket,
-which takes a millisecond or two."""
+"""Transports that all ranks use for every batch size. Without an entry, the first call in each size bucket chooses
+collectively, which takes one or two milliseconds.
+"""
 
 
 def _is_for_all(known: Mapping[int, Transport]) -> bool:
-    """True if the smallest and the largest size bucket, and all between them that were planned, have the same transport."""
+    """True if the smallest, the largest and all other planned size buckets have the same transport."""
     return len(known) > 1 and len({*known.values()}) == 1
 
 
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
-    """Return the choice by this machine's model, if it has a model, or by cached times, if every transport has a time.
+    """Return the first rank's choice: by cached times if every transport has one, otherwise by this machine's model.
 
-    A plan takes milliseconds, many times as long as a call. So the second size bucket of samples that occurs is planned together
-    with the smallest and the largest ones, and most others lie between two with the same choice.
+    A prediction takes milliseconds, many times as long as a call. So the second size bucket is planned together with
+    the smallest and the largest one. Most later buckets lie between two buckets with the same choice, and take it
+    without a prediction.
 
-    The model misses costs of each staged slice. "put" took 1.08 to 1.46 times as long as "direct" for six models on H200s, and
-    2.6 times for one table on H100s, where the model gives both the same time. So "put" has to be predicted clearly faster.
+    The model omits some costs of each staged slice: it predicts the same time for "put" and "direct". But "put" took
+    1.08 to 1.46 times as long as "direct" for six models on H200s, and 2.6 times for one table on H100s. So "put" is
+    chosen only if its prediction is much faster.
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
@@ -100,7 +106,7 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
         name, us = choice.candidate.name, choice.predicted_us
         direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
         if direct_us is not None and (
-            # one launch: the calls of serial keep the host busy several times as long
+            # "direct" is one launch; serial takes several times as much host time
             (name == "serial" and direct_us - us < CLEARLY_US) or (name == "put" and us > _CLEARLY_PUT * direct_us)
         ):
             taken: Transport = "direct"
@@ -113,7 +119,7 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 
 
 def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
-    """Return the chosen transport. Warn once if the choice is `serial`, which does not overlap."""
+    """Return the chosen transport. Warn once if it is `serial`, which overlaps nothing."""
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
     return names[choice.candidate.name]
@@ -122,8 +128,10 @@ def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transpo
 def _fastest(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
-    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Close the losing
-    executors that were made for the measurement."""
+    """Return the fastest transport for calls with this input, by measured or cached times (`weft.plan.autotune`).
+
+    Executors that were made for the measurement and are not used are closed.
+    """
     mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
     names, made = found.candidates, executors_on(comm)
     before = {other for other, executor in made.items() if not executor.gone}

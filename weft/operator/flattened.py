@@ -1,7 +1,7 @@
-"""Shards of any shape as matrices: [..., dim, ..., K] is [rows, K] with the gathered (or scattered) dimension outermost, and
-back.
+"""Reshape shards of any number of dimensions to matrices and back.
 
-All operators that gather or scatter rows share this module.
+A shard [..., dim, ..., K] becomes the matrix [rows, K], with the gathered (or scattered) dimension outermost. All
+operators that gather or scatter rows share this module.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from weft.arguments import checked_rows
 from weft.symm.groups import group_of, size_of
 
 UNEVEN = (
-    "if ranks have shards of different sizes, such as an uneven last batch, pass rows=, the sizes of all ranks; "
+    "if ranks have shards of different sizes, such as in an uneven last batch, pass rows= with the sizes on all ranks; "
     "weights must have the same shape on all ranks: pad a vocabulary that is not divisible by the number of ranks"
 )
 
 
 def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A_shard", each: str = "Bs[{}]") -> None:
-    """Raise `ValueError` unless each weight is a matrix that matches A, in its dtype and on its device. what, each: their names."""
+    """Raise `ValueError` unless each weight in `Bs` is a matrix [K, N] with A's last dimension, dtype and device.
+
+    what, each: the argument names of A and of a weight, for error texts.
+    """
     shape = A.shape
     if not Bs:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
@@ -39,7 +42,9 @@ def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A
 
 
 def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatter_dim", what: str = "A") -> None:
-    """Raise `ValueError` if ranks would get unequal parts of dimension `dim` of `what`. name: the name of the argument."""
+    """Raise `ValueError` if dimension `dim` is not divisible by `world`. name, what: the argument names of `dim` and of
+    the tensor.
+    """
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
@@ -49,7 +54,7 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """Return the number of matrix rows for one index of `gather_dim`."""
+    """Return the number of matrix rows that one index of `gather_dim` becomes."""
     rows = 1
     for d, extent in enumerate(shape[:-1]):
         rows *= 1 if d == gather_dim else extent
@@ -59,7 +64,9 @@ def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
 def rows_of_ranks(
     rows: Sequence[int] | None, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | str | None
 ) -> list[int] | None:
-    """Return the rows of all ranks' matrices; None if they are equal. A traced call is checked when it runs."""
+    """Return the number of matrix rows on each rank; None if all ranks have the same number. A traced call is checked
+    when it runs.
+    """
     if rows is None:
         return None
     if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()):
@@ -68,14 +75,16 @@ def rows_of_ranks(
 
 
 def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x^T @ grad, in the layout of `w`: autograd would copy another layout for `linear.weight.t()`."""
+    """Return x^T @ grad in the memory layout of `w`. For `linear.weight.t()`, autograd would copy a gradient in another
+    layout.
+    """
     if _by_columns(w):
         return (grad.t() @ x).t()
     return x.t() @ grad
 
 
 def room_for_grad_of_weight(w: torch.Tensor) -> torch.Tensor:
-    """Return new memory for the gradient of `w`, in the layout of `w`."""
+    """Return uninitialised memory for the gradient of `w`, in the layout of `w`."""
     return w.new_empty(w.shape[1], w.shape[0]).t() if _by_columns(w) else w.new_empty(w.shape)
 
 
@@ -84,15 +93,16 @@ def _by_columns(w: torch.Tensor) -> bool:
 
 
 def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
-    """Return [dim, the sizes of the other dimensions except the last], which ranks compare for `flattened`; None for a
-    matrix's rows."""
+    """Return [dim, sizes of the other dimensions except the last], which ranks compare. Return None for a matrix
+    gathered by rows.
+    """
     if dim == 0 and x.dim() == 2:
         return None
     return [dim, *(size for d, size in enumerate(x.shape[:-1]) if d != dim)]
 
 
 def outer_text(name: str, outer: Sequence[int] | None) -> str:
-    """Return `outer` as text, such as "A [2, rows, 4, K]". name: the name of the tensor."""
+    """Return the result of `outer_of` as text, such as "A [2, rows, 4, K]"; "" for None. name: the tensor's name."""
     if outer is None:
         return ""
     dim, *others = outer
@@ -110,9 +120,11 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """Return [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions in the caller's order.
+    """Reshape results of the matrix form back to the caller's dimensions.
 
-    shape: the shape of a shard. rows: the numbers of rows of all ranks, if they differ.
+    [gathered rows x others, N] becomes [gathered, others ..., N], and then the dimensions take the caller's order.
+
+    shape: the shape of a shard. rows: the sizes of `gather_dim` on all ranks, if they differ.
     """
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:

@@ -1,10 +1,10 @@
-"""FLOP formulas of operators for `torch.utils.flop_counter`, which FlopCounterMode and MFU computations use.
+"""FLOP formulas of operators for `torch.utils.flop_counter`, with which FlopCounterMode computes FLOPs and MFU.
 
-An operator counts 2MNK for each GEMM of this rank, forward and backward, like the same GEMMs without weft. Embeddings count 0, as
-torch's do.
+An operator counts 2MNK for each GEMM of this rank, forward and backward, as the same GEMMs do without weft. Embeddings
+count 0, as torch's embeddings do.
 
-Importing torch's counter takes half a second, since it imports Triton. So formulas are registered only when another module
-imports it.
+Importing torch's counter takes half a second, since it imports Triton. So weft registers its formulas only when another
+module imports the counter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Any] = {}
-"""Formulas by operator of torch's dispatcher."""
+"""The formulas, by operator in torch's dispatcher."""
 
 
 def register_formulas(op: Operator[Any]) -> None:
-    """Register the formulas of the operators that `op` has in torch's dispatcher."""
+    """Register the formulas of forward and backward of `op`, if torch's dispatcher has them."""
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:
@@ -44,8 +44,11 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Return the result of `backward`, for a call that bypassed the dispatcher, and report its FLOPs to dispatch modes: the same
-    count whether the call is unfused or not. forward: `flops_of` the call."""
+    """Run `backward`, return its result, and report its FLOPs to dispatch modes. For calls that bypass torch's
+    dispatcher.
+
+    The count is the same for fused and unfused calls. forward: `flops_of` the forward call.
+    """
     with _disable_current_modes():
         made = backward()
     torch.ops.weft.multiplied(_of_backward(forward, wanted))
@@ -58,7 +61,7 @@ def is_counter_there() -> bool:
 
 
 def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
-    """Return the FLOPs of the GEMM with each weight. results: the results of the call, or their gradients."""
+    """Return the FLOPs of the forward GEMM with each weight. results: the results of the call, or their gradients."""
     rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 
@@ -66,8 +69,9 @@ def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> l
 def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
     """Return the FLOPs of backward.
 
-    The gradient of the call's first tensor takes a GEMM with each weight, and the gradient of a weight takes one GEMM. wanted:
-    for the call's tensors; the weights follow the first tensor.
+    The gradient of the first tensor takes one GEMM per weight. The gradient of a weight takes one GEMM.
+
+    wanted: for the first tensor and then for each weight, True if its gradient is needed.
     """
     return sum(forward) * wanted[0] + sum(one * want for one, want in zip(forward, wanted[1:], strict=False))
 
@@ -85,7 +89,7 @@ def _add(name: str, formula: Any) -> None:
 
 
 class _OnImport:
-    """An import finder that finds torch's counter as usual, and registers formulas after it is loaded."""
+    """An import finder that waits for torch's FLOP counter, and registers the formulas once it has been loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _COUNTER:

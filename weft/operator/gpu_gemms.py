@@ -1,4 +1,4 @@
-"""Times of a call's GEMMs, on the GPU and with the tensors of that call, for `weft.plan.gemms.measure`."""
+"""A timer for the GEMMs of a call, which runs them on the call's GPU and tensors. `weft.plan.gemms.measure` uses it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from weft.plan.predict import library_gemms
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.sim.model import MatmulShape
 
-_SLEEP_US = 100.0
-_HOST_US, _MOST_HOST_US = 10.0, 200.0  # of a GEMM: torch.mm takes 10, scaled GEMMs 20 and more
-_DRAWN = 1 << 24  # random numbers at a time, in fp32
-_CYCLES_PER_US = 2000  # at least the clock rate of any current GPU
+_SLEEP_US = 100.0  # added to the device's sleep as a margin
+_HOST_US, _MOST_HOST_US = 10.0, 200.0  # host time per GEMM: torch.mm 10, scaled GEMMs 20 or more
+_DRAWN = 1 << 24  # fp32 random numbers drawn at once, to limit memory
+_CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
 
 class GemmTimer:
-    """A timer for cuBLAS GEMMs that are parts of `p`'s GEMMs.
+    """A timer for cuBLAS GEMMs that compute parts of the GEMMs of the problem `p`.
 
-    Right operands are the first rows and columns of the weights, in their layout. Results are the first part of the call's
-    results, which the call overwrites later, or memory of their own if these have fewer rows. The left operand is random, since
-    nothing has been gathered yet, and GEMMs on zeros run at a higher clock. It is the gathered x if the call returns x,
-    otherwise memory of the same size, which is freed with this object. (The serial schedule takes as much; other schedules
-    take symmetric memory.) A call without weights of these names multiplies random matrices.
+    - Right operand: the first rows and columns of a weight, in the weight's layout. Without weights: random numbers.
+    - Result: the first rows of the call's result, which the call overwrites later. If the call's result has too few
+      rows, new memory.
+    - Left operand: random numbers. Nothing has been gathered yet, and zeros would make the GPU run at a higher clock.
+      It is stored in the gathered x if the call returns x. Otherwise it takes new memory of the same size, which is
+      freed with this object. The serial schedule needs the same amount.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
         """Prepare operands and results.
 
-        tensors: the tensors of a call of `p`: w and y, or w0, w1, ..., y0, y1, ...; x if it is returned; and the scales, if there
-        are any.
+        tensors: the tensors of a call of `p`. Weights and results are `w` and `y`, or `w0`, `w1`, ... and `y0`, `y1`,
+            .... `x` is present if the call returns it, and scales if it has any.
         """
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
@@ -59,8 +60,10 @@ class GemmTimer:
 
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
-        """Return the microseconds per GEMM, averaged over `calls` GEMMs that follow `warm` (at least one) warm-up GEMMs. The host
-        is ahead of the device."""
+        """Return the mean time of a GEMM in microseconds, over `calls` GEMMs after `warm` (at least one) warm-up GEMMs.
+
+        The device sleeps until the host has enqueued all GEMMs, so host time is not measured.
+        """
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)
         gemm()  # selects and loads a kernel

@@ -1,8 +1,9 @@
-"""Support for layers around operators: for modules of `weft.nn`, and for linears that a style of `weft.parallel` has sharded.
+"""Support for layers that call operators: modules of `weft.nn`, and linears that a style of `weft.parallel` has
+sharded.
 
-In a model whose activations are sharded along the sequence, every rank replicates some parameters (a norm's weight, an embedding,
-the bias of a row-parallel layer). Each rank uses such a parameter only on its own positions, so its gradient is a part of the
-sum. If ranks step with their parts, their parameters silently diverge.
+If a model shards activations along the sequence, every rank replicates some parameters: a norm's weight, an embedding,
+the bias of a row-parallel layer. Each rank uses them on its own positions only, so its gradient is one term of a sum
+over ranks. If each rank stepped with its own term, the replicas would silently diverge.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _WHAT = "the gradient of a replicated parameter"
 
 
 def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch.Tensor:
-    """Return `parameter`, which is the same on all ranks of `group`, with a gradient that is the sum over ranks.
+    """Return a replicated `parameter` whose gradient is summed over the ranks of `group`.
 
         F.rms_norm(x_shard, (hidden,), weft.nn.replicated(self.weight, group))
 
-    Backward is collective: an all-reduce for each use.
+    The parameter must have the same value on all ranks. Backward is collective: each use costs an all-reduce.
     """
     if size_of(group) == 1:
         return parameter
@@ -44,8 +45,10 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as autocast would pass them to `nn.functional.linear`, since weft's operators multiply in the dtype of
-    their inputs."""
+    """Return the tensors in the dtype to which autocast would convert them for `nn.functional.linear`.
+
+    weft's operators multiply in the dtype of their inputs, so autocast has no effect on them.
+    """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -54,8 +57,11 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if its shape differs, because later products would broadcast silently. Also
-    raise it if its dtype differs: otherwise the next operator's error would use names that the caller does not know."""
+    """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape, or outside autocast the dtype.
+
+    A changed shape would broadcast silently in later products. A changed dtype would raise in a later operator, with
+    argument names that the caller does not know.
+    """
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
         raise ValueError(
@@ -81,18 +87,17 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def tells_peers(forward: F) -> F:
-    """Decorate the `forward` of a module that has a `group_name`, so that peers are notified of an error on this rank
-    alone.
+    """Decorate `forward` of a module with a `group_name`: notify peers of errors that only this rank raises.
 
-    Such errors are refusals of input before the first collective, and errors between two collectives, in an activation or
-    an allocation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Compiled graphs
-    contain none of this.
+    These are errors before the first collective, such as bad input, and errors between two collectives, such as in an
+    activation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Under
+    torch.compile the decorator does nothing.
     """
     return _telling(forward, last=False)
 
 
 def ends_group(method: F) -> F:
-    """Decorate a module's method that runs after the module's last collective, so that an error ends the group."""
+    """Decorate a method that runs after a module's last collective: an error in it makes the group fail."""
     return _telling(method, last=True)
 
 
@@ -108,25 +113,27 @@ def _telling(method: F, last: bool) -> F:
                 tell(error, type(self).__name__, group_of(self.group_name), x, last=last)
             raise
 
-    # torch.compile counts recompilations by code object: modules must not share one.
+    # torch.compile limits recompilations per code object, so each module needs its own.
     function = cast(Any, told)
     function.__code__ = function.__code__.replace(co_name=method.__qualname__)
     return cast(F, told)
 
 
 def _is_fake(x: Any) -> bool:
-    """True for a traced call, in which no peer takes part."""
+    """True for a traced call: peers take no part in it."""
     return isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 
 def compare_options(
     layer: str, group_name: str, x: torch.Tensor, *, is_collective: bool = True, **options: object
 ) -> None:
-    """Have ranks compare the options of a layer's call, which its operators do not see (`weft.symm.layers`). Each layer
-    calls it after its input checks and before its first operator.
+    """Record the options of a layer's call, which ranks compare at the group's next call (`weft.symm.layers`).
 
-    is_collective: True if the layer's forward is collective. options: numbers, flags, functions and modules; a function is
-    compared by its name, a module by its type and eps. Leave out options that may differ between ranks.
+    The layer's operators do not see these options. Each layer calls this function after its input checks and before its
+    first operator.
+
+    is_collective: True if the layer's forward is collective. options: numbers, flags, functions and modules. A function
+        is compared by name, a module by type and eps. Omit options that may differ between ranks.
     """
     if torch.compiler.is_compiling() or _is_fake(x):
         return
@@ -137,19 +144,19 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return an option for `compare_options` that compares only if `value` is given, because ranks may have different values."""
+    """Return a value for `compare_options`, so that ranks compare only if `value` is given, not the value itself."""
     return None if value is None else "given"
 
 
 @functools.lru_cache(maxsize=4096)
 def _text(layer: str, options: tuple[tuple[str, object], ...]) -> tuple[str, int]:
-    """Return a layer's options as text for messages, and their fingerprint."""
+    """Return a layer's options as a text for messages, and the fingerprint of the text."""
     text = f"{layer}({', '.join(f'{name}={value}' for name, value in options)})"
     return text, int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _named(function: Any) -> str:
-    """Return a name for a function or a module, which is the same on all ranks: no address, no device."""
+    """Return a name for a function or a module that is equal on all ranks: without addresses and devices."""
     if isinstance(function, functools.partial):
         options = [
             f"{name}={value}" for name, value in function.keywords.items() if isinstance(value, int | float | str)
@@ -166,7 +173,7 @@ def _named(function: Any) -> str:
 
 
 def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return the error and the fix if a layer's input and weight are on wrong devices, otherwise ""."""
+    """Return the error and its fix if a layer's input or weight is on a wrong device; otherwise ""."""
     if x.device == weight.device and x.device.type in ("cpu", "cuda"):
         return ""
     if weight.is_meta:
@@ -178,8 +185,7 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise `ValueError` if torch cannot multiply x with a weight. torch's own error in the GEMM does not name the
-    layer."""
+    """Raise `ValueError` if x and a weight differ in dtype or device. torch's own error does not name the layer."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
             given = f"x is {x.dtype} on {x.device}, but the weight is {weight.dtype} on {weight.device}"
@@ -187,9 +193,10 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
 
 
 def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch.Tensor | None) -> None:
-    """Refuse transforms of torch.func and forward derivatives before an autograd Function, and notify peers.
+    """Raise `ValueError` inside a torch.func transform or a forward-mode derivative, and notify peers.
 
-    torch refuses them too, in terms of autograd Functions. A traced call is refused by the operators in it.
+    Called before a layer applies an autograd Function. torch would raise too, with an error about autograd Functions.
+    In a traced call, the operators raise.
     """
     if not torch.compiler.is_compiling() and is_transformed():
         with together(layer, group_of(group), tensors[0], None):
@@ -197,14 +204,13 @@ def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch
 
 
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that autograd cannot save for backward, at the start of an autograd Function's forward, and notify
-    peers.
+    """Raise `ValueError` if autograd cannot save a tensor for backward, and notify peers.
 
-    Autograd raises too, but only after the calls in the Function.
+    Called at the start of an autograd Function's forward. Autograd itself raises only after the calls in the Function.
     """
     if (
         not torch.compiler.is_compiling()
-        and ctx.next_functions  # empty in torch.no_grad(), where needs_input_grad is still True
+        and ctx.next_functions  # empty in torch.no_grad(); needs_input_grad is True even there
         and any(t is not None and t.is_inference() for t in tensors)
     ):
         with together(layer, group_of(group_name), tensors[0], None):
@@ -230,7 +236,7 @@ def _summed(x: torch.Tensor, group_name: str) -> torch.Tensor:
         return all_reduce(x.contiguous(), [1] * group.size(), group.rank(), group, turn, "all-reduce")
 
 
-# torch.compile does not look into it.
+# An opaque op: torch.compile does not trace into it.
 _library = torch.library.Library("weft", "FRAGMENT")
 _library.define("summed_over_ranks(Tensor x, str group) -> Tensor")
 for _key in ("CPU", "CUDA"):

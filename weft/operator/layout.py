@@ -1,4 +1,4 @@
-"""Layouts that GEMMs and collectives support, and copies of tensors in other layouts."""
+"""Memory layouts that GEMMs and collectives support, and copies of tensors with other layouts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _warned: set[tuple[str, tuple[int, ...]]] = set()
 
 
 def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
-    """Warn of a copy, once per layout."""
+    """Warn that every call copies the argument `name`. Each pair of name and strides warns once."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
-        warn(f"{name} is copied in every call, because it has strides {x.stride()}, and {reason}")
+        warn(f"{name} is copied in every call: its strides are {x.stride()}; {reason}")
 
 
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
-    if not x.numel():  # to torch, an empty tensor with any strides is contiguous
+    if not x.numel():  # torch reports an empty tensor as contiguous, whatever its strides
         return x.new_empty(x.shape)
-    x = x.resolve_neg()  # a view of an imaginary part may have its negative in memory
+    x = x.resolve_neg()  # the imaginary part of a conjugate is stored negated
     if x.is_contiguous():
         return x
-    warn_of_copy(name, x, "pass one with contiguous rows")
+    warn_of_copy(name, x, "pass a contiguous tensor")
     return x.contiguous()
 
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
-    """Return `w` in a layout that GEMMs support; copy it if its layout is scattered."""
+    """Return `w` itself if GEMMs support its layout, otherwise a contiguous copy. Warn once if `w` is copied."""
     w = w.resolve_neg()
     if w.is_contiguous():
         return w
@@ -41,7 +41,9 @@ def strided(w: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def is_scattered(matrix: torch.Tensor) -> bool:
-    """True if cuBLAS would have to copy the tensor (or tensors): neither rows nor columns are contiguous."""
+    """True if cuBLAS would copy the matrix, or the stack of matrices, since neither its rows nor its columns are
+    contiguous.
+    """
     (k, n), (row, col) = matrix.shape[-2:], matrix.stride()[-2:]
     by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
     by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
@@ -49,5 +51,7 @@ def is_scattered(matrix: torch.Tensor) -> bool:
 
 
 def normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
-    """Return random numbers, drawn in fp32 and converted to `dtype`, on the generator's device."""
+    """Return random numbers from a normal distribution, drawn in fp32 and converted to `dtype`, on the generator's
+    device.
+    """
     return torch.randn(shape, generator=generator, device=generator.device).to(TORCH_DTYPE[dtype])

@@ -1,4 +1,4 @@
-"""Measurements for the selection of schedules: whole schedules, and the GEMMs that plans use. All are collective."""
+"""Measurements for the choice of a schedule: whole schedules, and the GEMMs that the planner uses. All are collective."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weft.symm import Communicator
 from weft.symm.device import synchronize
 
 _REPETITIONS = 5
-_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
-_CYCLES_PER_US = 2000  # at least the clock of any present GPU
+_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls to time: 3 ms of them, 3 to 20 calls
+_CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
 
 def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
@@ -39,13 +39,13 @@ def _prepare_gpu(device: torch.device) -> None:
 
 
 _PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""For each type of device, a function that compiles the kernels that schedules for later sizes may need."""
+"""Functions that compile the kernels that schedules for later sizes may need, by type of device."""
 TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
-"""For each type of device, a function that makes a timer of GEMMs."""
+"""Functions that make a GEMM timer, by type of device."""
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the GEMMs that the choice uses, unless they are known, in two rounds (see `weft.plan.gemms`). Collective."""
+    """Time those GEMMs of the candidates that have no time yet, in two rounds (see `weft.plan.gemms`). Collective."""
     if comm.device.type not in TIMERS or not library_gemms(p):
         return
     left_us, timer = gemms.BUDGET_US, cache(partial(TIMERS[comm.device.type], p, tensors))
@@ -56,8 +56,11 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time the GEMMs of these weights, if the weights or this number of rows are new. Collective. timed: for each problem family,
-    the largest size that was timed."""
+    """Time GEMMs with these weights for several numbers of rows, if the weights or this number of rows are new.
+    Collective.
+
+    timed: the largest size that has been timed, by problem family.
+    """
     family, size = p.family
     if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
         return
@@ -71,14 +74,15 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the unknown GEMMs and use the slowest rank's times. Return the remaining budget. Collective."""
+    """Time the GEMMs without a time, and store the slowest rank's times. Return the remaining budget in us. Collective."""
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
     if model is not None:
         shapes, known = wanted(model), gemms.measured_here(name)
         mine = {shape: known[shape] for shape in shapes if shape in known}
         if missing := [shape for shape in shapes if shape not in known]:
-            # Without memory this rank has no times, and then no rank uses times. The call itself may need less memory.
+            # A rank without free memory contributes no times, and then no rank uses times. The call itself may need
+            # less memory.
             with contextlib.suppress(torch.OutOfMemoryError):
                 found, budget_us = gemms.measure(missing, model, timer(), budget_us)
                 mine |= found
@@ -87,7 +91,7 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return the name under which executors of a family share memory; "" for builders from outside weft."""
+    """Return the name under which executors of a problem family share memory; "" for builders that are not weft's own."""
     return "" if plan.from_outside(p, candidate) else candidate.name
 
 
@@ -101,12 +105,14 @@ def measured(
     mode: plan.Mode,
     rounds: int,
 ) -> dict[str, float]:
-    """Return the slowest rank's microseconds by name, measured now or cached on disk (`weft.plan.autotune`)."""
+    """Return the slowest rank's time of each schedule, in microseconds by name, measured now or cached on disk
+    (`weft.plan.autotune`).
+    """
 
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
             return time_us(serial, comm, mode, deadline_s)
-        # On a GPU only one executor holds memory at a time, so it is not shared.
+        # On a GPU only one of these executors exists at a time, so it need not share memory.
         name = shared_name(p, candidate) if comm.device.type == "cpu" else ""
         made = executor(schedules[candidate.name], comm, p, name)
         try:
@@ -123,12 +129,14 @@ def measured(
 
 
 def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Return the time of a call on this rank. Collective."""
+    """Return the time of a call on this rank, in microseconds. Collective."""
     return _queued_us(call, comm, deadline_s) if mode == "queued" else _time_us(call, comm.device)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """Return the fastest of a few calls after a warm-up call. On a busy host, slower calls mostly measure other work."""
+    """Return the fastest of a few calls after a warm-up call, in microseconds. Slower calls include other work of a
+    busy host.
+    """
     times = []
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()
@@ -139,7 +147,7 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _queued_us(call: Callable[[], object], comm: Communicator, deadline_s: float | None) -> float:
-    """Return the mean time of several calls in a row. On a GPU the device sleeps until all are enqueued. Collective."""
+    """Return the mean time of several calls in a row, in microseconds. A GPU sleeps until all are enqueued. Collective."""
     device = comm.device
     call()
     synchronize(device)
@@ -158,7 +166,7 @@ def _queued_us(call: Callable[[], object], comm: Communicator, deadline_s: float
         return (time.perf_counter() - start) * 1e6 / calls
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(_CYCLES_PER_US * 1.5 * host_us * (1 + calls)))
-    call()  # in which ranks wait for each other's sleep to end
+    call()  # not timed: in this call, ranks wait until every rank's sleep has ended
     begin.record()
     for _ in range(calls):
         call()

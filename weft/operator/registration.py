@@ -1,7 +1,8 @@
-"""Registration of operators with torch.library: schema, kernels, fakes and gradients, for torch.compile and dispatch modes.
+"""Registration of operators with torch.library, for torch.compile and dispatch modes: schema, kernels, fakes and
+gradients.
 
-torch.compile does not trace into an operator. Eager calls bypass the dispatcher (`weft.operator.calls.made`), because it
-costs microseconds per tensor.
+torch.compile does not trace into an operator. Eager calls bypass the dispatcher (`weft.operator.calls.made`), because
+it costs microseconds per tensor.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _library = torch.library.Library("weft", "FRAGMENT")
 
 
 def registered(op: O) -> O:
-    """Register `op` for calls, and return it."""
+    """Register `op` for eager calls and with torch.library, and return it."""
     if type(op).gradients is not Operator.gradients and not op.gradients_of:
         raise TypeError(
-            f"{op.name}: the spec implements gradients, but gradients_of is empty: set gradients_of = "
-            f"{{field: its name}}"
+            f"{op.name}: the spec implements gradients(), but gradients_of is empty: set gradients_of = "
+            f"{{field: name in results}}"
         )
     OPERATORS[op.name], TABLES[op.name] = op, Table()
     BACKWARDS[op.name] = once(op.name)(backward_of_call)
@@ -57,7 +58,7 @@ def registered(op: O) -> O:
         with together(op.title, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
             require_no_tangents(op.name)
             require_device(op, call)
-            for name, tensor in op.named_tensors(call):  # the public function has only seen tensors of the trace
+            for name, tensor in op.named_tensors(call):  # the public function has checked only the traced tensors
                 check_tensor(name, tensor)
             wanted = WANTED_OUTSIDE.get() or op.wanted(call)
             call = op.checked(call, group)
@@ -80,12 +81,13 @@ def registered(op: O) -> O:
 def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register the kernels of an operator of torch's dispatcher.
 
-    run: the call. fake: its results without values, for a call that is traced or all of whose tensors are on meta.
+    run: makes the call. fake: returns results without values, for a traced call or a call with only meta tensors.
     """
 
     @functools.wraps(fake)
     def without_values(*arguments: Any) -> Any:
-        # If a single tensor of a call is on meta, torch calls the kernel of meta. `run` refuses the call on all ranks.
+        # If only some tensors of a call are on meta, torch still calls the kernel for meta. Then `run` refuses the call
+        # on all ranks.
         return run(*arguments) if any(map(_has_values, _tensors(arguments))) else fake(*arguments)
 
     for key in ("CPU", "CUDA"):
@@ -96,7 +98,7 @@ def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors among the arguments of an operator of torch's dispatcher."""
+    """Yield the tensors among the arguments of an operator of torch's dispatcher, including those in lists."""
     for one in arguments:
         yield from (t for t in (one if isinstance(one, list | tuple) else (one,)) if isinstance(t, torch.Tensor))
 
@@ -106,8 +108,10 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `grad` with the strides of the operator's fake. Copy it if needed: torch's operators may not return their
-    inputs."""
+    """Return `grad` with the strides that the operator's fake returns.
+
+    Copy it if the strides differ, or if it is one of the inputs: operators of torch must not return their inputs.
+    """
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad
     return torch.empty_like(like).copy_(grad)
@@ -120,7 +124,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
     @opaque
     def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-        """Return the gradients that are wanted."""
+        """Return the gradients whose entry in `wanted` is True."""
         *given, group_name, schedule, deadline_s, wanted = arguments
         group = group_of(group_name)
 
@@ -149,9 +153,10 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Regroup the flat per-tensor values into the call's fields. A field that is a list of tensors gets a list.
+        """Regroup values per tensor into values per field of the call. A field with several tensors gets a list.
 
-        others: the values of fields that are not tensors."""
+        others: the values of fields that are not tensors.
+        """
         left = iter(flat)
         return [
             other

@@ -1,16 +1,16 @@
-"""Replay of earlier calls: the fast path, without repeated checks, normalisation and lookups.
+"""The fast path for repeated calls, without checks, normalisation and lookups.
 
-A call repeats an earlier one if all its arguments are equal except for the addresses of tensors. Then the checks of the first
-call hold. Its compiled operator is known, as are the argument of each buffer and the result that the function returns. Every call
-still does the rest: count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
-results, and run the schedule.
+A call repeats an earlier call if all arguments except the addresses of tensors are equal. Then the earlier checks still
+hold, and the compiled operator, the argument for each buffer, and the form of the returned value are known. Every call
+still has to count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
+results and run the schedule.
 
-All of this is one native call (`csrc/replay.cpp`): it reads the arguments, finds the call, checks that the group has not failed,
-counts, runs and ends the call. Unfused calls on GPUs enter no Python function of weft: native code calls torch's functions
-through Python's C API. For overlapped and differentiated calls, on CPU and after an error, it calls the methods of `Replay`.
+One native call (`csrc/replay.cpp`) does all this. Unfused calls on GPUs run no Python function of weft: native code
+calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error, native code
+calls the methods of `Replay`.
 
-All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. These calls are never
-replayed: calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or transformed calls, and
+All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Never replayed are
+calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or transformed calls, and
 calls that copy an argument or a result.
 """
 
@@ -45,11 +45,11 @@ from weft.symm.calls import calls_of
 P = ParamSpec("P")
 R = TypeVar("R")
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of the public function, by position and by name."""
+"""The arguments of a public function, by position and by name."""
 Place: TypeAlias = tuple[Any, ...]
-"""A recipe, or a part of one (`csrc/recipe.hpp`)."""
+"""A recipe: how native code makes a value from a call's arguments (`csrc/recipe.hpp`)."""
 
-KEPT = 8192  # known calls of a function; when full, the older half is dropped
+KEPT = 8192  # recorded calls per function; when reached, the older half is dropped
 _FAMILIES = 256
 _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
 _UNUSUAL: tuple[Callable[[], object], ...] = (
@@ -58,8 +58,9 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     looks_at_frames,
     plan.pinned_around,
 )
-"""Functions that return True if a call may mean something else in this context, or if Dynamo would compile the functions that it
-calls."""
+"""Functions that return True if a call must not be replayed in this context, or if Dynamo would compile what the call
+runs.
+"""
 _SURROUNDINGS = _core.Surroundings(
     groups=_pg_map,
     coalescing=COALESCING,
@@ -72,8 +73,8 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path.
 
-    results: in the order of the output buffers. apply: the autograd Function's `apply`, if gradients are wanted; `inputs` is then
-    None.
+    results: in the order of the output buffers. apply: the `apply` of the autograd Function if gradients are wanted.
+        Then `inputs` is None.
     """
 
     op: Operator[Any]
@@ -90,16 +91,16 @@ _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
 
 
 def seen(*what: Any) -> None:
-    """Note a call that a later one may repeat, if a wrapper is watching."""
+    """Record a call that a later call may repeat, if `replayed` is recording."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
 
 
 class _Known:
-    """The calls of a function that can be replayed.
+    """The calls of a public function that can be replayed.
 
-    calls: the calls by signature; None for calls that take the slow path. families: calls of passing sizes, with any number of
-    rows.
+    calls: recorded calls by signature; None for signatures that must take the slow path. families: unfused calls for
+        any number of rows.
     """
 
     def __init__(self) -> None:
@@ -119,12 +120,12 @@ class _Known:
             self._remember(group, family)
 
     def never(self, signature: bytes) -> None:
-        """Note calls that cannot be replayed."""
+        """Record that calls with this signature must take the slow path."""
         self._bound(self.calls, KEPT)
         self.calls[signature] = None
 
     def _bound(self, known: dict[bytes, Any], most: int) -> None:
-        """Drop the older half of the entries if they reach a limit."""
+        """Drop the older half of the entries when `most` is reached."""
         if len(known) >= most:
             for old in list(itertools.islice(known, most // 2)):
                 del known[old]
@@ -138,14 +139,14 @@ class _Known:
         self._of_groups[id(group)].add(signature)
 
     def _forget(self, group: int) -> None:
-        """Forget a deleted group: another group may get its id."""
+        """Forget the calls of a deleted group: a new group may get its id."""
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the public function of an operator, so that a call that repeats an earlier one takes the fast path."""
+    """Decorate the public function of an operator, so that repeated calls take the fast path."""
     if READER is None:
         return function
     known = _Known()
@@ -179,11 +180,15 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """The error for a call that cannot be replayed: it uses or returns more than views of its arguments or results."""
+    """The error for a call that cannot be replayed, because it uses or returns more than views of its arguments or
+    results.
+    """
 
 
 class _Short:
-    """The common part of the fast paths: the fields that native code (`_core.KnownCall`) reads, and the methods that it calls."""
+    """The base class of fast paths. It has the fields that native code (`_core.KnownCall`) reads, and the methods that
+    it calls.
+    """
 
     any_rows = differentiated = notes = False
     fingerprint, what = 0, ""
@@ -211,8 +216,9 @@ class _Short:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe for a function's results. If the results are averages, the recipe divides the sum by the
-        number of ranks."""
+        """Return the recipe for a function's results, with the division by the number of ranks if the first result is
+        an average.
+        """
         if not self.op.averages(call):
             return returned
         divided, count = _with_division(returned, self.prepared.p.world_size)
@@ -221,7 +227,7 @@ class _Short:
         return divided
 
     def failed(self, error: BaseException, group: dist.ProcessGroup) -> NoReturn:
-        """Notify the peers of an error, and raise it, or the error that replaces it."""
+        """Notify peers of `error`, and raise it, or the `RefusedError` that replaces it."""
         try:
             raise error
         except BaseException:
@@ -229,13 +235,13 @@ class _Short:
             raise
 
     def refused(self, text: str) -> None:
-        """Make the group fail: a peer has refused the call that this rank has just made."""
+        """Make the group fail, because a peer has refused the call that this rank has just made."""
         self._comm.poison(text)
         self._comm.check()
 
 
 class Replay(_Short):
-    """A recorded call, to be replayed with new arguments."""
+    """A recorded call that native code replays with new arguments."""
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         op, prepared, chosen, inputs = seen.op, seen.prepared, self.chosen, seen.inputs or {}
@@ -246,7 +252,7 @@ class Replay(_Short):
         self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.call]))
         self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
         if not given.all_used:
-            raise _UnlikeError  # the call depends on the contents of a tensor
+            raise _UnlikeError  # the call depends on a tensor's contents
         layout = tuple([t.stride() for t in inputs.values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
@@ -261,14 +267,14 @@ class Replay(_Short):
         return _known(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
-        """True if the executor of such a call has run with these layouts, and its memory still exists."""
+        """True if the executor has run with these layouts, and its memory still exists."""
         executor = self.chosen.captured if capturing else self.chosen.usual
         if executor is None or self._apply is not None:
             return True
         return id(executor) in self._warm and not (executor.gone if capturing else executor.stale)
 
     def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[torch.Tensor]:
-        """Run a call that native code does not run by itself."""
+        """Run the part of a call that native code does not run itself."""
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
         executor, inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs(p, k)
@@ -287,10 +293,10 @@ class Replay(_Short):
         self.op.note(self._call(p, k))
 
     def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make the call on CPU, where ranks synchronise before it."""
+        """Make a call on CPU, where ranks synchronise before it."""
         self.here.called(self.prepared)
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
-            call = self.op.checked(self._call(p, k), group)  # on CPU, this and `inputs` also check values
+            call = self.op.checked(self._call(p, k), group)  # on CPU, `checked` and `inputs` also check values
             results = self.prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
             self.op.note(call)
             return self._returned(results, {})
@@ -303,7 +309,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """An unfused call with any number of rows, in a family whose sizes do not recur (`weft.operator.cache`)."""
+    """A recorded unfused call for any number of rows, in a family whose sizes do not recur (`weft.operator.cache`)."""
 
     any_rows = True
 
@@ -325,14 +331,14 @@ class Passing(_Short):
         return known
 
     def begin(self, rows: int) -> int | None:
-        """Return the fingerprint of a call with this number of rows; None if it must take the slow path."""
+        """Return the fingerprint of a call with `rows` rows; None if it must take the slow path."""
         if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
         return passing_fingerprint(self.op.name, self._family, rows)
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return the recipe with the first result divided by `number`, and how often it occurs."""
+    """Return the recipe with the first result divided by `number`, and how often the first result occurs in it."""
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1
     kind, inner, *rest = recipe
@@ -348,7 +354,7 @@ def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
 def _known(
     of: _Short, steps: Unfused | None, given: _Given, inputs: dict[str, Any], returned: Place, is_serial: list[bool]
 ) -> _core.KnownCall:  # fmt: skip
-    """Return the native part of a call. is_serial: True if native code runs `steps`, for calls and for captured calls."""
+    """Return the native part of a call. is_serial: for calls and for captured calls, True if native code runs `steps`."""
     plain, recipe = None, None
     if steps is not None:
         plain, as_scale = steps.plain, steps.only_scales
@@ -363,10 +369,10 @@ def _known(
 
 
 class _Given:
-    """All tensors of a call with their places, as native recipes write them: ("given", 0), ("given", 1, 0) or ("named", "x").
+    """The tensors of a call with their places in native recipes: ("given", 0), ("given", 1, 0) or ("named", "x").
 
-    strided: True allows views with any strides (slow in autograd), False only reshaped views. None allows views only of
-    tensors without a dimension of size `rows`.
+    strided: which views of a tensor are allowed. True: any strides (slow in autograd). False: only reshaped views.
+        None: only views of tensors without a dimension of size `rows`.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
@@ -385,9 +391,9 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any, *, is_scale: bool = False) -> Place:
-        """Return a recipe that makes `value` from these tensors. A value without tensors is the same in every call.
+        """Return a recipe that makes `value` from these tensors. A value without tensors must be equal in every call.
 
-        is_scale: a tensor of one element may have another shape.
+        is_scale: True if a tensor of one element may be given in another shape.
         """
         if isinstance(value, torch.Tensor):
             return self._place(value, is_scale)

@@ -1,6 +1,7 @@
-"""weft.run_schedule: a user's schedule on the ranks of a group, without an operator around it.
+"""`weft.run_schedule`: run a user's schedule on the ranks of a group, without an operator.
 
-Executors are made at the first call with a schedule, and cached like the executors of operators (`weft.operator.cache`).
+The first call with a schedule makes an executor, which is cached like the executors of operators
+(`weft.operator.cache`).
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from weft.timeline import Timeline
 from weft.words import counted, kind
 
 _NAME = "run_schedule"
-_fingerprints: dict[
-    int, str
-] = {}  # by id while the schedule lives: hashing it at every call takes longer than a small run
+_fingerprints: dict[int, str] = {}
+"""Fingerprints by id(schedule), while the schedule exists. Hashing at every call takes longer than a small run."""
 
 
 @opaque
@@ -49,46 +49,52 @@ def run_schedule(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run your own schedule once, on the ranks of `group`: GPUs, or CPU processes. Forward only.
+    """Run your own schedule once, on the ranks of `group`: GPUs, or CPU processes. There is no backward.
 
         y = weft.run_schedule(schedule, {"x": x, "w": w, "y": torch.empty(64, 16)}, group)["y"]
 
-    schedule: the schedule of all ranks, made by `weft.schedule.Draft`: equal on every rank, and for the world size of `group`.
-    tensors: this rank's tensor for every input and output buffer, by name: [rows, columns] and dtype of the buffer, all
-        on one device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor.
-        An output must not overlap any other tensor in memory. It is overwritten, and autograd is notified as for
-        torch's out= tensors. For an output with a dynamic number of rows, pass a function from that number to a new
-        tensor with so many rows. On GPUs, a tensor with at least as many rows will do too.
+    schedule: the schedule of all ranks, made with `weft.schedule.Draft`. It is the same on every rank, and has the
+        group's world size.
+    tensors: this rank's tensor for every input and output buffer, by name. Each is [rows, columns] with the buffer's
+        dtype, and all are on one device. Rows must be contiguous. A tensor that only GEMMs use may also be the
+        transpose of such a tensor. An output must not overlap any other tensor in memory. It is overwritten, and
+        autograd is notified as for torch's out= tensors. For an output with a dynamic number of rows, pass a function
+        that takes the number of rows and returns a new tensor. On GPUs you can instead pass a tensor with at least that
+        many rows.
     group: the process group, or its name. Every rank makes the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
-    timeline: receives a span for every step of this rank; on GPUs the call then synchronises.
+    timeline: receives a span for every step of this rank. On GPUs the call then synchronises with the device.
 
     Returns the outputs by name. On GPUs they are valid in stream order.
 
-    The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate memory.
-    Later calls with an equal schedule reuse the memory. A CUDA graph can capture a call after the first one. torch.compile breaks
-    its graph at this call, and so raises `Unsupported` with fullgraph=True: call it outside of the compiled function.
+    The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate
+    memory. Later calls with an equal schedule reuse the memory. A CUDA graph can capture any call after the first.
+    torch.compile breaks the graph at this call, and raises `Unsupported` with fullgraph=True: call it outside of the
+    compiled function.
 
-    Memory: the schedule's symmetric and scratch buffers, kept for later calls until the group is destroyed. On CPU all schedules
-    of a group share the memory that the largest one needs. On GPUs each schedule has its own memory, and at most 64 schedules are
-    kept: the least recently run is dropped.
+    Memory: the schedule's symmetric and scratch buffers, kept until the group is destroyed. On CPU all schedules of a
+        group share the memory that the largest one needs. On GPUs each schedule has its own memory. A group keeps at
+        most 64 schedules, and drops the least recently used.
 
-    Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad. Buffers may be missing or
-    unknown. A tensor may have a wrong shape, dtype, device or layout, need a gradient, or be freed, and an output's
-    memory may overlap another tensor. The schedule may be for another number of ranks. On GPUs, in later calls of a
-    schedule, the group fails instead if a peer has begun its run. `ValueError` for bad input in a group of one rank,
-    and for a bad group. `DisagreementError` if ranks pass different schedules. `ScheduleError` if `verify` finds a
-    fault, or if the device cannot run a step. Other errors make the group fail on all ranks: `DeadlineError`,
-    `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step. A step's function may raise, or return a wrong
-    tensor (`ValueError` with its name and both sizes). On CPU a size may be negative (`ScheduleError` with the rank
-    that wrote it).
+    Raises:
+
+    - `RefusedError` on every rank, before anything is written, if a rank's input is bad. A buffer may be missing or
+      unknown. A tensor may have a wrong shape, dtype, device or layout, require a gradient, have been freed, or overlap an
+      output. The schedule may be for another world size. On GPUs, at later calls of a schedule, the group fails instead if
+      a peer has already begun its run.
+    - `ValueError` for bad input if the group has one rank, and for a bad group.
+    - `DisagreementError` if ranks pass different schedules.
+    - `ScheduleError` if `verify` finds a fault, if the device cannot run a step, or on CPU if a dynamic size is
+      negative.
+    - `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step's function. The group then
+      fails on all ranks.
     """
     group = group_of(group)
     with together(_NAME, group, lambda: _device_of(tensors, group), deadline_s):
         deadline_s = check_options(deadline_s, timeline)
         if not isinstance(schedule, Schedule):
             raise ValueError(
-                f"schedule is {kind(schedule)}: pass a weft.schedule.Schedule, such as Draft.schedule() returns"
+                f"schedule is {kind(schedule)}: pass a weft.schedule.Schedule, which Draft.schedule() returns"
             )
         if schedule.world_size != group.size():
             raise ValueError(
@@ -113,12 +119,14 @@ def run_schedule(
 
 
 def _note_writes(outputs: Iterable[Any]) -> None:
-    """Increment the version counters, by which autograd finds tensors that were written after it had saved them."""
+    """Increment the version counters of outputs. With them, autograd finds tensors that were written after it saved
+    them.
+    """
     torch.autograd.graph.increment_version([t for t in outputs if isinstance(t, torch.Tensor)])
 
 
 def _device_of(tensors: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the tensors. If they do not determine it, return the group's, on which peers receive the refusal."""
+    """Return the device of the first usable tensor. Without such a tensor, return the device of the group's backend."""
     with contextlib.suppress(Exception):
         for t in tensors.values():
             if isinstance(t, torch.Tensor) and t.device.type in ("cpu", "cuda"):
@@ -130,14 +138,14 @@ def _run(
     executor: Executor, tensors: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
 ) -> dict[str, Any]:
     device = next(t.device.type for t in tensors.values() if isinstance(t, torch.Tensor))
-    if torch.is_autocast_enabled(device):  # it would change the arithmetic of only one lane
+    if torch.is_autocast_enabled(device):  # autocast is per thread, so it would change only one lane's GEMMs
         with torch.autocast(device, enabled=False):
             return executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
     return executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
 
 
 class _Compiled:
-    """The executor of a schedule on a group, as the cache keeps it."""
+    """The executor of a schedule on a group, with the attributes that the cache needs."""
 
     family, came_back, called_at, key = None, False, 0, None
 
@@ -176,7 +184,7 @@ _table: Table[_Compiled] = Table()
 def _compiled(
     schedule: Schedule, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> _Compiled:
-    """Find or make the executor of an equal schedule. Making one is collective."""
+    """Return the cached executor of an equal schedule, or make it. Making it is collective."""
     digest, what = _fingerprint(schedule), f"schedule {schedule.name}"
     key = digest, device
     found = _table.find(group, key)

@@ -1,6 +1,6 @@
-"""Operands of fp8 GEMMs with scales: dtypes, a normal form of scales, and errors.
+"""Operands of fp8 GEMMs with scales: their dtype, the normal form of scales, and checks.
 
-All operators with such GEMMs share this module.
+All fp8 operators share this module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return the scale in its normal form, the same for all equivalent scales."""
+    """Return a scale in normal form, so that equivalent scales have one shape: [1, columns of B] by row, otherwise [1,
+    1].
+    """
     if scale.numel() != 1:
         return scale
-    columns = B.shape[-1] if B.dim() else 1  # B is checked later
+    columns = B.shape[-1] if B.dim() else 1  # B has not been checked yet
     return scale.reshape(1, 1).expand(1, columns) if by_row else scale.reshape(1, 1)
 
 
@@ -40,10 +42,17 @@ def check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch
 def check_beside(
     B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: str, by_row: bool, names: tuple[str, str]
 ) -> None:
-    """Raise `ValueError` for a scale or a bias that does not match B and a result of dtype `out`. names: the names of both."""
+    """Raise `ValueError` if the scale or the bias does not match B and a result of dtype `out`.
+
+    names: the argument names of scale and bias, for error texts.
+    """
     (of_scale, of_bias), n = names, B.shape[1]
     if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):
-        wanted = f"[1, {n}]" if by_row else f"one element, or A_scale with a scale per row and this as [1, {n}]"
+        wanted = (
+            f"[1, {n}]"
+            if by_row
+            else f"one element, or use row-wise scales for both: A_scale [M, 1] and this scale [1, {n}]"
+        )
         raise ValueError(f"{of_scale} has shape {tuple(scale.shape)}: pass {wanted}")
     if bias is None:
         return
@@ -61,5 +70,5 @@ def column_major(B: torch.Tensor, name: str) -> torch.Tensor:
     row, col = B.stride()
     if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
         return B
-    warn_of_copy(name, B, "since fp8 GEMMs need contiguous columns; pass weight.t() of a contiguous weight")
+    warn_of_copy(name, B, "fp8 GEMMs need contiguous columns; pass weight.t() of a contiguous weight")
     return B.t().contiguous().t()

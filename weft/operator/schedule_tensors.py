@@ -1,6 +1,7 @@
-"""Checks of the tensors that a caller passes to `weft.run_schedule`: names, shapes, memory that overlaps, and results of functions.
+"""Checks of the tensors that a caller passes to `weft.run_schedule`.
 
-A schedule orders its steps by buffers. So if an output shares memory with another buffer, the order of reads and writes is lost.
+They check names, shapes, dtypes, devices, results of functions, and that no output overlaps another tensor. A schedule
+orders its steps by buffers, so two buffers in the same memory would be read and written in any order.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from weft.words import kind
 
 
 def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[str, Any], torch.device]:
-    """Return the tensors as a dict whose functions check what they return, and the device. Raise `ValueError` if the tensors do not
-    fit the schedule."""
+    """Check the tensors, and return them as a dict with their device. Raise `ValueError` if they do not match the
+    schedule.
+
+    A function for an output is wrapped, so that its result is checked too.
+    """
     buffers = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False) if b.role in ("input", "output")}
     names = ", ".join(buffers)
     if not names:
@@ -31,13 +35,13 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
     given = dict(tensors)
     if missing := [name for name in buffers if name not in given]:
         raise ValueError(
-            f"tensors lacks {', '.join(missing)}: pass one tensor for each of {names}, the buffers of schedule {schedule.name}"
+            f"tensors lacks {', '.join(missing)}: pass a tensor for each input and output of schedule {schedule.name}: {names}"
         )
     if unknown := [str(name) for name in given if name not in buffers]:
         own = [b.name for b in schedule.buffers if b.name in unknown]
-        why = f"; {', '.join(own)}: the run allocates it" if own else ""
+        why = f"; weft allocates {', '.join(own)}" if own else ""
         raise ValueError(
-            f"tensors has {', '.join(unknown)}, which is not an input or output of schedule {schedule.name}{why}: pass {names}"
+            f"tensors has {', '.join(unknown)}, but the inputs and outputs of schedule {schedule.name} are {names}{why}"
         )
     plain = {name: t for name, t in given.items() if not _is_function(buffers[name], t)}
     for name, t in plain.items():
@@ -55,8 +59,7 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """A function for an output whose number of rows is known only at run time, which checks the tensor that the caller's function
-    returns.
+    """The caller's function for an output with a dynamic number of rows, wrapped to check the tensor that it returns.
 
     memory: the memory of the other tensors of the run.
     """
@@ -65,7 +68,7 @@ class _Making:
         self, buffer: Buffer, make: Callable[[int], Any], device: torch.device, memory: dict[str, _Memory]
     ) -> None:
         self._buffer, self._make, self._device, self._memory = buffer, make, device, memory
-        self._grad = torch.is_grad_enabled()  # which the threads of other lanes do not know
+        self._grad = torch.is_grad_enabled()  # grad mode is per thread, and lanes run on other threads
 
     def __call__(self, rows: int) -> torch.Tensor:
         name = self._buffer.name
@@ -93,14 +96,14 @@ def _is_function(buffer: Buffer, t: Any) -> bool:
 
 def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
     name, dtype = buffer.name, TORCH_DTYPE[buffer.dtype]
-    # Dynamic numbers of rows are checked in the run.
+    # A dynamic number of rows is checked when the schedule runs.
     rows = buffer.rows if isinstance(buffer.rows, int) else t.shape[0] if t.dim() else 0
     if tuple(t.shape) != (rows, buffer.cols) or t.dtype != dtype or t.device != device:
         wanted = f"({buffer.rows}, {buffer.cols}) {dtype} on {device}"
         raise ValueError(f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass {wanted}")
     if t.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass {name}.detach()"
+            f"{name} requires a gradient, but schedules have no backward: call under torch.no_grad(), or pass {name}.detach()"
         )
     if isinstance(t, FakeTensor):
         raise ValueError(f"{name} is a FakeTensor, which has no memory: pass a tensor with values")
@@ -109,8 +112,11 @@ def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
 
 
 class _Memory(NamedTuple):
-    """The memory of a matrix: `pieces` of `width` bytes, each `pitch` bytes after the piece before. name: the name of its buffer;
-    written: True if the run writes it."""
+    """The memory of a matrix: `pieces` of `width` bytes each, whose starts are `pitch` bytes apart.
+
+    begin, end: the addresses of its first byte and after its last byte. name: the buffer's name. written: True if the
+        run writes it.
+    """
 
     begin: int
     end: int
@@ -146,8 +152,10 @@ def _check_apart(memory: Iterable[_Memory]) -> None:
 
 
 def _overlap(a: _Memory, b: _Memory) -> bool:
-    """True if a piece of `a` has a byte in common with a piece of `b`. Also True for two numbers of pieces at other pitches, if
-    their ranges have bytes in common.
+    """True if a piece of `a` shares a byte with a piece of `b`.
+
+    Also True, without further checks, if both have several pieces with different pitches and their address ranges
+    overlap.
 
     Piece i of a and piece j of b overlap if -width_a < a.begin - b.begin + (i - j) * pitch < width_b.
     """

@@ -1,16 +1,23 @@
-"""The choice of a schedule for a call. It is pinned, picked by FiCCO's heuristic ("heuristic"), planned (on a known machine) or
-measured (on an unknown machine, or with "autotune").
+"""The choice of a schedule for a call.
 
-On a known GPU the choice uses the machine's model. The first call with weights of a shape times their GEMMs (`weft.plan.gemms`),
-about 60 ms of device time. Another number of rows then costs milliseconds (`weft.plan.nearby`). "autotune" also times whole
-schedules. Autotuned times, once cached, override predictions, with or without "autotune". All ranks must take the same schedule:
-ranks compare a pinned name, rank 0 plans, and measured times are the slowest rank's.
+ pinned by name       that schedule
+ "heuristic"          the pick of FiCCO's heuristic
+ default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
+ "autotune"           by measurement on every machine
 
-On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the host get ahead.
-The planner predicts the same, so the two can be compared. The times also apply to graphs, because a replay involves no host
-either. They omit the costs that a graph adds (`graph.run` and `graph.collective` in a machine's file). If collectives lose more
-by a graph, this favours serial. Graphs are not captured for timing: after a capture, NCCL or cuBLAS may launch differently for
-the rest of the process. On an unknown machine, single calls are timed, host included.
+On a known GPU, the planner uses the machine's model. The first call with weights of a new shape times their GEMMs
+(`weft.plan.gemms`), which takes about 60 ms of device time. After that, a new number of rows takes milliseconds
+(`weft.plan.nearby`). "autotune" also times whole schedules. Cached times override predictions in later calls, with or
+without "autotune".
+
+All ranks must take the same schedule. So ranks compare pinned names, take the plan of rank 0, and compare schedules by
+the slowest rank's times.
+
+On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the host
+get ahead. The planner predicts the same quantity. The times also apply to CUDA graphs, because a replay needs no host
+either. But they omit costs that a graph adds (`graph.run` and `graph.collective` in a machine file), so they favour
+serial if a graph slows down collectives. weft does not capture graphs for timing: after a capture, NCCL or cuBLAS may
+launch differently until the process ends. On an unknown machine, single calls are timed, including host time.
 """
 
 from __future__ import annotations
@@ -41,19 +48,18 @@ from weft.sim import Model
 from weft.symm import Communicator
 
 _MOST_NEAR = 1024
-_ALIKE = 2  # size buckets: without a model, measured times apply to sizes up to twice or half the measured size
+_ALIKE = 2  # size buckets: a choice by measurement applies to sizes from half to twice the measured size
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
-"""The smallest gain over serial that counts, by type of device: a fraction of its time, and microseconds.
+"""The smallest gain over serial that counts, by type of device: as a fraction of serial's time, and in microseconds.
 
-A few runs cannot resolve smaller gains. Lane threads that have slept take longer to wake than in these runs. If ranks share
-cores, times of the same call differ by a tenth from run to run.
+A few runs cannot resolve a smaller gain. Threads that have slept for long wake more slowly than in these runs. If ranks
+share cores, the times of one call vary by a tenth from run to run.
 """
 
 
 def check_name(name: str, p: Problem) -> None:
-    """Raise `ValueError` for an unknown schedule name, or a schedule that does not support `p`. "autotune" and "heuristic"
-    always pass."""
+    """Raise `ValueError` if `name` is not a schedule, or not one that supports `p`. "autotune" and "heuristic" pass."""
     if plan.names_schedule(name):
         candidate = named(p, name)
         try:
@@ -63,26 +69,22 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return the text that all ranks must agree on: the pinned schedule, or the registered builders from outside weft."""
+    """Return the text that ranks compare: the pinned schedule, or the registered builders that are not weft's own."""
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
         return said
     others = [candidate.name for candidate in plan.candidates_from_outside(p)]
-    return (
-        f"{said}, with builders that this rank has registered in addition to weft's: {', '.join(others)}"
-        if others
-        else said
-    )
+    return f"{said}, with registered builders that are not weft's own: {', '.join(others)}" if others else said
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The executors of calls and of captured calls; None for the serial schedule, which runs without an executor."""
+    """The executors of calls and of captured calls. None stands for serial, which runs without an executor."""
 
     usual: Executor | None
     captured: Executor | None
     names: tuple[str, str] = ("serial", "serial")
-    """Names of the two schedules."""
+    """The names of the two schedules."""
 
     @property
     def was_captured(self) -> bool:
@@ -90,7 +92,7 @@ class Chosen:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of symmetric memory on a GPU."""
+        """The symmetric GPU memory of the executors in bytes."""
         return sum(one.nbytes for one in self.executors())
 
     def close(self) -> None:
@@ -112,16 +114,18 @@ def choose(
     remembered: bool = False,
     what: str = "",
 ) -> Chosen:
-    """Choose the executors of `p` on this rank. Collective. tensors: the tensors of the first call; measurements and warm-up
-    compute with them.
+    """Choose the executors of `p` on this rank. Collective.
 
-    pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does so.
-        remembered: True if a rank has cached times of exactly this problem. what: the call, in messages.
+    A group on several hosts runs unfused, or a schedule that uses only collectives (`weft.operator.between_hosts`).
 
-    A group on several hosts runs unfused, or a schedule by collectives (`weft.operator.between_hosts`).
-
-    Raises `ScheduleError` on every rank if the chosen schedule is by a builder from outside `weft.builders`, and `verify`
+    Raises `ScheduleError` on every rank if a builder that is not weft's own made the chosen schedule, and `verify`
     finds a fault in it.
+
+    tensors: the tensors of the first call, on which candidates are measured and warmed up.
+    pinned: a schedule's name, "autotune", "heuristic" or None.
+    serial: a function that runs the operator unfused, if no executor does.
+    remembered: True if any rank has cached times of exactly this problem.
+    what: the call, for messages.
     """
     if not comm.all_mapped:
         made_of = partial(_built, p, comm=comm)
@@ -142,7 +146,7 @@ def choose(
             names = _names_near(p, comm, tensors, deadline_s, serial)
     try:
         schedules = _schedules(p, names, comm)
-    except NotApplicableError as error:  # the choice for neighbouring sizes usually applies to this size
+    except NotApplicableError as error:  # the choice for neighbouring sizes does not support this size
         if pinned is not None:
             raise cannot_do(pinned, p, error) from error
         schedules = _schedules(p, names := _names_near(p, comm, tensors, deadline_s, serial, itself=True), comm)
@@ -154,7 +158,7 @@ def choose(
     }
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
-        chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
+        chosen.captured.run(tensors, deadline_s=deadline_s)  # its first run must not be captured
     return chosen
 
 
@@ -162,14 +166,14 @@ _said: set[str] = set()
 
 
 def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> str | None:
-    """Return the pick of FiCCO's heuristic. Return None, with one warning per operator and reason, if the pick cannot run.
-    Collective.
+    """Return the pick of FiCCO's heuristic. Collective.
 
-    Ranks may know different machine files, so all take the first rank's pick.
+    All ranks take the first rank's pick, because ranks may know different machine files. Return None if the pick cannot
+    run, and warn once per operator and reason.
     """
     mine = plan.pick_here(p, this_machine.device_name(comm.device))
     picked, why = comm.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
-    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the default choice is taken'
+    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; weft uses its default choice'
     if picked is None and text not in _said and not env.quiet():
         _said.add(text)
         caller.warn(text)
@@ -188,13 +192,13 @@ def _names(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
     None
 ) -> Names:  # fmt: skip
-    """Return the names for exactly this problem. pinned: None or "autotune"."""
+    """Return the names of the chosen schedules for exactly this problem. pinned: None or "autotune"."""
     if pinned is not None:
         measure.measure_gemms(p, comm, tensors, deadline_s)
     model = this_machine.machine_model(comm.device, p.world_size)
     if pinned is not None:
         _tune(p, comm, tensors, model, deadline_s, serial)
-    # Ranks may have calibrated differently, or know different machine files: all take the first rank's choice.
+    # Ranks may have different calibrations or machine files, so all take the first rank's choice.
     mine = None
     if model is not None:
         mine = tuple(planned(p, model, comm.device, mode, pinned).candidate.name for mode in _MODES)
@@ -205,8 +209,8 @@ def _names(
 class _Measured:
     """The choices by measurement for a family of problems (`Problem.measured_family`).
 
-    names: the schedules of each measured size bucket. contenders: the schedules to measure at further sizes; empty before the first
-    measurement.
+    names: the chosen schedules, by size bucket. contenders: the schedules that are measured at further sizes; empty
+        before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -215,11 +219,12 @@ class _Measured:
 
 
 class _Near:
-    """The agreement of a group's ranks on neighbouring sizes.
+    """The choices that the ranks of a group share for neighbouring sizes.
 
-    names: the names by family, size bucket, True if builders from outside are registered, and True if for one size only.
-        measured: by family, and True if such builders are registered. timed: for each problem family, the largest size whose
-        GEMMs were timed.
+    names: the chosen schedules. The key is: family, size bucket, True if builders that are not weft's own are
+        registered, True if the choice is for one size only.
+    measured: the choices by measurement, by family and the same first flag.
+    timed: the largest size whose GEMMs have been timed, by problem family.
     """
 
     def __init__(self) -> None:
@@ -235,21 +240,24 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names for neighbouring sizes. Ranks agree on them at the first such size. itself: for exactly this
-    size."""
+    """Return the names of the schedules for the size bucket of `p`. Ranks agree on them at the first size of the
+    bucket.
+
+    itself: True to choose for exactly this size.
+    """
     near = _near.setdefault(comm, _Near())
     measure.measure_ladder(p, comm, tensors, deadline_s, near.timed)
     from_outside = bool(plan.candidates_from_outside(p))
     key = (p if itself else p.family[0], plan.octave(p), from_outside, itself)
     if key not in near.names:
-        if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
+        if len(near.names) >= _MOST_NEAR:  # each uneven shape is a family of its own
             near.names.clear()
             near.measured.clear()
         model, mine = this_machine.machine_model(comm.device, p.world_size), None
         if model is not None:
             base = this_machine.calibrated_model(comm.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
-        # Ranks may have calibrated differently, or know different machine files: all take the first rank's choice.
+        # Ranks may have different calibrations or machine files, so all take the first rank's choice.
         names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             family, size = p.measured_family
@@ -264,14 +272,15 @@ def _names_near(
 
 def remembers(p: Problem, device: torch.device) -> bool:
     """True if this rank has times of schedules for exactly this problem, from this process or from disk."""
-    return bool(
-        plan.known_times(p, this_machine.device_name(device), "graph")
-    )  # these are also the times of queued calls
+    # Times of graphs are stored with the times of queued calls.
+    return bool(plan.known_times(p, this_machine.device_name(device), "graph"))
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
-    """Return the choice of a call without a pinned schedule, as `weft.plan.explain` shows it. Cached times of this machine
-    override predictions."""
+    """Return the choice for a call without a pinned schedule, as `weft.plan.explain` shows it.
+
+    Cached times of this machine override predictions.
+    """
     return plan.choose(
         p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)
     )
@@ -306,7 +315,7 @@ def _tune(
     """Measure the promising schedules that have no times yet, if the first rank has a model. Collective."""
     names: list[str] | None = None
     if model is not None:
-        # The list of promising schedules depends on GEMM times of this process. Another process may have another list.
+        # All ranks measure the first rank's list: the list depends on GEMM times, which may differ between processes.
         names = list(plan.known_times(p, this_machine.device_name(comm.device), "queued") or ())
         if not names:
             choices = [decide(p, model, mode=mode) for mode in _MODES]
@@ -321,16 +330,17 @@ def _fastest(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
     family: _Measured | None = None,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
-    times.
+    """Return the fastest schedules for calls and for captured calls, by measured or cached times. Collective.
 
-    Candidates are the usual schedules and schedules of builders from outside; if `family` has contenders, only these. Otherwise
-    serial and the fastest schedule become its contenders. Serial wins if it is not clearly slower, and can be captured.
+    Candidates are serial, the schedules worth running, and those of builders that are not weft's own. If `family` has
+    contenders, they are the only candidates. Otherwise this call sets them: serial and the fastest schedules. Serial
+    wins unless another schedule is clearly faster. For captured calls, only schedules that can be captured are
+    compared.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):
         if candidate.name in known if known else p.worth_running(candidate) or plan.from_outside(p, candidate):
-            comm.check()  # building them takes seconds on a loaded machine
+            comm.check()  # building all candidates may take seconds, in which a peer may fail
             with contextlib.suppress(NotApplicableError):
                 schedules[candidate.name] = _built(p, candidate, comm)
     times = measure.measured(p, schedules, comm, tensors, deadline_s, serial, "single", 1 if known else 2)
@@ -348,7 +358,7 @@ def _fastest(
 
     capturable = [name for name, schedule in schedules.items() if not schedule.reads_on_host]
     usual, others = best(list(times)), [name for name in times if name != "serial"]
-    if usual == "serial" and others and comm.rank == 0:  # times are the same on all ranks
+    if usual == "serial" and others and comm.rank == 0:  # all ranks have the same times, so one warning is enough
         other, us = min(others, key=lambda name: times[name]), times["serial"]
         least = f" or less than {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else ""
         saved = f"faster, but by less than {_CLEARLY[device]:.0%}{least}" if times[other] < us else "not faster"

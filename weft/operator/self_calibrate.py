@@ -1,16 +1,20 @@
-"""Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and which rank's numbers are used.
+"""Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and which rank's numbers they use.
 
-A group measures once, at its first choice of a schedule: all ranks meet there anyway, after the communicator is made and before
-the first plan. A group with pinned schedules plans nothing and never measures. Ranks exchange what they know, and the first
-rank's state decides:
+A group measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A group that uses only
+pinned schedules never measures. Ranks exchange what they know. What the first rank has decides:
 
-    a calibration, or a machine file    nothing is measured
-    a self-calibration                  every rank takes it
-    neither                             all ranks measure, unless one cannot, and take the first rank's numbers
+ a calibration, or a machine file    no rank measures
+ a self-calibration                  every rank uses it
+ neither                             all ranks measure, if every rank can, and use the first rank's numbers
 
-A rank cannot measure while a CUDA graph is being captured, or with WEFT_SELF_CALIBRATION=0. It cannot if GPUs differ
-either, or on a part of a GPU, or on a GPU that it shares with a rank. Then all plan by derived numbers, and the first
-rank warns with the reason.
+A rank cannot measure:
+
+- while a CUDA graph is being captured,
+- with WEFT_SELF_CALIBRATION=0,
+- if the ranks have different GPUs,
+- on a part of a GPU (MIG), or on a GPU that another rank uses too.
+
+Then all ranks plan with derived numbers, and the first rank warns with the reason.
 """
 
 from __future__ import annotations
@@ -47,27 +51,30 @@ def _gpu_measure(comm: Communicator, sizes: ProbeSizes) -> Iterator[Measure]:
 
 
 MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
-"""For each type of device, a function that measures. It raises `RefusedError` or `OutOfSharedMemoryError` on every rank if a rank
-cannot measure."""
+"""Functions that measure, by type of device. They raise `RefusedError` or `OutOfSharedMemoryError` on every rank if a
+rank cannot measure.
+"""
 
 
 class _Stand(NamedTuple):
     """A rank's knowledge before the self-calibration."""
 
-    name: str  # of its kind of GPU
-    gpu: str  # which of this host's
+    name: str  # the model of its GPU
+    gpu: str  # identifies the GPU on its host
     known: SelfCalibration | None
-    """The first rank's numbers; None on other ranks."""
+    """The numbers of the first rank; None on other ranks."""
     sizes: ProbeSizes | None
-    """The sizes that the first rank wants to measure; None if it has better numbers, or may not measure."""
+    """The sizes that the first rank wants to measure. None if it has better numbers, or must not measure."""
     unable: str
-    """The reason why this rank cannot measure."""
+    """The reason why this rank cannot measure; "" if it can."""
 
 
 @torch.inference_mode(False)
 def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
-    """Return True if this rank plans with new numbers from now on. Collective, at a group's first choice. name: the name of this
-    rank's GPU."""
+    """Self-calibrate at a group's first choice of a schedule. Return True if this rank has new numbers. Collective.
+
+    name: the name of this rank's GPU.
+    """
     if comm in _settled or comm.world_size == 1 or comm.device.type not in MEASURES:
         return False
     with symm.set_up_within(deadline_s):
@@ -79,7 +86,7 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
         if first.sizes is not None and not why:
             found, why = _measured(comm, first.sizes)
     if comm.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
-        warn_once(f"{name} was not self-calibrated, so weft plans with the known numbers: {why}")
+        warn_once(f"{name} was not self-calibrated, so weft plans with derived numbers: {why}")
     if found is None:
         return False
     self_calibration.adopt(found)
@@ -87,10 +94,10 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
 
 
 def _why_not(stands: Sequence[_Stand]) -> str:
-    """Return the reason why these ranks do not measure, else ""."""
+    """Return the reason why these ranks do not measure; "" if they do."""
     if _kinds(stands) > 1:
         names = by_rank(enumerate(stand.name for stand in stands))
-        return f"the GPUs differ ({names}), so all ranks use the schedules of the first rank"
+        return f"the GPUs differ ({names}), so all ranks use the first rank's schedules"
     if len({stand.gpu for stand in stands}) < len(stands):
         return "ranks share a GPU"
     return by_rank((rank, stand.unable) for rank, stand in enumerate(stands) if stand.unable)
@@ -101,15 +108,15 @@ def _kinds(stands: Sequence[_Stand]) -> int:
 
 
 def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
-    """Return the first rank's numbers, which it saves; or None, and the reason. Collective."""
+    """Measure. Return the first rank's numbers, which it saves, or None and the reason. Collective."""
     try:
         with MEASURES[comm.device.type](comm, sizes) as measure:
             mine = self_calibration.measure(measure, sizes)
     except (RefusedError, OutOfSharedMemoryError) as error:  # on every rank
         return None, str(error)
-    except WeftError:  # of a group that has failed
+    except WeftError:  # the group has failed
         raise
-    except BaseException as error:  # this rank's alone: the others would wait for its part
+    except BaseException as error:  # raised on this rank only: its peers would wait for it
         comm.poison(f"self-calibration: {error!r}")
         raise
     found: SelfCalibration = comm.all_gather(mine if comm.rank == 0 else None, what="the first rank's numbers")[0]
@@ -117,7 +124,10 @@ def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | 
     if comm.rank == 0 and machine is not None:
         self_calibration.save(found)
         if dropped := found.apply(model_of(machine, found.world_size)).dropped:
-            warn_once(f"self-calibration of {found.machine}: {'; '.join(dropped)}. `weft plan calibrate` measures more")
+            warn_once(
+                f"self-calibration of {found.machine}: {'; '.join(dropped)}. Run `weft plan calibrate` for a complete "
+                "calibration"
+            )
     return found, ""
 
 
@@ -141,14 +151,14 @@ def _stand(comm: Communicator, name: str) -> _Stand:
         known = self_calibration.find(name, comm.world_size)
     except ValueError as error:
         known = None
-        warn_once(f"the self-calibration is not used: {error}")
+        warn_once(f"the saved self-calibration is ignored: {error}")
     if known is not None:
         return nothing._replace(known=known)
     return nothing._replace(sizes=self_calibration.sizes_for(model_of(machine, comm.world_size)))
 
 
 def _gpu(comm: Communicator) -> str:
-    """Return an identifier of this rank's device, unique on the host."""
+    """Return an identifier of this rank's device that is unique on its host."""
     if comm.device.type != "cuda":
         return str(comm.rank)
     return str(torch.cuda.get_device_properties(comm.device).uuid)

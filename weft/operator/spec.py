@@ -1,10 +1,11 @@
-"""The specification of an operator: the normalised form of its calls, their checks, its problem, its buffers, its gradients.
+"""The specification of an operator: the form of its calls, their checks, its problem, its buffers, its gradients.
 
-Everything else is made from it, in the same way for all operators. That is the comparison across ranks, the cache of
-shapes, the choice of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
+weft derives everything else from the specification, alike for all operators: the comparison across ranks, the cache of
+shapes, the choice of a schedule, the unfused call, autograd in eager mode and under torch.compile, plans and
+benchmarks.
 
-An operator is a class with one instance, in the file of its public function (`weft.ops`). The function normalises its arguments
-into the form of a call and passes it to `weft.operator.calls.made`.
+A specification is a class with one instance, in the file of the public function (`weft.ops`). The function puts its
+arguments into the form of a call, and passes it to `weft.operator.calls.made`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ C = TypeVar("C", bound=tuple[Any, ...])
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
 """The comparison of an argument across ranks:
 
-    alike    equal on all ranks, and compared
-    layout   one or several tensors: shape and dtype are equal and compared; the data may differ
-    equal    a tensor whose data are equal too, which `WEFT_CHECK_CALLS=1` compares
-    given    ranks compare if it is given; its value may differ
-    own      an argument without effect on other ranks' results, or that weft compares in another way
+ alike    it must be equal on all ranks
+ layout   one or several tensors: shape and dtype must be equal, and the data may differ
+ equal    a tensor whose data must be equal too, which `WEFT_CHECK_CALLS=1` compares
+ given    it must be given on all ranks or on none, and its value may differ
+ own      not compared here: it has no effect on other ranks' results, or weft compares it in another way
 """
 
 _SCHEMA: dict[Any, str] = {
@@ -57,69 +58,80 @@ _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
 
 
 class Operator(ABC, Generic[C]):
-    """The base class of specifications. Override any method; those without a default are required."""
+    """The base class of specifications. Methods without a default must be overridden."""
 
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]
-    """The form of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and strings (`_SCHEMA` has the types)."""
+    """The form of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and strings. `_SCHEMA` lists the
+    allowed types.
+    """
     across_ranks: ClassVar[Mapping[str, Across]] = {}
-    """The comparison of each parameter of the public function, if there is one. Tests check it against the signature, and against
-    calls in which ranks differ."""
+    """The comparison of each parameter of the public function across ranks. Tests check the names against the function's signature,
+    and check calls in which ranks differ.
+    """
     compared: ClassVar[tuple[str, ...]] = ()
-    """The fields of the form that ranks compare (`given`), and that do not affect the work."""
+    """The fields that ranks compare as part of `given` and that do not affect the work."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
-    """The fields that can be differentiated, with the argument names that callers know."""
+    """The fields that have gradients, and for each the argument's name in the public function."""
     arguments: ClassVar[Mapping[str, str]] = {}
-    """The argument names that callers know, for buffers with other names, for messages."""
+    """For each buffer whose name differs from the argument of the public function, the argument's name, for messages.
+    """
     caller_names: ClassVar[Mapping[str, str]] = {}
-    """The argument names that callers know, for fields with other names, for messages."""
+    """For each field whose name differs from the argument of the public function, the argument's name, for messages."""
     hint: ClassVar[str] = ""
-    """Advice in the error for ranks that describe different calls."""
+    """Advice for the error that ranks raise if they describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Tags of the operator under torch.compile."""
     compiled: Any
-    """The operator in torch.ops. Registration sets it here, because an operator may be registered while a call is
-    traced, and Dynamo reads a table as it was at the start of the trace."""
+    """The operator in torch.ops, set by registration. It is an attribute, not an entry of a table, because an operator
+    may be registered during a trace, and Dynamo sees a table as it was when the trace began.
+    """
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
     # --- the call and its problem ---
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """Return the problem that describes the call. Raise `ValueError` for an invalid call. most: the largest `size` of all
-        ranks."""
+        """Return the problem of the call. Raise `ValueError` if the call is invalid. most: the largest `size` of all ranks."""
 
     def size(self, call: C) -> int:
-        """Return a number that may differ between ranks in calls with equal descriptions. All ranks learn the largest."""
+        """Return a number that may differ between ranks although their `said` is equal. Every rank gets the largest as
+        `most`.
+        """
         return 0
 
     def said(self, call: C, world: int) -> str:
-        """Return the text that must be equal on all ranks. Raise the same errors as `problem`.
+        """Return the text that must be equal on all ranks. Raise the errors of `problem`.
 
-        If it has several lines, messages show the first line, and the first later line, "name: value", that differs.
+        If the text has several lines, messages show the first line and the first later line "name: value" that differs.
         """
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return the other arguments that must be equal on all ranks, as a part of a sentence; empty for defaults. The public
-        function applies them around the problem: dimensions, shapes before flattening, the kind of reduction."""
+        """Return the other arguments that must be equal on all ranks, as part of a sentence. Return "" for defaults.
+
+        The public function applies these arguments before or after the operator: dimensions, shapes before flattening,
+        the kind of reduction.
+        """
         return ""
 
     def equal(self, call: C) -> dict[str, torch.Tensor]:
-        """Return the tensors whose values must be equal on all ranks, by the names that callers know."""
+        """Return the tensors whose values must be equal on all ranks, by argument name."""
         return {}
 
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the numbers of rows that this rank sends to each rank, and that it expects from each; None for an operator
-        without such tables.
+        """Return the numbers of rows that this rank sends to each rank, and that it expects from each rank.
 
-        Both are int64 [world, n]. A sender's n numbers for a rank must equal the numbers that this rank expects from the sender.
+        Both are int64 [world, n]. The n numbers that a sender has for a rank must equal those that the rank expects
+        from the sender. None for an operator without such tables.
         """
         return None
 
     def key(self, call: C) -> Hashable:
-        """Return the key of calls of one description. Keys that differ have different `said`, so that a shape is new on all ranks
-        or on none."""
+        """Return the key of calls that share a compiled operator.
+
+        Calls with different keys must have different `said`: then a shape is new on all ranks or on none.
+        """
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):
             if compared:
@@ -133,31 +145,38 @@ class Operator(ABC, Generic[C]):
         return tuple(found)
 
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
-        """Check every call first. A compiled call bypasses the public function, so this is its only check."""
+        """Check a call, and return it, possibly normalised. A compiled call bypasses the public function and is checked
+        only here.
+        """
         return call
 
     def repeats(self, call: C) -> bool:
-        """True if calls that differ only in the addresses of tensors are otherwise equal (see `weft.operator.replay`).
+        """True if calls that differ only in tensor addresses do the same work (see `weft.operator.replay`).
 
-        Then the form contains no values read from tensors, and the public function changes no result, except for `averages`.
+        Then the form must contain no values that were read from tensors. The public function must return the results
+        unchanged, except for the division of `averages`.
         """
         return True
 
     def averages(self, call: C) -> bool:
-        """True if the public function divides the first result by the number of ranks, in place: the form's field `average`."""
+        """True if the public function divides the first result in place by the number of ranks (the field `average` of
+        the form).
+        """
         return bool(getattr(call, "average", False))
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """True if a call may have `rows` rows in its first argument, given a valid call with another number of rows."""
+        """True if the first argument may have `rows` rows, given a valid call that differs only in the number of rows."""
         return True
 
     def note(self, call: C) -> None:
-        """Remember values of this call for later calls."""
+        """Store values of this call for later calls."""
 
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:
-        """Return the input buffers for executors. Default: the call's fields, if they are matrices of the buffers' names."""
+        """Return the input buffers for executors, by name. Default: the fields of the call, which must be matrices
+        named like the buffers.
+        """
         return call._asdict()  # type: ignore[attr-defined, no-any-return]
 
     @abstractmethod
@@ -165,68 +184,81 @@ class Operator(ABC, Generic[C]):
         """Return new memory for the output buffers, in their order."""
 
     def fake(self, call: C, world: int) -> list[torch.Tensor]:
-        """Return fake results for a call that is traced."""
+        """Return results without values for a traced call."""
         return list(self.outputs(call, world).values())
 
     def does_not_fit(self, p: Any, call: C) -> str:
-        """Return the reason why this call exceeds the sizes of `p`; empty if it does not. Not called if the call runs unfused
-        without gradients."""
+        """Return the reason why this call exceeds the sizes of `p`; "" if it does not.
+
+        Not called for unfused calls without gradients.
+        """
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call that is used to choose a schedule, if the first call is not typical."""
+        """Return the call with which a schedule is chosen, if the first call is not typical."""
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Raise errors that only the results reveal. Called on CPU, where the results are complete."""
+        """Check results, and raise errors that only the results show. Called on CPU only, where results are complete."""
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
-        """Return (rows, weights): this rank multiplies `rows` rows with each of the weights [K, N], or with the weights of
-        experts [E, K, N]. `weft.operator.flops` counts them. results: the results of the call, or their gradients."""
+        """Return (rows, weights): this rank multiplies `rows` rows by each weight [K, N], or by the weights of experts
+        [E, K, N].
+
+        `weft.operator.flops` counts these GEMMs. results: the results of the call, or their gradients.
+        """
         return 0, []
 
     # --- gradients ---
 
     def tracked(self, call: C) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks in eager mode. Each costs time in every call. Default: the call's tensors."""
+        """Return the tensors that autograd tracks in eager mode. Each takes time in every call. Default: all tensors of
+        the call.
+        """
         return self.tensors(call)
 
     def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return the tensors that `gradients` needs. Default: the call's tensors. wanted: the requested gradients, in the order
-        of `tracked`; in a compiled call, of the call's tensors."""
+        """Return the tensors that `gradients` needs. Default: all tensors of the call.
+
+        wanted: for each tensor of `tracked`, or in a compiled call for each tensor of the call, True if its gradient is
+            wanted.
+        """
         return self.tensors(call)
 
     def beside(
         self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Tensors | None
     ) -> Any:
-        """Begin additional work for backward right after the call, and return it.
+        """Start work for backward right after the call. Return an object that `gradients` gets as `beside`.
 
-        inputs: the inputs of the call; None for a compiled call, which has no place for this work before its backward.
+        The object exists as long as the autograd graph. It should not refer to tensors of the call, except tensors that
+        autograd must not watch: return the others from `saved`.
 
-        What it returns lives as long as the graph: keep tensors of the call only through `saved`, unless autograd must not
-        watch them.
+        inputs: the inputs of the call; None for a compiled call, which runs this method at the start of its backward.
         """
 
     def require_backward(self, beside: Any) -> None:
-        """Raise an error if there may be no backward of this call (any more). Autograd has not been asked for `saved` yet."""
+        """Raise an error if this call cannot have a backward (any more). Called before autograd unpacks the tensors of
+        `saved`.
+        """
 
     def gradients(
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
         turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the wanted gradients, one for each entry of `wanted`. All ranks want the same gradients. Gradients are sums
-        over ranks, not means.
+        """Return a gradient, or None, for each entry of `wanted`. All ranks want the same gradients.
 
-        grads: the gradients of the results.
+        Gradients are sums over ranks, not means. grads: the gradients of the results.
         """
         raise NotImplementedError(
-            f"{self.name} has gradients of {', '.join(self.gradients_of)}: its spec must implement `gradients`"
+            f"{self.name} sets gradients_of ({', '.join(self.gradients_of)}): its spec must implement gradients()"
         )
 
     # --- the unfused call, if it is not the steps of the serial schedule ---
 
     def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor] | None:
-        """Return the results of torch's collectives and GEMMs; None: `weft.runtime.unfused` runs the serial schedule."""
+        """Return the results, computed by torch's collectives and GEMMs. Return None to run the serial schedule
+        instead.
+        """
         return None
 
     # --- the operator's own kernels ---
@@ -234,25 +266,27 @@ class Operator(ABC, Generic[C]):
     def own_executors(
         self, p: Any, call: C, comm: Communicator, tensors: Tensors, deadline_s: float | None
     ) -> Chosen:  # fmt: skip
-        """Return the executors of calls with this call's `key`, if the operator has its own kernels. Collective.
+        """Return the executors of calls with this call's `key`, for an operator that has its own kernels. Collective.
 
-        Default: the planner chooses a schedule, and an executor of schedules runs it. An operator that overrides this method must
-        follow these rules. Options of the call choose the executor, so no schedule is pinned. Calls with equal `key` are equal.
-        `inputs` checks every call, and its tensors may be of any type. The executor returns the results, so `outputs` is empty.
+        Default: the planner chooses a schedule, and an executor of schedules runs it. An operator that overrides this
+            method must obey these rules:
+
+        - Options of the call choose the executor. Callers cannot pin a schedule.
+        - Two calls with equal `key` can use the same executor.
+        - `inputs` checks every call. Its values may be of any type.
+        - The executor returns the results, so `outputs` returns nothing.
         """
         raise NotImplementedError
 
     # --- benchmarks ---
 
     def drawn(self, p: Any, rank: int, generator: torch.Generator) -> C:
-        """Return a call of `p` on random numbers, on the generator's device."""
-        raise NotImplementedError(f"{self.name} cannot be measured: its spec draws no calls (`drawn`)")
+        """Return a call of `p` with random numbers, on the generator's device."""
+        raise NotImplementedError(f"{self.name} cannot be benchmarked: its spec must implement drawn()")
 
     def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
-        """Return the results of a rank in float64, computed from the calls of all ranks."""
-        raise NotImplementedError(
-            f"{self.name} cannot be measured: its spec has no results to compare with (`expected`)"
-        )
+        """Return the results of a rank in float64. calls: the calls of all ranks."""
+        raise NotImplementedError(f"{self.name} cannot be benchmarked: its spec must implement expected()")
 
     # --- derived from these ---
 
@@ -264,12 +298,10 @@ class Operator(ABC, Generic[C]):
                 known = ", ".join(
                     getattr(one, "__name__", "") if isinstance(one, type) else str(one) for one in _SCHEMA
                 )
-                raise TypeError(
-                    f"{self.name}: {field} of its form has type {hints[field]}; torch's operators accept {known}"
-                )
+                raise TypeError(f"{self.name}: field {field} of its form has type {hints[field]}: use one of {known}")
         if unknown := [field for field in self.gradients_of if field not in of_call]:
             raise TypeError(
-                f"{self.name}: gradients_of names {', '.join(unknown)}; the fields of its form are {', '.join(of_call)}"
+                f"{self.name}: gradients_of has {', '.join(unknown)}: use fields of its form, {', '.join(of_call)}"
             )
         self.kinds = tuple(_SCHEMA[hints[field]] for field in of_call)
         self._compared = tuple(field in self.compared for field in of_call)
@@ -278,21 +310,21 @@ class Operator(ABC, Generic[C]):
         self.has_executors = type(self).own_executors is not Operator.own_executors
         """True if the operator has its own kernels."""
         self.sizes_are_alike = type(self).size is Operator.size and not self.has_executors
-        """True if calls with equal descriptions have the same size on all ranks."""
+        """True if equal `said` implies the same size on all ranks."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
-        """The name in messages."""
+        """The operator's name in messages."""
 
     @property
     def fields(self) -> str:
-        """The call's fields, in the notation of torch's schemas."""
+        """The fields of a call in the notation of torch's schemas."""
         return ", ".join(f"{kind} {name}" for kind, name in zip(self.kinds, self.form._fields, strict=True))  # type: ignore[attr-defined]
 
     def tensors(self, call: C) -> list[torch.Tensor | None]:
-        """Return the call's tensors as one list."""
+        """Return the tensors of the call as one flat list."""
         return self.flat(call)
 
     def named_tensors(self, call: C) -> list[tuple[str, torch.Tensor]]:
-        """Return the call's tensors with the names that callers know."""
+        """Return (argument name, tensor) for each tensor of the call."""
         found: list[tuple[str, torch.Tensor]] = []
         for kind, field, value in zip(self.kinds, self.form._fields, call, strict=True):  # type: ignore[attr-defined]
             name = self.caller_names.get(field, field)
@@ -309,8 +341,10 @@ class Operator(ABC, Generic[C]):
         return tuple([_wants(call[i]) for i in self.differentiable])
 
     def flat(self, of_fields: Sequence[Any]) -> list[Any]:
-        """Return the entries of `of_fields` for fields that are tensors, with lists flattened: a call's tensors, or torch's flags
-        for them."""
+        """Return the entries of `of_fields` that belong to tensor fields, with lists flattened.
+
+        of_fields: a value for each field of a call, such as the call itself or torch's needs_input_grad.
+        """
         found: list[Any] = []
         for kind, one in zip(self.kinds, of_fields, strict=False):
             if kind in _ONE:

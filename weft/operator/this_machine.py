@@ -1,4 +1,6 @@
-"""The machine of this process, for planning: its device name, and its model with calibrated and measured numbers."""
+"""The machine on which this process runs, for the planner: its device name, and a model with calibrated and measured
+rates.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Have ranks plan with the same self-calibration, if their GPUs need it: measure it, or use the first rank's. Collective."""
+    """Make all ranks plan with the same self-calibration, if their GPUs need a self-calibration. Collective.
+
+    The ranks measure, or they all use numbers that the first rank already has.
+    """
     if self_calibrate(comm, device_name(comm.device), deadline_s):
         model_by_name.cache_clear()
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured.
+    """Return the model of this machine from the best source (`weft.plan.source`), with the GEMM times of this process.
 
-    None on CPU, and for unknown GPUs (AMD's without a file). Returns the same object until the source or the GEMM times
-    change.
+    Return None on CPU, and on GPUs that weft does not know (AMD GPUs without a machine file). The result is the same
+    object until the source or the GEMM times change.
     """
     model = calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))
@@ -47,10 +52,10 @@ def model_by_name(name: str, world_size: int) -> Model | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device as in machine files and calibrations."""
+    """Return the device's name as machine files and calibrations spell it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 @cache
 def _cpu_name() -> str:
-    return machine_name()  # which reads files
+    return machine_name()  # slow: it reads files

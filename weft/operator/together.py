@@ -1,23 +1,25 @@
-"""One call of an operator on all ranks. It is counted, one thread makes it, and peers are notified if one rank fails.
+"""The context of one operator call on all ranks: it counts the call, allows one thread at a time, and notifies peers of
+errors.
 
-A rank that fails alone must notify its peers, or its next call pairs with their current one: wrong results on every rank, and no
-error. Errors that leave a call are handled as follows.
+If a rank fails alone and does not notify its peers, its next call pairs with their current call. All ranks then get
+wrong results without an error. So every error that leaves a call is handled:
 
-- A weft error: all ranks raise it, or it has already made the group fail.
-- Ctrl-C at any time, and any error after this rank has published that it takes part: the group fails with this cause.
-- torch's activation checkpointing raises an exception in the last call that it needs, on all ranks: the call counts as made.
-- Any other error, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group
-  stays usable.
-- Any other error, on GPUs, where hosts do not synchronise: peers are notified of bad input over the sockets (`weft.symm.calls`).
-  A peer that has not reached this call yet, or refuses it too, raises as well, and the group stays usable. If a peer has made the
-  call, the group fails. This rank's next call waits until it knows the outcome. After an error that is not about input (no
-  memory) the group fails at once.
+- A weft error: every rank raises it, or the group has already failed.
+- Ctrl-C at any time, or any error after this rank has published that it takes part: the group fails with this cause.
+- The exception by which torch's activation checkpointing stops a recomputation: every rank raises it, and the call
+  counts as made.
+- Any other error on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the
+  group stays usable.
+- Bad input on GPUs, where hosts do not synchronise: this rank notifies its peers over the sockets (`weft.symm.calls`).
+  A peer that has not made the call, or refuses it too, raises as well, and the group stays usable. If a peer has
+  already made the call, the group fails. The next call of this rank waits for its peers' answers.
+- Any other error on GPUs, such as out of memory: the group fails at once.
 
-If a call begins while another thread of this rank is in a call of the group, the group fails, since a peer's call could pair with
-either.
+If two threads of a rank are in calls of one group at the same time, the group fails, since a peer's call could pair
+with either.
 
 At the first call of a shape, the hosts of GPU ranks synchronise too, and compare how many calls each has made. Later
-calls are compared off the critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call by its source line
+calls are compared off the critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call with its source line
 (`weft.symm.calls`).
 """
 
@@ -44,13 +46,13 @@ from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
 from weft.symm.groups import backend_device, group_of
 
-_TOLD = "_weft_told"  # attribute of an error: peers have been notified
+_TOLD = "_weft_told"  # an attribute of errors of which peers have been notified
 
 
 class together:
-    """The context of a whole call of `operator` on this rank, or of its backward.
+    """The context of a whole call of `operator`, or of its backward, on this rank.
 
-    like: a tensor on the device of the call, or a function that returns the device.
+    like: a tensor on the call's device, or a function that returns the device.
     """
 
     __slots__ = ("_calls", "_deadline_s", "_group", "_like", "_operator", "_published")
@@ -64,10 +66,10 @@ class together:
         try:
             self._begin()
         except BaseException as error:
-            if self._calls is None:  # there is no such group, or another thread is in a call of it
+            if self._calls is None:  # this rank is not in the group, or another thread is in its call
                 interrupted(self._operator, self._group, error)
                 raise
-            if isinstance(error, ValueError):  # a peer refuses
+            if isinstance(error, ValueError):  # a peer has refused the call
                 self._calls.running.release()
             else:
                 self.__exit__(type(error), error, None)
@@ -91,7 +93,7 @@ class together:
             f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a "
             "call of this group: only one thread at a time may call on a group; give each thread its own group"
         )
-        calls.misused = text  # for a communicator that the other thread is setting up
+        calls.misused = text  # read when the other thread has set up its communicator
         for kind in ("cpu", "cuda"):
             if (comm := symm.open_communicator(self._group, kind)) is not None:
                 comm.poison(text)
@@ -118,8 +120,8 @@ class together:
         if isinstance(error, WeftError) or group.size() == 1 or getattr(error, _TOLD, False):
             return
         with contextlib.suppress(AttributeError, TypeError):
-            setattr(error, _TOLD, True)  # a module's call is around an operator's
-        with temporarily_clear_interpreter_stack():  # torch.func.grad would wrap the tensors of a set-up in here
+            setattr(error, _TOLD, True)  # a module's call encloses an operator's, and would notify again
+        with temporarily_clear_interpreter_stack():  # torch.func.grad would wrap tensors that set-up creates
             self._notify(error)
 
     def _notify(self, error: BaseException) -> None:
@@ -128,7 +130,7 @@ class together:
         device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
         is_input, has_published = isinstance(error, ValueError | TypeError), published_on(group) != self._published
         text = str(error) if is_input else f"{self._operator}: {error!r}"
-        if has_published and isinstance(error, NotApplicableError):  # every rank raises it
+        if has_published and isinstance(error, NotApplicableError):  # every rank raises this error
             return
         refused = agreement_on(device).refuse(error, text, group, device, deadline_s, has_published)
         if not refused and (comm := symm.open_communicator(group, device.type)) is not None:
@@ -138,7 +140,7 @@ class together:
 def failed(
     error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Notify peers of an error in a call on GPUs without `together`. May raise the error that replaces it."""
+    """Notify peers of an error in a GPU call that ran outside of `together`. May raise `RefusedError` in its place."""
     call = together(operator, group, lambda: device, deadline_s)
     call._calls, call._published = calls_of(group), published_on(group)
     call._tell(error)
@@ -165,13 +167,15 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
 
 
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
-    """Notify peers of `error`, which a layer raised on this rank outside of every call of an operator.
+    """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
-    It becomes the refusal of this rank's next call. A call that has returned has published everything that its peers wait for. So
-    the refusal pairs with the peers' next call, and on CPU the group stays usable. On GPUs the group fails with this cause if a
-    peer has already made that call. last: the layer makes no other call. Then the peers' next call is another layer's, and
-    programs that catch errors layer by layer would continue one call apart. So the group fails with this cause. what: the layer;
+    The error becomes the refusal of this rank's next call, and pairs with the peers' next call. On CPU the group stays
+    usable. On GPUs the group fails if a peer has already made that call.
+
+    what: the layer, for error texts.
     like: as for `together`.
+    last: True if the layer makes no further call. Then the peers' next call belongs to another layer, and a program
+        that catches errors per layer would pair wrong calls. So the group fails.
     """
     if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
         return
@@ -194,12 +198,13 @@ def agree(
     deadline_s: float | None,
     hint: str = "",
 ) -> list[int]:
-    """Compare a call at the first call of a shape. Return the ranks' numbers. Collective.
+    """Compare the first call of a shape across ranks. Return each rank's number. Collective.
 
-    check: returns a text and details that must be the same on all ranks, and this rank's number, or raises
-    `ValueError`. Raises `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or
-    details differ. If the texts are equal, the message shows details, or their first line that differs. hint: advice if
-    only sizes differ.
+    Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if texts or
+    details differ. If only details differ, the error shows them, or their first line that differs.
+
+    check: returns a text and details, which must be equal on all ranks, and this rank's number.
+    hint: advice for the error text if only sizes differ.
     """
     if group.size() == 1:
         return [check()[2]]
@@ -212,7 +217,7 @@ def _are_compared() -> bool:
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a call. For arguments without a usable device, return a device on which peers receive the refusal."""
+    """Return the device of the call. If the arguments have no usable device, return the device of the group's backend."""
     if callable(like) and not isinstance(like, torch.Tensor):
         return like()
     if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):

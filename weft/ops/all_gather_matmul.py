@@ -1,4 +1,4 @@
-"""weft.all_gather_matmul: GEMMs that start before all of their input has arrived."""
+"""`weft.all_gather_matmul`: GEMMs that start before all of their input has arrived."""
 
 from __future__ import annotations
 
@@ -49,53 +49,60 @@ def all_gather_matmul(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """All-gather `A_shard` along `gather_dim` over `group` and multiply the result with each of `Bs`.
+    """All-gather `A_shard` along `gather_dim` over `group`, and multiply the result by each of `Bs`.
 
-    It has the signature and the results of `torch.ops.symm_mem.fused_all_gather_matmul`, and computes
+    It has the signature and the results of `torch.ops.symm_mem.fused_all_gather_matmul`. It computes
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
-    GEMMs on rows that have arrived overlap with the transfer of other rows. The planner selects the schedule by shape
-    and machine. If no overlapping schedule is faster, NCCL (gloo on CPU) runs first, then the GEMM. Collective over
-    `group`. Differentiable once in A_shard and Bs. Gradients are sums over ranks, not means, and gradients must be
-    enabled for the same inputs on all ranks. Autocast does not apply: inputs are multiplied in their own dtype.
+    and multiplies rows that have arrived while it transfers other rows. The planner chooses a schedule for the shape
+    and the machine. If no overlapping schedule is faster, the all-gather of NCCL (on CPU gloo) runs first, and then the
+    GEMMs. Collective over `group`. Autocast has no effect: inputs are multiplied in their own dtype.
 
-    A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D; not a DTensor (pass its
-        to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
-    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, shapes must be equal
-        on all ranks: pad a vocabulary that is not divisible by the number of ranks. If they differ, the call raises
-        `DisagreementError` before anything is sent.
+    A_shard: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its
+        to_local(). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    Bs: [K, N_i] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op,
+        shapes must be equal on all ranks: pad a vocabulary that is not divisible by the number of ranks. If shapes
+        differ, the call raises `DisagreementError` before it sends anything.
     gather_dim: any dimension except the last.
     group: a process group, or its name.
-    return_A: also return the gathered A, which costs its memory and a copy of the arrived rows.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
-        "shard[chunks=1,send=in_turn,by=dma]", ...). "autotune" times schedules at the first call of a shape, and caches
-        the fastest (docs/planning.md). "heuristic" takes the pick of FiCCO's static heuristic. If that schedule cannot
-        run, weft warns with the reason and makes its default choice.
-    rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    On CPU it also applies in backward; on GPUs backward uses the default. On GPUs the serial schedule and parts of
-    backward call NCCL, whose waits use the process group's timeout.
-    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
-    torch.compile.
+    return_A: True to return the gathered A too, which costs its memory and a copy of the arrived rows.
+    schedule: the name of a schedule, such as "serial" or "shard[chunks=1,send=in_turn,by=dma]". `weft.plan.explain`
+        lists the names. "autotune" times schedules at the first call of a shape, and caches the fastest
+        (docs/planning.md). "heuristic" takes the pick of FiCCO's static heuristic. If the picked schedule cannot run,
+        weft warns with the reason and uses its default choice.
+    rows: the size of `gather_dim` on every rank, if ranks differ. Pass the same list on every rank.
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
+        in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
+        which uses the timeout of the process group.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
+        supported under torch.compile.
 
-    Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
-    A_shard's shape, except that `gather_dim` has the rows of all ranks; a product has N_i instead of K. In the first
-    call of a shape and its backward, ranks allocate memory together, which takes milliseconds to seconds. Make them
-    before you capture a CUDA graph.
+    Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype, in ordinary memory. On GPUs the results are valid in
+    stream order. A has A_shard's shape, except that `gather_dim` has the rows of all ranks. A product has N_i in place
+    of K.
 
-    Memory: the results, and symmetric memory of the size of A. On GPUs all calls that differ only in their number of
-    rows share this memory. It grows with the largest A; then smaller buffers above 64 MiB are freed, except those that
-    a CUDA graph has captured. After it has grown, call once more before you capture. With uneven `rows` there is memory
-    for each of the last 64 shapes. On CPU all calls of a group share memory until the group is destroyed. Backward
-    needs up to three times as much; on GPUs it has separate memory.
+    The first call of a shape, and its first backward, are collective set-up, which takes milliseconds to seconds. Make
+    them before you capture a CUDA graph.
 
-    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
-    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
-    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
-    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
-    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
-    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
+    Memory: the results, and symmetric memory of the size of A. On CPU all calls of a group share this memory until the
+        group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
+        A. When it has grown, smaller buffers above 64 MiB are freed, except those that a CUDA graph has captured. After
+        it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has memory.
+        Backward needs up to three times as much; on GPUs this is separate memory.
+
+    Differentiable once in A_shard and Bs. All ranks must enable gradients for the same inputs. Gradients are sums over
+    ranks, not means.
+
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments. The group stays usable. On GPUs,
+      bad arguments after the first call of a shape may make the group unusable.
+    - `ValueError` on this rank only, for an invalid group.
+    - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
+      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+    - `NotImplementedError` for second derivatives.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
@@ -114,8 +121,9 @@ def all_gather_matmul(
 
 
 class _Call(NamedTuple):
-    """The call as matrices. rows: the numbers of rows of all ranks' shards, if they differ. outer: A_shard's dimensions
-    (`outer_of`)."""
+    """The arguments as matrices. rows: the number of rows of each rank's shard, if they differ. outer: the dimensions
+    of A_shard (`outer_of`).
+    """
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
@@ -125,13 +133,13 @@ class _Call(NamedTuple):
 
 
 class _AllGatherMatmul(Operator[_Call]):
-    """The operator y_i = x @ w_i, x gathered from the ranks' shards, with the gradients
+    """The operator y_i = x @ w_i, where x is gathered from the ranks' shards. Its gradients are
 
-        grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
+        grad x_shard = reduce-scatter of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    If both are requested, `weft.ops.all_gather_matmul_gradients` computes them. Otherwise x is gathered again during the GEMMs of
-    grad x, and the reduce-scatter overlaps with the GEMMs of grad w. For grad x alone, `matmul_reduce_scatter` fuses the
-    reduce-scatter into the GEMMs.
+    If both are needed, `weft.ops.all_gather_matmul_gradients` computes them. With uneven rows, or if forward returned x,
+    torch and NCCL compute them. NCCL then gathers x during the GEMMs of grad x, and reduces grad x during those of
+    grad w. For grad x alone, `matmul_reduce_scatter` fuses the reduce-scatter with the GEMMs.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -176,7 +184,7 @@ class _AllGatherMatmul(Operator[_Call]):
         return results[0].shape[0], call.Bs
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save the gathered x if the call returns it: then backward need not gather it again."""
+        """Save the gathered x if the call returns it. Otherwise save the shard, which backward gathers again."""
         return [results[-1] if call.return_x else call.x, *call.Bs]
 
     def gradients(
@@ -185,7 +193,7 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # Either all ranks need gradients of weights, or none does. But each rank may freeze different weights, and change them
+        # All ranks want gradients of weights, or none does. But ranks may freeze different weights, and change this
         # between calls. So gradients of frozen weights are computed too: otherwise ranks would run different schedules.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
@@ -228,18 +236,18 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return x's gradient from GEMM and reduce-scatter fused by `matmul_reduce_scatter`; None if that is not predicted to be
-    faster."""
+    """Return the gradient of x by `matmul_reduce_scatter`; None if that is not predicted to be faster."""
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
     nothing = grads[0].new_empty(())
     like = dual.form(nothing.expand(m, n), nothing.expand(n, k))
     if not overlaps(dual, like, group, turn):
         return None
-    # With column-major Bs, as in linear layers, the copy reads and writes rows.
+    # Linear layers have column-major Bs, so this concatenates contiguous rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # If the first call selected serial, later calls take the other branch. This call must do so too, for bitwise equal results.
+    # The first call may have chosen serial. Then later calls return None here, so this one must too: equal calls give
+    # equal bits.
     return found if overlaps(dual, like, group, turn) else None
 
 

@@ -1,4 +1,6 @@
-"""The backward pass of `weft.all_gather_matmul` if x and weights need gradients: an operator with its own schedules."""
+"""The backward pass of `weft.all_gather_matmul` if both x and weights need gradients: an operator with its own
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ AGAIN = "all_gather x_shard again"
 
 
 class _Call(NamedTuple):
-    """The call. x: this rank's shard. grads: the gradients of the products, [m, n_i]. wts: the transposed weights, [n_i, k]."""
+    """The arguments of a call. x: this rank's shard [m / W, k]. grads: the gradients of the products, [m, n_i]. wts:
+    the transposed weights, [n_i, k].
+    """
 
     x: torch.Tensor
     grads: list[torch.Tensor]
@@ -29,7 +33,7 @@ class _Call(NamedTuple):
 
 
 class _AllGatherMatmulGradients(Operator[_Call]):
-    """The operator that returns x's gradient, and the transposed gradients of the weights."""
+    """The operator that returns the gradient of x, and the transposed gradients of the weights."""
 
     name, form = "all_gather_matmul_gradients", _Call
     caller_names: ClassVar[Mapping[str, str]] = {"x": "A_shard"}
@@ -42,14 +46,15 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         shapes = [tuple(t.shape) for t in (*grads, *wts)]
         if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)]:
             raise ValueError(
-                f"a shard of shape {tuple(x.shape)} does not match gradients and weights of shapes {shapes}"
+                f"A_shard has shape {tuple(x.shape)}, which does not match the shapes {shapes} of gradients and weights"
             )
         return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
-            # Copy without a warning, because autograd made the tensor: the gradient of a sum is an expanded single element.
+            # Copied without a warning, because autograd made the tensor: the gradient of a sum is one element,
+            # expanded.
             grad = grad.contiguous() if is_scattered(grad) else grad
             tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
         return tensors
@@ -64,7 +69,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def unfused(
         self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Call NCCL and cuBLAS; each collective overlaps with GEMMs."""
+        """Compute the gradients with NCCL and cuBLAS. Each collective overlaps with GEMMs."""
         x, grads, wts = call
         whole = x.new_empty(p.m, p.k)
         gathering = turn.begin(AGAIN, all_gather_single, whole, x.contiguous(), group=group)
@@ -90,7 +95,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's part of the gradient of x. gathered: a tensor to add."""
+    """Return this rank's term of the gradient of x, which is the sum over ranks. gathered: another term to add."""
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):
         partial.addmm_(grad, wt)
@@ -100,8 +105,11 @@ def partial_of(
 def reduce_scattered(
     partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn
 ) -> tuple[torch.Tensor, Any]:
-    """Return (this rank's rows of the sum over ranks, the work to wait for before reading them). rows: the numbers of rows of all
-    ranks."""
+    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the work to wait for before
+    reading them.
+
+    rows: the number of rows of each rank.
+    """
     rank = group.rank()
     if len(set(rows)) == 1 and partial.device.type == "cuda":
         mine = partial.new_empty(rows[rank], partial.shape[1])

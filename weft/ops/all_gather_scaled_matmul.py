@@ -1,6 +1,7 @@
-"""weft.all_gather_scaled_matmul: scaled fp8 GEMMs that start before all of their input has arrived.
+"""`weft.all_gather_scaled_matmul`: scaled fp8 GEMMs that start before all of their input has arrived.
 
-The scaled variant of `weft.all_gather_matmul`. Each schedule sends the scales of rows with the rows, under the same signal.
+This is the fp8 variant of `weft.all_gather_matmul`. Schedules send row-wise scales with the rows, under the same
+signal.
 """
 
 from __future__ import annotations
@@ -55,41 +56,48 @@ def all_gather_scaled_matmul(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """All-gather the fp8 `A_shard` along `gather_dim` over `group` and multiply the result with each of the fp8 `Bs`, scaled.
+    """All-gather the fp8 `A_shard` along `gather_dim` over `group`, and multiply the result by each of the fp8 `Bs`,
+    with scales.
 
-    It has the arguments and the results of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`, and computes
+    It has the arguments and the results of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. It computes
 
         A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
 
-    Schedules, memory and first calls are as for `weft.all_gather_matmul`. Collective over `group`. Forward only: inputs that
-    require gradients are refused.
+    Schedules, memory and first calls are as for `weft.all_gather_matmul`. Collective over `group`. Not differentiable:
+    inputs that require gradients are refused.
 
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
-    Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. Its shape selects the first of these that applies, as in torch's op. A_shard's shape with a last dimension of
-        1: one scale per row, gathered with the rows. The shape of A with a last dimension of 1: one scale per row, equal on every
-        rank; a rank reads the scales of its rows. One element of any other shape, such as a scalar: one scale for all of A. Each
-        rank uses its own scalar, and nothing checks that they are equal. With uneven `rows` that include a 1, one element of a
-        row's shape is the scale of each of this rank's rows.
-    B_scales: fp32, one element each. With one scale per row of A: [1, N_i], or one element for all columns.
-    biases: for each B, [N_i] or None, in the dtype of its result, which must be bf16 or fp16; bf16 for fp8 results. None: no
-        bias.
-    result_scales: None, or None for each B: scale B_scales instead.
-    out_dtypes: for each B, torch.bfloat16, float16 or float32. Also float8_e4m3fn (or None for it), if A_scale and B_scales have
-        one element each; values saturate at the largest fp8 number. None: all bfloat16.
+    Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
+        warning.
+    A_scale: fp32. As in torch's op, its shape determines its meaning. The first line that applies counts:
+        - A_shard's shape with a last dimension of 1: a scale for each row of this shard. It is gathered with the rows.
+        - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
+          of its own rows.
+        - One element in any other shape, such as a scalar: one scale for all of A. Pass the same value on every rank:
+          nothing checks it.
+        - With uneven `rows` that include a 1, one element in the shape of a single row's scale: the scale of every row
+          of this shard.
+    B_scales: fp32, one element each. With row-wise A_scale also [1, N_i], a scale for each column.
+    biases: for each B, [N_i] or None, in the dtype of its result, which must be bf16 or fp16. For fp8 results the bias
+        is bf16. None: no bias.
+    result_scales: None, or a list of None. Scale B_scales instead.
+    out_dtypes: for each B, torch.bfloat16, float16 or float32. With one element in A_scale and in B_scales, also
+        float8_e4m3fn (or None, which means the same); values then saturate at the largest fp8 number. None: bfloat16
+        for all.
     use_fast_accum: for each B, True for faster, less exact accumulation. None: False for all.
-    return_A: also return the gathered A, as torch's op always does. False allows more schedules and saves a copy.
+    return_A: True to return the gathered A too, as torch's op always does. False allows more schedules and saves a
+        copy.
     gather_dim, group, schedule, rows, deadline_s, timeline: as for `weft.all_gather_matmul`.
 
-    Returns (A or None, [y...]), with shapes as in `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On
-    CPU it computes in fp32, for tests.
+    Returns (A or None, [y...]), with shapes as in `weft.all_gather_matmul`. A is float8_e4m3fn, and each y has its
+    out_dtype. On CPU the call computes in fp32 and is meant for tests.
 
-    Memory: as for `weft.all_gather_matmul`; scales of rows lie in symmetric memory too.
+    Memory: as for `weft.all_gather_matmul`. Row-wise scales are in symmetric memory too.
 
     Raises the errors of `weft.all_gather_matmul`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", which covers GEMMs
-    without scales.
+        without scales.
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -102,11 +110,10 @@ def all_gather_scaled_matmul(
 
 
 class _Call(NamedTuple):
-    """The call as matrices.
+    """The arguments as matrices.
 
-    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: names of dtypes. rows: the numbers of rows of all ranks, if they
-    differ.
-        outer: A_shard's dimensions (`outer_of`).
+    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's names of the results' dtypes. rows: the number
+        of rows of each rank, if they differ. outer: the dimensions of A_shard (`outer_of`).
     """
 
     x: torch.Tensor
@@ -128,7 +135,7 @@ def _call(
     out_dtypes: Sequence[torch.dtype | None] | None, use_fast_accum: Sequence[bool] | None, return_A: bool,
     rows: Sequence[int] | None, group: dist.ProcessGroup | str | None,
 ) -> _Call:  # fmt: skip
-    """Return the call for the caller's arguments; raise `ValueError` for invalid arguments."""
+    """Return the caller's arguments as a `_Call`. Raise `ValueError` for invalid arguments."""
     check_tensor("A_shard", A_shard)
     check_tensor("A_scale", A_scale)
     check_tensors("Bs", Bs := listed("Bs", Bs))
@@ -153,9 +160,10 @@ def _scale_of_rows(
     A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-    """Return (True if each row has a scale, the scales of the shard's rows [rows, 1], or the single scale [1, 1]).
+    """Return (True if each row has a scale, the scale). The scale is [rows, 1] for the shard's rows, or [1, 1].
 
-    Only shapes decide, as in torch's operator, since a rank does not know the others' scales."""
+    Only shapes decide, as in torch's op, since a rank does not know the scales of its peers.
+    """
     extent, shape = A_shard.shape[gather_dim], list(A_scale.shape)
     sizes = [extent] * size_of(group) if rows is None else list(rows)
 
@@ -170,10 +178,10 @@ def _scale_of_rows(
     if A_scale.numel() == 1:
         if shape != of_rows(1) or 1 not in sizes:
             return False, A_scale.reshape(1, 1)
-        # On a rank with one row, such a scale is the row's scale. So it is a scale of rows here too.
+        # A rank with one row sees such a scale as row-wise. So it must be row-wise on this rank too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
-        f"A_scale has shape {tuple(shape)}: pass one element, or one scale per row, {tuple(of_rows(extent))} or "
+        f"A_scale has shape {tuple(shape)}: pass one element, or a scale for each row, as {tuple(of_rows(extent))} or "
         f"{tuple(of_rows(sum(sizes)))}"
     )
 
@@ -182,15 +190,15 @@ def _check_rest(
     tensors: Sequence[torch.Tensor | None], count: int, B_scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for values that a `_Call` does not support."""
+    """Raise `ValueError` for arguments that a `_Call` does not check."""
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": fast}).items():
         if given is not None and len(given) != count:
             raise ValueError(f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {count} Bs")
     if any(scale is not None for scale in result_scales or ()):
         raise ValueError(
-            "result_scales are not supported: pass None for each, and scale B_scales, or multiply results of "
-            "another dtype than fp8"
+            "result_scales are not supported: pass None for each, and multiply B_scales by them. Results that are not fp8 "
+            "can be multiplied after the call"
         )
     for dtype in out_dtypes:
         if dtype is not None and dtype not in _OUT:
@@ -229,8 +237,8 @@ class _AllGatherScaledMatmul(Operator[_Call]):
             check_on(x.device, f"B_scales[{i}]", scale, torch.float32)
             if out == "fp8" and call.by_row:
                 raise ValueError(
-                    f"out_dtypes[{i}] is {FP8} (or None): fp8 GEMMs with a scale per row have no fp8 results: use "
-                    "torch.bfloat16, or one scale for all of A, a tensor without dimensions"
+                    f"out_dtypes[{i}] is {FP8} (or None), but fp8 GEMMs with a scale per row cannot return fp8: use "
+                    "torch.bfloat16, or pass A_scale as a scalar"
                 )
             check_beside(B, scale, bias, out, call.by_row, (f"B_scales[{i}]", f"biases[{i}]"))
         scaled = Scaled(

@@ -1,7 +1,8 @@
-"""weft.all_to_all_matmul: MoE dispatch. Tokens go to the ranks of their experts, whose GEMMs start as tokens arrive.
+"""`weft.all_to_all_matmul`: MoE dispatch. Tokens are sent to the ranks of their experts, whose GEMMs start as tokens
+arrive.
 
-The number of tokens and their destinations are dynamic: neither is part of a shape. Memory for arriving tokens is allocated once,
-for `capacity` tokens per rank. `weft.runtime.unfused.experts` has the unfused implementation.
+The number of tokens and their destinations are dynamic: they are no part of a shape. Memory for arriving tokens is
+allocated once, for `capacity` tokens per rank. `weft.runtime.unfused.experts` has the unfused implementation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.timeline import Timeline
 from weft.words import counted
 
-_LEAST_CAPACITY = 64  # a first call may have no tokens
+_LEAST_CAPACITY = 64  # tokens: the first call may have none
 
 
 @replayed
@@ -46,66 +47,78 @@ def all_to_all_matmul(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send every token to the rank of its expert, and multiply it there with the expert's weights. On W ranks it computes
+    """Send every token to the rank of its expert, and multiply it there by the expert's weights: MoE dispatch.
+
+    On W ranks with E experts each, it computes
 
         received = all_to_all_single(splits)                           # [W, E]
         x = all_to_all_single(tokens, received.sum(1), splits.view(W, E).sum(1))
         x = x sorted by expert, then by source rank
         y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
 
-    GEMMs on tokens that have arrived overlap with the transfer of other tokens, and tokens are never sorted. Collective
-    over `group`. Differentiable once in tokens and w_experts. Gradients are sums over rows, not means, and gradients
-    must be enabled for the same inputs on all ranks. Autocast does not apply.
+    It multiplies tokens that have arrived while it transfers other tokens, and never sorts tokens. Collective over
+    `group`. Autocast has no effect.
 
-    tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`). They are sorted by global expert, as by an
+    tokens: [T, K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`). They are sorted by global expert, as by an
         argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may differ
         between ranks and between calls. Copied if not contiguous.
-    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
-        copied at every call.
-    splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks. Their
-        sum must be T. The values are checked on CPU. On GPUs a check would wait for the device, so the caller must ensure it.
-    group: a process group, or its name; default: the world.
-    max_rows: an upper bound on the number of rows that arrive. With None, y has exactly the rows that arrived, and the
-    host waits once to read their number, mostly while the GEMMs run. With a number, y has that many rows, and rows
-    beyond those that arrived are not written. Then the host never waits, and a CUDA graph can capture the call unless
-    the schedule is "serial". The bound may differ between ranks and between calls.
-    return_received: also return the number of rows that arrived.
-    capacity: the largest number of tokens of any rank in any call (a rank may send all of them to one peer), equal on all ranks.
-        Default: a little above the largest T at the first call of this shape.
-    schedule: pin a schedule by its name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it
-        for a block). "autotune" times schedules at the first call of a shape, and caches the fastest
-        (docs/planning.md). "heuristic" takes the pick of FiCCO's static heuristic. If that schedule cannot run, weft
-        warns with the reason and makes its default choice.
-    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    On CPU it also applies in backward; on GPUs backward uses the default. On GPUs the serial schedule and parts of
-    backward call NCCL, whose waits use the process group's timeout.
-    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
-    torch.compile.
+    w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
+        contiguous [E, N, K], which is copied at every call on CPU.
+    splits: [W * E] int64 (int32 is converted) on the tokens' device: the number of tokens for each expert of all ranks.
+        They must sum to T. The values are checked on CPU only. On GPUs a check would wait for the device, and wrong
+        values give wrong results.
+    group: a process group, or its name (default: the default group of torch.distributed).
+    max_rows: an upper bound on the number of rows that this rank receives. With None, y has exactly the received rows,
+        and the host waits once to read their number, mostly while GEMMs run. With a number, y has that many rows, and
+        rows beyond the received ones are not written. Then the host never waits, and a CUDA graph can capture the call
+        unless the schedule is "serial". The bound may differ between ranks and between calls.
+    return_received: True to return `received` too.
+    capacity: the largest number of tokens of any rank in any call, equal on all ranks. A rank may send all of its
+        tokens to one peer. Default: slightly more than the largest T at the first call of this shape.
+    schedule: the name of a schedule, such as "serial" or "dispatch[by=kernel,rest=together]". "autotune" times
+        schedules at the first call of a shape, and caches the fastest (docs/planning.md). "heuristic" takes the pick of
+        FiCCO's static heuristic. If the picked schedule cannot run, weft warns with the reason and uses its default
+        choice.
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
+        in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
+        which uses the timeout of the process group.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
+        supported under torch.compile.
 
-    Returns y [rows, N] in tokens' dtype and in ordinary memory; on GPUs valid in stream order. With `return_received`, returns
-    (y, received), where received [W, E] int64 on the device counts the rows from each rank for each local expert. The first call
-    of a shape (K, N, E, dtype, capacity, max_rows given or not) allocates memory on all ranks together, which takes
-    milliseconds to seconds. Make it before you capture a CUDA graph. Under torch.compile, y without max_rows has a
-    dynamic size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+    Returns y [rows, N] in the tokens' dtype, in ordinary memory. On GPUs it is valid in stream order. With
+    `return_received`, returns (y, received), where received [W, E] int64 is the number of rows from each rank for each
+    local expert, on the tokens' device. Under torch.compile without max_rows, y has a dynamic size, which needs
+    `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    Memory: y, an eighth larger if it is allocated before its rows are known. Also symmetric memory of (W - 1) x capacity x K
-    elements: on CPU for the largest shape, on GPUs for each of the last 64 shapes. Shapes captured in a CUDA graph are kept in
-    addition to the 64; large shapes that are no longer called are freed sooner. Schedules for few rows take up to 128 KiB for each
-    multiprocessor too, for partial sums. The serial schedule instead takes twice the arriving rows, K wide.
+    The first call of a shape (K, N, E, dtype, capacity, max_rows given or not) is collective set-up, which takes
+    milliseconds to seconds. Make it before you capture a CUDA graph.
 
-    Calls on one group must come from one thread at a time.
+    Memory: y, an eighth larger if it is allocated before its number of rows is known. Also symmetric memory of (W - 1)
+        x capacity x K elements. CPU ranks keep it for the largest shape, GPU ranks for each of the last 64 shapes and
+        for shapes that a CUDA graph has captured. Large shapes that are no longer called are freed sooner. Schedules for few rows
+        also need up to 128 KiB per multiprocessor, for partial sums. The serial schedule instead needs twice the
+        received rows, K wide.
 
-    Raises `ValueError` for bad arguments, for wrong splits (on CPU, where they are read), and for T above the capacity ("serial"
-    without gradients has no capacity). Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
-    `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows; on GPUs further rows are dropped,
-    and `received` shows it. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
-    derivative.
+    Differentiable once in tokens and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums
+    over rows, not means.
 
-    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2
-        (all-to-all before the GEMMs of experts). "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
-        Compute & Collectives", 7.1 and 7.2, in which the all-to-all follows the GEMM.
+    Only one thread at a time may make calls on a group.
+
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments, wrong values in splits (checked on
+      CPU only), or more tokens than capacity. ("serial" without gradients has no capacity.) The group stays usable. On
+      GPUs, an error after the first call of a shape makes the group unusable.
+    - `ValueError` on this rank only, for an invalid group.
+    - `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows. On GPUs such rows are
+      dropped, and only `received` shows it.
+    - `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+    - `NotImplementedError` for second derivatives.
+
+    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (an
+        all-to-all before the GEMMs of experts). "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
+        Compute & Collectives", 7.1 and 7.2, where the all-to-all follows the GEMM.
     """
 
     group = dist.group.WORLD if group is None else group
@@ -122,10 +135,10 @@ def all_to_all_matmul(
 
 
 class _Call(NamedTuple):
-    """The call.
+    """The arguments of a call.
 
-    return_x: also return the arrived tokens. The backward pass of `matmul_all_to_all` uses it, without gradients and with
-        max_rows set to the number of arriving rows.
+    return_x: True to return the received tokens too. The backward of `matmul_all_to_all` sets it, in a call without
+        gradients whose max_rows is the number of received rows.
     """
 
     tokens: torch.Tensor
@@ -144,7 +157,7 @@ class _AllToAllMatmul(Operator[_Call]):
     }  # fmt: skip
     caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of arrived rows
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of received rows
 
     def note(self, call: _Call) -> None:
         if call.splits.is_cuda:
@@ -179,7 +192,7 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem with `capacity` tokens on each rank, if the caller gave it."""
+        """Return the problem with `capacity` tokens on each rank. Without capacity, `most` is rounded up."""
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
@@ -198,7 +211,7 @@ class _AllToAllMatmul(Operator[_Call]):
 
         def that_arrive(columns: int) -> Any:
             def make(rows: int) -> torch.Tensor:
-                # Rows beyond max_rows still need memory: peers write them before this rank can refuse.
+                # Rows beyond max_rows need memory too: peers write them before this rank can raise.
                 return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), columns)
 
             return make if max_rows is None or tokens.device.type == "cpu" else make(max_rows)
@@ -217,12 +230,13 @@ class _AllToAllMatmul(Operator[_Call]):
             return ""
         return (
             f"tokens has {counted(call.tokens.shape[0], 'row')}, but calls of this shape were set up for "
-            f"capacity={p.most}: on every rank, pass as capacity the largest number of tokens of any call"
+            f"capacity={p.most}: pass capacity, the largest number of tokens of any rank in any call, on every rank"
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have almost no
-        tokens."""
+        """Return a call with the problem's number of tokens, the same for each expert. The first call itself may have
+        few tokens.
+        """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
         tokens = call.tokens.new_zeros(p.rows[rank], p.k)
@@ -244,12 +258,14 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save the tokens, for the gradient of weights, and `received`. The caller also has `received`, and autograd notices if
-        it is changed."""
+        """Save the tokens for the gradient of the weights, and `received`.
+
+        The caller has `received` too. Autograd raises if the caller changes it.
+        """
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
     def beside(self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Any) -> Sizes:
-        """Fetch the sizes, so that backward finds them on the host."""
+        """Start copying the tables to the host, where backward needs them."""
         _, _, splits, received = saved
         assert splits is not None
         assert received is not None
@@ -264,13 +280,13 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
-        Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. If gradients of
-        weights are requested too, NCCL and cuBLAS calls already hide all transfers: tokens are sent again during one GEMM, and
-        gradients are sent during the other.
+        If only the gradient of tokens is wanted, the dual of this operator, the combine, computes it with transposed
+        weights. If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers:
+        backward sends tokens again during one GEMM, and sends gradients during the other.
 
-        Arrived tokens are not saved. They are in memory that peers write, so each call would have to copy them. Then calls with
-        gradients would be another shape than calls without, with other memory. They might use another schedule, and give other
-        bits when a checkpoint recomputes them.
+        Forward does not save the received tokens, for two reasons. Peers write into their memory, so each call would
+        have to copy them. And calls with gradients would be a shape of their own, which might use another schedule and
+        give other bits when activation checkpointing recomputes them.
         """
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
@@ -313,14 +329,14 @@ def gradients_of_experts(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of tokens and of w, each only if wanted. All ranks must want the same gradients.
 
-        grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T, put back into the order of arrival and sent back
+        grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
 
-    x is exchanged again during the GEMM of grad x, and grad x is sent back during the GEMM of grad w. Gradients of tokens belong
-    to one rank each. Gradients of weights belong to the rank that has the weights: they are sums over the rows of all ranks, not
-    means.
+    grad x is put back into the order of arrival and sent back. x is exchanged again during the GEMM of grad x, and grad
+    x is sent during the GEMM of grad w. The gradient of a token is complete on its rank. The gradient of a weight is
+    complete on the rank that has the weight: it is the sum, not the mean, over the rows of all ranks.
     """
     world, came = group.size(), sum(sizes.host.came)
-    missing = came - grad_y.shape[0]  # rows that did not fit in y
+    missing = came - grad_y.shape[0]  # rows beyond max_rows
     grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
     grad_tokens: torch.Tensor | None = None
     returning: Any = None
@@ -344,24 +360,29 @@ def gradients_of_experts(
 
 
 def expert_weights(w: torch.Tensor) -> torch.Tensor:
-    """Return w in the executors' layout: on CPU one matrix below the other, on GPUs with any strides that GEMMs support."""
+    """Return w in the executors' layout: on CPU [E * K, N] contiguous, on GPUs with any strides that GEMMs support."""
     if w.device.type != "cpu":
         return strided(w, "w_experts")
     if not w.is_contiguous():
-        warn_of_copy("w_experts", w, "since on CPU an expert's rows must be contiguous; pass a contiguous tensor")
+        warn_of_copy("w_experts", w, "an expert's rows must be contiguous on CPU; pass a contiguous tensor")
     return w.contiguous().flatten(0, 1)
 
 
 def rounded_up(rows: int) -> int:
-    """Round up to a multiple of an eighth of the power of two below, so that small changes of the number of tokens need no new
-    shape."""
+    """Round up `rows`, so that a slightly larger number of tokens is no new shape.
+
+    The result is at least 64, and a multiple of an eighth of the largest power of two that is at most `rows`.
+    """
     rows = max(rows, _LEAST_CAPACITY)
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
 
 
 def check_experts(name: str, rows: torch.Tensor, fix: str, w: torch.Tensor, **tables: torch.Tensor) -> None:
-    """Raise `ValueError` unless these rows fit the weights of experts, and are on the device of the weights and tables."""
+    """Raise `ValueError` unless `rows` matches the weights of experts, and all tensors are on the device of `rows`.
+
+    name: the argument name of `rows`. fix: the shape to pass, for the error text.
+    """
     shape = tuple(rows.shape)
     name_of_dtype(name, rows)
     if len(shape) != 2 or shape[1] == 0:
@@ -391,7 +412,9 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
 
 
 def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
-    """Raise `ValueError` for splits that do not match these tokens, if the host can read them without waiting."""
+    """Raise `ValueError` for splits that do not match the tokens. Does nothing if splits is on a GPU, where reading
+    would wait.
+    """
     if splits.device.type != "cpu":
         return
     numbers = splits.tolist()  # Python integers, whose sum cannot overflow

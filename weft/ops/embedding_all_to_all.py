@@ -1,9 +1,10 @@
-"""weft.embedding_all_to_all: pooled embeddings that are stored at their destination, without a separate all-to-all.
+"""`weft.embedding_all_to_all`: pooled embeddings that are stored at their destination, without a separate all-to-all.
 
-The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec checks the
-input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, on both,
-`weft.runtime.embedding_unfused` runs a rank's part of the call. `csrc/embedding_all_to_all.cpp` or
-`weft.kernels.embedding_all_to_all` does the work. Backward is `weft.runtime.embedding_backward`.
+The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec in
+this file checks the input, and chooses the transport at the first call. `weft.runtime.cpu.embedding`,
+`weft.runtime.cuda.embedding`, or `weft.runtime.embedding_unfused` on both, runs the call on this rank. The work is done
+by `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all`. Backward is in
+`weft.runtime.embedding_backward`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from weft.timeline import Timeline
 from weft.words import counted, joined, kind
 
 Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int, OutputDtype]
-"""A plan in the form that a call carries: the sharding as text, and the options."""
+"""A plan as it is in a call: the sharding as text, and the options."""
 
 
 def embedding_all_to_all(
@@ -71,68 +72,80 @@ def embedding_all_to_all(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Pool this rank's tables for the global batch and send every pooled vector to the rank that owns its sample.
+    """Pool this rank's tables for the global batch, and send every pooled vector to the rank that owns its sample.
 
-    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One
-    kernel does all three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`. Only
-    one thread per rank may call at a time.
+    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch,
+    sum(D)]`. One kernel does all three, and stores each vector into its owner's output as soon as it is pooled.
+    Collective over `group`. Only one thread per rank may make calls at a time.
 
-    Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
-    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks, unless `update` has `deterministic=False`.
-    Gradients are sums over all samples of all ranks. With `update`, backward updates the tables; otherwise tables that
-    require gradients get them. Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get no gradients.
-    Second derivatives are an error.
-
-    weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
-        order of `sharding.local_tables(rank)`.
-    features: the sparse input of the *global* batch for (at least) this rank's features. Pass a KeyedJaggedTensor (ours
-        or TorchRec's), or `(values, offsets)` or `(values, offsets, per_sample_weights)` with one block per local slot
-        in column order. values: int32 or int64 row numbers; offsets: int32 or int64 `[features * global batch + 1]`,
+    weights: this rank's tables, each `[num_embeddings, embedding_dim]`, contiguous, in fp32, fp16 or bf16, in the order
+        of `sharding.local_tables(rank)`. Sums are in fp32.
+    features: the sparse input of the *global* batch for (at least) this rank's features. Pass a KeyedJaggedTensor
+        (weft's or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block per local feature in column
+        order. values: int32 or int64 row numbers. offsets: int32 or int64 `[features * global batch + 1]`,
         feature-major. Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of
         the bag, as FBGEMM does.
     sharding: the owner rank of each table (`weft.place_tables`), equal on all ranks.
-    group: a process group that this rank is in.
-    batch_sizes: samples per rank. Default: the global batch divided evenly; the first ranks get the remainder.
-    transport: "direct" stores each vector into the peer's memory. "put" sends slices of up to `slice_size` vectors of a sample
-        (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools everything, calls NCCL's all-to-all, and
-        reorders the columns. "auto" selects the transport with the shortest predicted time on this GPU's model
-        (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs without a model, "auto" is "direct". If
-        ranks are on several hosts, every transport is "serial".
-    slice_size: for "direct", the number of vectors that a CPU thread stores in a row; unused by "direct" on GPUs.
-    order: "remote_first" pools the peers' samples before this rank's own, "natural" follows the batch.
-    bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call).
-        "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device). "ignore"
-        trusts the caller.
-    hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.embedding.hash_ids`).
-    outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With n
-        buffers, the caller may hold n - 1 results while the next is computed; further results are copied out. With 1, holding a
-        result is an error. A call that a CUDA graph captures keeps its buffer, except for the last buffer, from which results are
-        copied. "serial" has no such buffers: its results are ordinary tensors.
-    output_dtype: "fp16" or "bf16" rounds each pooled vector, summed in fp32, to that dtype before it travels: half the bytes of
-        fp32 tables. Gradients then travel in it too. "table": the tables' dtype. On CPU such calls use transport "serial".
-    update: an optimizer and its states for `weights`. Backward reduces the gradient of each row that the batch has read, updates
-        the row in place, and leaves no gradient. A second backward of the call is a `WeftError`. Not in a compiled program.
-    sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
-    requires_grad: without `update`, True if other ranks' tables require gradients. Only a rank without tables needs it: other
-        ranks read it from their weights.
-    deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). It also applies in backward.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises).
+    group: a process group that contains this rank.
+    batch_sizes: the number of samples of each rank. Default: the global batch divided evenly; the first ranks get the
+        remainder.
+    transport: how vectors are sent. "direct" stores each vector into the peer's memory. "put" sends slices of up to
+        `slice_size` vectors of a sample (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools
+        everything, calls NCCL's all-to-all, and reorders the columns. "auto" chooses the transport with the shortest
+        predicted time on this GPU (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs that
+        weft has no model of, "auto" is "direct". If ranks are on several hosts, every transport is "serial".
+    slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, the number of vectors that a thread
+        stores in a row. "direct" on GPUs ignores it.
+    order: "remote_first" pools the samples of peers before this rank's own; "natural" follows the batch.
+    bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on
+        GPUs at the next call). "fatal" refuses the call on every rank before anything is written (on GPUs the host
+        waits for the device). "ignore" does not check.
+    hash: True to map any 64-bit id to a row, by splitmix64's finalizer modulo the number of rows
+        (`weft.embedding.hash_ids`).
+    outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With
+        n buffers, the caller may keep n - 1 results while the next is computed. Further results are copied out of the
+        buffers. With 1, keeping a result is an error. A call that a CUDA graph captures keeps its buffer, except for
+        the last free buffer, from which results are copied. "serial" has no such buffers: its results are ordinary
+        tensors.
+    output_dtype: "fp16" or "bf16" rounds each pooled vector, summed in fp32, to that dtype before it is sent: half the
+        bytes of fp32 tables. Gradients are sent in it too. "table": the tables' dtype. On CPU, such calls use transport
+        "serial".
+    update: an optimizer with its states for `weights`. Backward then reduces the gradient of each row that the batch
+        has read, updates the row in place, and returns no gradient. A second backward of the same call raises
+        `WeftError`. Not supported under torch.compile.
+    sparse: True for sparse COO gradients of tables, with each row once, ascending. Only without `update`. Not supported
+        under torch.compile.
+    requires_grad: without `update`, True if tables of other ranks require gradients. Only ranks without tables need it:
+        other ranks see it from their weights.
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). It applies in
+        backward too.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device.
 
-    Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype or `output_dtype`, in table order; on GPUs valid in
-        stream order.
+    Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype or `output_dtype`, with columns in table
+    order. On GPUs it is valid in stream order.
 
-    Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs one or two
-    slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead. All are kept for each
-    sharding and options until the group is destroyed, or the calling module is closed
-    (`weft.nn.ShardedEmbeddingBagCollection.close`). Backward has the gradients of pooled vectors, sent and received, up to 40 bytes
-    for each id, and, without `update`, the gradients of tables.
+    Backward is collective too. It sends the gradients of pooled vectors to the owners of the tables, which reduce them
+    by row, in fp32, in a fixed order. So equal inputs give equal bits for any number of ranks, unless `update` has
+    `deterministic=False`. Gradients are sums over all samples of all ranks. With `update`, backward updates the tables.
+    Otherwise it returns gradients for tables that require them, in fp16 and bf16 rounded once. Out-of-range ids get no
+    gradients. Second derivatives raise an error.
 
-    Raises `ValueError` for bad arguments. Every rank raises `RefusedError` if a rank refuses its input, `DisagreementError` if
-    ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs
+        one or two slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead.
+        Each sharding with its options keeps this memory until the group is destroyed, or
+        `weft.nn.ShardedEmbeddingBagCollection.close` frees it. Backward needs the gradients of pooled vectors, sent and
+        received, up to 40 bytes for each id, and, without `update`, the gradients of tables.
 
-    Sources: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems"
-        (`direct`); "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (`put`: slices, flags,
-        remote work first).
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments.
+    - `ValueError` or `TypeError` on this rank only, for an invalid group.
+    - `DisagreementError` if ranks describe different calls.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+
+    Sources: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
+        Systems" (`direct`). "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2
+        (`put`: slices, flags, remote work first).
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -163,26 +176,29 @@ def _written(sharding: EmbeddingSharding) -> str:
     return sharding.written
 
 
-_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result`, which would load Dynamo
+_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what `assume_constant_result` does, without loading Dynamo
 
 
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None) -> torch.device:
-    """Return the device of this rank's call. If the arguments do not determine it, a later check refuses them and notifies
-    the other ranks."""
+    """Return the device of this rank's call.
+
+    If the arguments do not determine it, return the device of the group's backend. A later check refuses such arguments
+    and notifies the other ranks.
+    """
     try:
         like = weights[0] if len(weights) else as_jagged(features).values
         if like.is_cuda or like.is_cpu:
             return like.device
-    except Exception:  # raised again by a check that notifies the other ranks
+    except Exception:  # a later check raises it again, and notifies the other ranks
         pass
     return backend_device(group_of(group))
 
 
 class _Call(NamedTuple):
-    """The call. keys, stride, whole: as in `JaggedInput`. rank: this rank. From `states` on: `Training`. From `sharding` on: the
-    plan, as a `Form`.
+    """The arguments of a call.
 
-    Lists of numbers and of strings may be tuples.
+    keys, stride, whole: as in `JaggedInput`. rank: this rank. The fields from `states` on are a `Training`, and those
+        from `sharding` on a `Form`. Lists of numbers and of strings may be tuples.
     """
 
     weights: list[torch.Tensor]
@@ -216,20 +232,20 @@ def form_of(
     plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None,
     training: Training = NOT_TRAINED,
 ) -> _Call:  # fmt: skip
-    """Return the call. The spec's `inputs` checks the remaining arguments."""
+    """Return the arguments as a `_Call`. The spec's `inputs` checks the other arguments."""
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
     return _Call(weights, values, offsets, of_values, sizes, keys, stride, whole, rank, *training, *plan)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is refused, True is not
+@functools.lru_cache(maxsize=1024, typed=True)  # typed, because 1 is refused where True is valid
 def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
-    """Return the plan of a `Form`."""
+    """Return the plan that a `Form` describes."""
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 
 def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
-    """Check a call as far as the host can without reading tensor contents. Raises `ValueError`."""
+    """Check a call, without reading tensor contents on the host. Raise `ValueError` for bad arguments."""
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
     jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
@@ -237,7 +253,7 @@ def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     before = plan.checked_tables.get(rank)
     known = layout is not None and layout == before
     if known:
-        layout = before  # this object has a cached hash
+        layout = before  # the equal object from the cache already has its hash
     device = weights[0].device if known and weights else None
     checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
     if not known:
@@ -255,13 +271,15 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The index of per-sample weights among a call's tensors: they follow the tables. The last tensor is the anchor."""
+"""The index of per-sample weights among the non-table tensors of a call, which follow the tables. The last one is the
+anchor.
+"""
 _TRACKED = 4
-"""The tensors of a call with an optimizer that autograd tracks."""
+"""The number of tensors that autograd tracks in a call with an optimizer."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
-    """Return the number of a rank's samples, from unchecked input."""
+    """Return the number of samples of `rank`. The input may be unchecked."""
     if call.batch_sizes is not None:
         return call.batch_sizes[rank]
     blocks, world = len(sharding.local_slots(call.rank) if call.keys is None else call.keys), sharding.world_size
@@ -270,12 +288,13 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a size bucket.
+    """The operator. Calls differ in their ids, so it is compiled once per plan, and with transport="auto" once per size
+    bucket.
 
-    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of the size
-    bucket (`weft.plan.nearby`). It needs a GPU with a model; otherwise, and with one rank, "auto" is `direct`. Under
-    `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks take the same transport: rank 0 plans, and a
-    measured time is the slowest rank's.
+    With "auto" the planner chooses between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of
+    the size bucket (`weft.plan.nearby`). Without a model of the GPU, on CPU, or with one rank, "auto" is `direct`.
+    Under `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks take the same transport: rank 0
+    plans, and measured times are the slowest rank's.
     """
 
     name, form = "embedding_all_to_all", _Call
@@ -284,15 +303,16 @@ class _EmbeddingAllToAll(Operator[_Call]):
         "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike",
         "output_dtype": "alike", "update": "own", "sparse": "own", "requires_grad": "own", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
-    """Each rank checks its weights against the sharding. Ranks compare the rest at the first call of a shape, and on CPU at each
-    backward (`weft.runtime.embedding_backward`): optimizers, learning rates, sparse."""
+    """Each rank checks its weights against the sharding. Ranks compare the rest at the first call of a shape. On CPU
+    they compare optimizers, learning rates and sparse at each backward too (`weft.runtime.embedding_backward`).
+    """
     gradients_of: ClassVar[Mapping[str, str]] = {"weights": "weights", "per_sample_weights": "per_sample_weights"}
-    tags = (torch.Tag.cudagraph_unsafe,)  # results are leased, not owned
+    tags = (torch.Tag.cudagraph_unsafe,)  # results are in buffers that later calls reuse
     _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = weakref.WeakKeyDictionary()
-    """The differentiated calls of each group."""
+    """Counters of the differentiated calls of each group."""
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        """Replace "auto" by the transport of all batch sizes if there is one."""
+        """Replace "auto" by the transport that applies to all batch sizes, if there is one."""
         if call.transport != "auto":
             return call
         device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))
@@ -321,7 +341,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def wanted(self, call: _Call) -> tuple[bool, ...]:
         if not torch.is_grad_enabled():
             return self._none
-        # Arguments of other types are refused later, where peers are notified.
+        # A later check refuses arguments of other types, and notifies peers.
         of_tables = call.anchor is not None or True in [_wants(weight) for weight in call.weights]
         return of_tables, _wants(call.per_sample_weights)
 
@@ -346,21 +366,24 @@ class _EmbeddingAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def tracked(self, call: _Call) -> list[torch.Tensor | None]:
-        """Leave out tables and states that an optimizer updates: they have no gradients."""
+        """Return the tensors without the tables and states that an optimizer updates, since they have no gradients."""
         if not call.optimizer:
             return self.tensors(call)
         return [call.values, call.offsets, call.per_sample_weights, call.anchor]
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save ids, offsets and per-sample weights. Save tables too if per-sample weights need gradients and there is no
-        optimizer: an optimizer changes the tables while other calls wait for their backward."""
+        """Save ids, offsets and per-sample weights.
+
+        Save the tables too if per-sample weights need gradients and there is no optimizer. (An optimizer changes the
+        tables while other calls wait for their backward.)
+        """
         is_read = not call.optimizer and wanted[len(call.weights) + _OF_VALUES]
         return [call.values, call.offsets, call.per_sample_weights, *(call.weights if is_read else [])]
 
     def beside(
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
-        """Return what backward needs of the call."""
+        """Return the state that backward needs."""
         number = 0 if inputs is None else next(self._numbers.setdefault(group, itertools.count(1)))
         tables = None
         if call.optimizer:
@@ -388,9 +411,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, p: EmbeddingAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn, beside: ForwardCall,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the gradients of tables and per-sample weights; with an optimizer, update the tables instead."""
+        """Return the gradients of tables and per-sample weights. With an optimizer, update the tables instead."""
         values, offsets, per_sample_weights, *kept = saved
-        # Autograd tracks no tables that an optimizer updates (`tracked`).
+        # Tables that an optimizer updates are not tracked by autograd (`tracked`).
         is_short = len(wanted) == _TRACKED and beside.tables is not None
         count = 0 if is_short else len(beside.plan.sharding.local_tables(beside.rank))
         jagged = JaggedInput(None, values, offsets, per_sample_weights)
@@ -401,7 +424,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
         if both[0] is not None:
             found[:count] = [grad if want else None for grad, want in zip(both[0], wanted[:count], strict=True)]
         found[count + _OF_VALUES] = both[1]
-        if wanted[-1] and not beside.number:  # an operator of torch's returns one for each that is wanted
+        if wanted[-1] and not beside.number:  # under torch.compile, every wanted gradient needs a tensor
             found[-1] = grads[0].new_empty(0, dtype=torch.float32)
         return found
 
@@ -410,7 +433,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     ) -> Chosen:
         found = _plan(call)
         narrows = comm.device.type == "cpu" and found.output_dtype != found.sharding.dtype
-        if not comm.all_mapped or narrows:  # on CPU the kernels that store at peers keep the tables' dtype
+        if not comm.all_mapped or narrows:  # the CPU kernels of "direct" and "put" support only the tables' dtype
             found = found.sent_by("serial")
         elif found.options.transport == "auto":
             found = found.sent_by(choose_transport(found, p, comm, tensors, deadline_s))
@@ -420,7 +443,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the size bucket of a call with at most `most` samples per rank."""
+    """Return the size bucket of a call in which a rank has at most `most` samples."""
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 
@@ -428,18 +451,20 @@ OPERATOR = registered(_EmbeddingAllToAll())
 
 
 def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
-    """Return the compiled operators of this plan on the communicator `comm`."""
+    """Return the compiled operators of the plan `p` on the communicator `comm`."""
     plans = [p]
-    if p.options.transport == "auto":  # see `checked`
+    if p.options.transport == "auto":  # `checked` may have replaced "auto"
         if (transport := settled(p, comm.device, comm.group)) is not None:
             plans.append(p.sent_by(transport))
-        if comm.device.type == "cpu" and transport != "direct":  # perhaps there was no model at the first calls
+        if (
+            comm.device.type == "cpu" and transport != "direct"
+        ):  # "auto" was "direct" if there was no model at the first call
             plans.append(p.sent_by("direct"))
     return [one for one in prepared_calls(OPERATOR, comm.group) if one.comm is comm and one.key[0][0] in plans]
 
 
 def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the bytes of result buffers on this rank, for each executor of this plan. Not collective."""
+    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Not collective."""
     if (comm := symm.open_communicator(group, device.type)) is None:
         return []
     executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}
@@ -447,7 +472,7 @@ def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.devic
 
 
 def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
-    """Return the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` documents. Collective."""
+    """Free the symmetric memory of all calls with the plan `p`, for `ShardedEmbeddingBagCollection.close`. Collective."""
     comm = symm.communicator(group, device, deadline_s=deadline_s)
     prepared = calls_with(p, comm)
     executors = {executor for one in prepared for executor in _executors(one)}
@@ -458,12 +483,10 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
     mine = p.fingerprint, sum(executor.lent for executor in executors)
     closing = comm.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
     if len({fingerprint for fingerprint, _ in closing}) > 1:
-        raise DisagreementError(
-            "ranks close different calls of embedding_all_to_all: close the same modules in the same order on all ranks"
-        )
+        raise DisagreementError("ranks close different modules: close the same modules in the same order on all ranks")
     if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
         raise RefusedError(
-            f"{', '.join(held)} in the memory that would be freed: first delete the results and all views of them"
+            f"{', '.join(held)} of this module: delete these results and all views of them before you close it"
         )
     others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
     drop_calls(OPERATOR, group, prepared + others)

@@ -1,7 +1,7 @@
-"""weft.embedding_pool: one kernel pools all tables of one device into one ordinary tensor.
+"""`weft.embedding_pool`: pool all tables of one device in one kernel, into an ordinary tensor.
 
-It is the local half of `embedding_all_to_all`, for tables that are not sharded. It is also the strong baseline of its benchmarks:
-pool with it, then call NCCL's all-to-all.
+This is the local half of `embedding_all_to_all`, for tables that are not sharded. Benchmarks use it as the baseline:
+`embedding_pool`, then NCCL's all-to-all.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ def embedding_pool(
     bounds_check: BoundsCheck = "warning",
     hash: bool = False,
 ) -> torch.Tensor:
-    """Look up every feature of `tables` in `weights` and pool it: `[batch, sum(D)]` in table order. Forward only.
+    """Look up every feature of `tables` in `weights`, and pool each bag into one vector. Not differentiable.
 
-    weights: one `[num_embeddings, embedding_dim]` per table, contiguous, fp32, fp16 or bf16 (accumulated in fp32), on one device.
-    features: a KeyedJaggedTensor (ours or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block per feature in
-        table order; dtypes and pooling as in `embedding_all_to_all`.
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype.
-    bounds_check, hash: as in `embedding_all_to_all`; "fatal" is a `ValueError` here.
+    weights: one `[num_embeddings, embedding_dim]` tensor per table, contiguous, in fp32, fp16 or bf16, on one device.
+        Sums are in fp32.
+    features: a KeyedJaggedTensor (weft's or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block
+        per feature in table order. Dtypes and pooling are as in `embedding_all_to_all`.
+    tables: a list of `weft.EmbeddingBagConfig` or of TorchRec's configurations, all with one dtype.
+    bounds_check, hash: as in `embedding_all_to_all`, except that "fatal" raises `ValueError`.
 
-    Returns the pooled vectors in the tables' dtype, in ordinary memory; on GPUs valid in stream order.
+    Returns `[batch, sum(D)]` in the tables' dtype, with columns in table order. On GPUs it is valid in stream order.
 
     Memory: the result.
 
@@ -43,7 +44,7 @@ def embedding_pool(
     """
     if torch.is_grad_enabled() and any(getattr(weight, "requires_grad", False) for weight in weights):
         raise ValueError(
-            "embedding_pool has no backward yet, and a weight requires a gradient: call it under torch.no_grad(), or "
+            "embedding_pool has no backward yet, but a weight requires a gradient: call it under torch.no_grad(), or call "
             "weight.requires_grad_(False)"
         )
     jagged = as_jagged(features)

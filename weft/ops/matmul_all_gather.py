@@ -1,4 +1,4 @@
-"""weft.matmul_all_gather: a GEMM whose finished rows are sent to all ranks while it computes other rows."""
+"""`weft.matmul_all_gather`: a GEMM that sends finished rows to all ranks while it computes other rows."""
 
 from __future__ import annotations
 
@@ -42,53 +42,59 @@ def matmul_all_gather(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply `x` with `w`, and all-gather the products of all ranks of `group` along `gather_dim`.
+    """Multiply `x` by `w`, and all-gather the products of all ranks of `group` along `gather_dim`.
 
     It computes
 
         return all_gather(x @ w, gather_dim)
 
-    Finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
-    overlapping schedule is faster, the GEMM runs first, then NCCL (gloo on CPU). Collective over `group`. Autocast does
-    not apply: inputs are multiplied in their own dtype.
+    and sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
+    If no overlapping schedule is faster, the GEMM runs first, and then the all-gather of NCCL (on CPU gloo). Collective
+    over `group`. Autocast has no effect: inputs are multiplied in their own dtype.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()), of
-        the same shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
-    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
-    gather_dim: a dimension of the product, [..., N]. -1 or the last dimension concatenates columns, as after a column-parallel
-        layer that gathers its output: rank r's columns begin at r * N. Any other dimension concatenates rows.
+    x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. The same shape on all ranks.
+        Not a DTensor: pass its to_local(). Copied if `x.movedim(gather_dim, 0)` is not contiguous.
+    w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
+        values.
+    gather_dim: a dimension of the product [..., N]. -1 or the last dimension concatenates columns, as for a
+        column-parallel layer that gathers its output: the columns of rank r begin at r * N. Any other dimension
+        concatenates rows.
     group: a process group, or its name.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...),
-        forward only. "autotune" times schedules at the first call of a shape, and caches the fastest
-        (docs/planning.md).
-    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    On CPU it also applies in backward. On GPUs the serial schedule and backward call NCCL, whose waits use the process
-    group's timeout.
-    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
-    torch.compile.
+    schedule: the name of a schedule, such as "serial" or "direct[chunks=2,by=dma]", to use it in forward.
+        `weft.plan.explain` lists the names. "autotune" times schedules at the first call of a shape, and caches the
+        fastest (docs/planning.md).
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
+        in backward too. On GPUs the serial schedule and backward call NCCL, which uses the timeout of the process
+        group.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
+        supported under torch.compile.
 
-    Returns all products, in x's dtype and in ordinary memory; on GPUs valid in stream order. All ranks have the same bits, and
-    equal calls give equal bits. Two schedules may split the GEMM into parts of different sizes, which round
-    differently. In the first call of a shape, ranks allocate memory together, which takes milliseconds to seconds. Make
-    it before you capture a CUDA graph.
+    Returns the products of all ranks in x's dtype, in ordinary memory. On GPUs the result is valid in stream order. All
+    ranks get the same bits, and equal calls give equal bits. Two schedules may round differently, because they may
+    split the GEMM into parts of different sizes.
 
-    Memory: the result; symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows share the memory
-        of the largest x, as for `weft.all_gather_matmul`. During a call the serial schedule also takes x @ w and, to concatenate
-        columns, the size of the result. Overlapped backward keeps symmetric memory of the size of the peers' parts of the result,
-        and memory of the size of this rank's part.
+    The first call of a shape is collective set-up, which takes milliseconds to seconds. Make it before you capture a
+    CUDA graph.
 
-    Differentiable once in x and w; gradients must be enabled for the same inputs on all ranks. Gradients are sums over
-    ranks, as in the backward pass of all-gather. If all ranks compute the same loss from y, as replicated layers do,
-    divide the loss by the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If both
-    gradients are requested, and if it is faster, rows that have arrived from all ranks are multiplied during the
-    transfer of other rows.
+    Memory: the result, and symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows
+        share the memory of the largest x, as for `weft.all_gather_matmul`. During a call the serial schedule also needs
+        x @ w and, to concatenate columns, memory of the size of the result. Overlapped backward keeps symmetric memory
+        of the size of the peers' parts of the result, and memory of the size of this rank's part.
 
-    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
-    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
-    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
-    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
-    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
-    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
+    Differentiable once in x and w. All ranks must enable gradients for the same inputs. Gradients are sums over ranks,
+    as in the backward of an all-gather. If all ranks compute the same loss from y, as replicated layers do, divide the
+    loss by the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If x and w both
+    need gradients, the GEMMs may overlap with the reduce-scatter.
+
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments. The group stays usable. On GPUs,
+      bad arguments after the first call of a shape may make the group unusable.
+    - `ValueError` on this rank only, for an invalid group.
+    - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
+      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+    - `NotImplementedError` for second derivatives.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """
@@ -110,7 +116,9 @@ def matmul_all_gather(
 
 
 class _Call(NamedTuple):
-    """The call as matrices. columns: True to concatenate columns, False for rows. outer: x's dimensions (`outer_of`)."""
+    """The arguments as matrices. columns: True to concatenate columns, False for rows. outer: the dimensions of x
+    (`outer_of`).
+    """
 
     x: torch.Tensor
     w: torch.Tensor
@@ -119,13 +127,13 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllGather(Operator[_Call]):
-    """The operator. With y the products of all ranks, and `own` the part of the sum over ranks of grad y where this rank's
-    product lies:
+    """The operator y = all_gather(x @ w). With `own` the part of the sum of grad y over ranks that belongs to this
+    rank's product:
 
         grad x = own @ w^T      grad w = x^T @ own
 
-    If both are requested, `weft.ops.matmul_all_gather_gradients` computes them. Otherwise backward is NCCL's reduce-scatter and
-    one GEMM.
+    If both gradients are needed, `weft.ops.matmul_all_gather_gradients` computes them. Otherwise backward is NCCL's
+    reduce-scatter and one GEMM.
     """
 
     name, form = "matmul_all_gather", _Call

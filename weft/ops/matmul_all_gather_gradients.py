@@ -1,4 +1,4 @@
-"""The backward pass of `weft.matmul_all_gather` if x and w need gradients: an operator with its own schedules."""
+"""The backward pass of `weft.matmul_all_gather` if both x and w need gradients: an operator with its own schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from weft.runtime.unfused.unpack import below_each_other
 
 
 class _Call(NamedTuple):
-    """The call. g: the gradient of all products, concatenated by columns or by rows."""
+    """The arguments of a call. g: the gradient of the gathered products, concatenated along columns (`columns`) or
+    rows.
+    """
 
     x: torch.Tensor
     g: torch.Tensor
@@ -30,7 +32,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllGatherGradients(Operator[_Call]):
-    """The operator that returns x's gradient, and w's in the layout of w."""
+    """The operator that returns the gradients of x and w. The gradient of w has the memory layout of w."""
 
     name, form = "matmul_all_gather_gradients", _Call
 
@@ -40,13 +42,13 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         p = MatmulAllGatherGradients(world, x.shape[0], w.shape[1], x.shape[1], name_of_dtype("x", x), columns)
         if (g.shape, g.dtype) != (p.shape, x.dtype):
             raise ValueError(
-                f"a gradient of shape {tuple(g.shape)} and dtype {g.dtype} does not match the products of all "
-                f"ranks, of shape {p.shape} and dtype {x.dtype}"
+                f"the gradient has shape {tuple(g.shape)} and dtype {g.dtype}, but the gathered products have "
+                f"shape {p.shape} and dtype {x.dtype}: pass a gradient with these"
             )
         return p
 
     def inputs(self, p: MatmulAllGatherGradients, call: _Call) -> dict[str, Any]:
-        # g is copied without a warning: autograd made it.
+        # g may be copied. No warning: autograd made it, not the caller.
         return {"g": call.g.contiguous(), "xt": strided(call.x, "x").t(), "wt": strided(call.w, "w").t()}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
     def unfused(
         self, p: MatmulAllGatherGradients, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Call NCCL and cuBLAS."""
+        """Compute the gradients with NCCL and cuBLAS."""
         own = part_of_sum(p, call.g, group, turn)
         grad_x, grad_w = own @ call.w.t(), grad_of_weight(call.x, own, call.w)
         turn.done("gradients", own)
@@ -75,7 +77,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
 
 def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn) -> torch.Tensor:
-    """Return this rank's part of the sum of g over ranks: the gradient of this rank's product."""
+    """Return the part of the sum of g over ranks that belongs to this rank: the gradient of its product."""
     if p.world_size == 1:
         return g
     if p.columns:

@@ -1,4 +1,4 @@
-"""weft.matmul_all_reduce: a GEMM whose finished rows are reduced by peers while it computes other rows."""
+"""`weft.matmul_all_reduce`: a GEMM whose finished rows are reduced by peers while it computes other rows."""
 
 from __future__ import annotations
 
@@ -60,66 +60,77 @@ def matmul_all_reduce(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multiply `x` with `w`, and reduce the products of all ranks of `group`, on every rank.
+    """Multiply `x` by `w`, and all-reduce the products of all ranks of `group`.
 
     It computes
 
         y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
 
-    or, with `norm`, `return rms_norm(y, [N], norm, eps), y`: the input of a transformer's next layer, and its next residual. But
-    finished rows are sent while other rows are computed, and sums are returned while other rows are reduced. If there are few
-    rows, as in decoding, every rank reduces all of them. The planner selects the schedule by shape and machine. If no
-    overlapping schedule is faster, the GEMM runs first, then NCCL (gloo on CPU). Collective over `group`. Autocast does
-    not apply: inputs are multiplied, and sums normalised, in their own dtype.
+    With `norm` it returns `(rms_norm(y, [N], norm, eps), y)`: the input and the residual of a transformer's next layer.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, of the same shape on all ranks,
-        with any number of rows. Not a DTensor (pass its to_local()). Integers and fp8 are refused: products are rounded
+    Finished rows are sent while other rows are computed, and their sums are returned while other rows are reduced. With
+    few rows, as in decoding, every rank reduces all rows. The planner chooses a schedule for the shape and the machine.
+    If no overlapping schedule is faster, the GEMM runs first, and then the all-reduce of NCCL (on CPU gloo). Collective
+    over `group`. Autocast has no effect: inputs are multiplied, and sums normalised, in their own dtype.
+
+    x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D, with any number of rows. The
+        same shape on all ranks. Not a DTensor: pass its to_local(). Integers and fp8 are refused: products are rounded
         to x's dtype before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
-    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
+    w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
+        values.
     group: a process group, or its name.
-    op: "sum", or "avg": the sum, divided by the number of ranks.
-    bias, residual: [N] and [..., N], in x's dtype: added to the sum. The rank that reduces a row adds them before it rounds the
-        row and sends it to its peers. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not supported with
+    op: "sum", or "avg" (the sum divided by the number of ranks).
+    bias, residual: [N] and [..., N] in x's dtype, added to the sum. The rank that reduces a row adds them before it
+        rounds the row and sends it. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not
+        supported with "avg".
+    norm: [N] in x's dtype, the weight of an RMSNorm. The call then returns the normalised sum too. Not supported with
         "avg".
-    norm: [N], in x's dtype: the weight of an RMSNorm, whose output is returned with the sum. Not supported with "avg".
-    eps: the norm's epsilon, at least 0, added to the mean of a row's squares.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
-        "two_shot[chunks=2,by=dma,add=gemm]", ...), forward only. "autotune" times schedules at the first call of a
-        shape, and caches the fastest (docs/planning.md).
-    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    On CPU it also applies in backward. On GPUs the serial schedule calls NCCL, whose waits use the process group's
-    timeout.
-    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
-    torch.compile.
+    eps: the norm's epsilon, at least 0, which is added to the mean square of a row.
+    schedule: the name of a schedule, such as "serial" or "two_shot[chunks=2,by=dma,add=gemm]", to use it in forward.
+        `weft.plan.explain` lists the names. "autotune" times schedules at the first call of a shape, and caches the
+        fastest (docs/planning.md).
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
+        in backward too. On GPUs the serial schedule calls NCCL, which uses the timeout of the process group.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
+        supported under torch.compile.
 
-    Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm`, returns (the
-    normalised sum, the sum). Each rank normalises the sum as rounded to x's dtype, with its own weight, in fp32 (fp64 in fp64),
-    and rounds once. Overlapped schedules reduce in fp32, in an order fixed by the schedule and the number of ranks. So equal
-    calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy it, or each rank
-    reduces it in the order of ranks. The schedule divides the rows among the ranks in equal parts, except that the last ranks may
-    have fewer rows, or none. Results of two schedules differ by rounding. "avg" divides the rounded sum: in fp16, products and
-    sums above 65504 overflow before that. In the first call of a shape and its backward, ranks allocate memory
-    together, which takes milliseconds to seconds. Make them before you capture a CUDA graph.
+    Returns the sum [..., N] in x's dtype, in ordinary memory. On GPUs the result is valid in stream order. With `norm`,
+    returns (the normalised sum, the sum). Each rank normalises the sum after it has been rounded to x's dtype, with its
+    own weight, in fp32 (fp64 inputs in fp64), and rounds once.
 
-    Memory: the results. Symmetric and other memory is kept: up to two and a half times the size of the sum. With few
-    rows it is the size of the sum per rank, at most 256 MiB. Backward also keeps x, w and, with `norm`, the sum: do not
-    change them in place (autograd raises an error); write `sum = sum + ...`, not `sum += ...`.
+    Overlapped schedules reduce in fp32, in an order that depends only on the schedule and the number of ranks. So equal
+    calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy the result,
+    or each rank reduces it in the order of ranks. Rows are divided equally among the ranks, except that the last ranks
+    may get fewer rows, or none. Two schedules may differ by rounding. "avg" divides the rounded sum, so in fp16 a
+    product or sum above 65504 overflows before the division.
 
-    Differentiable once in x, w, bias, residual and norm; gradients must be enabled for the same inputs on all ranks.
-    Gradients of x and w are sums over ranks, as in `torch.distributed.nn.functional.all_reduce`: each rank may have its
-    own loss, and the gradients are those of the sum of the losses. If all ranks compute the same loss from y, as
-    replicated layers do, divide the loss by the number of ranks. Gradients of bias, residual and norm are those of this
-    rank's own results, as if it had added and normalised after the all-reduce. Backward is a reduce-scatter of the
-    sum's gradient, followed by `all_gather_matmul`, which overlaps. If the rows are not divisible by the number of
-    ranks, it is one all-reduce. Before that, the gradient of the norm is torch's kernel on GPUs, and a dozen
-    elementwise kernels on CPU.
+    The first call of a shape, and its first backward, are collective set-up, which takes milliseconds to seconds. Make
+    them before you capture a CUDA graph.
 
-    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
-    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
-    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
-    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
-    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
-    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
+    Memory: the results, and symmetric and other memory that is kept, up to two and a half times the size of the sum.
+        With few rows it is the size of the sum for each rank, at most 256 MiB. Backward also keeps x, w and, with
+        `norm`, the sum. Do not change them in place: write `sum = sum + ...`, not `sum += ...`. Autograd raises an
+        error if they were changed.
+
+    Differentiable once in x, w, bias, residual and norm. All ranks must enable gradients for the same inputs. Gradients
+    of x and w are those of the sum of the ranks' losses, as in `torch.distributed.nn.functional.all_reduce`. If all
+    ranks compute the same loss from y, as replicated layers do, divide the loss by the number of ranks. Gradients of
+    bias, residual and norm are those of this rank's own results, as if it had added and normalised after the
+    all-reduce.
+
+    Backward is a reduce-scatter of the sum's gradient, followed by `all_gather_matmul`, which overlaps. If the number
+    of rows is not divisible by the number of ranks, it is one all-reduce and two GEMMs. The gradient of the norm is
+    computed first: by torch's kernel on GPUs, and by a dozen elementwise kernels on CPU.
+
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments. The group stays usable. On GPUs,
+      bad arguments after the first call of a shape may make the group unusable.
+    - `ValueError` on this rank only, for an invalid group.
+    - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
+      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+    - `NotImplementedError` for second derivatives.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3, 7.3 and 7.6.
     """
@@ -129,7 +140,7 @@ def matmul_all_reduce(
         check_tensor("w", w)
         check_reduction("op", op)
         if op == "avg" and not (bias is None and residual is None and norm is None):
-            raise ValueError('op="avg" does not support bias, residual and norm: apply them to the result yourself')
+            raise ValueError('op="avg" does not support bias, residual and norm: apply them to the result')
         checked_dimension(x, 0, names=("x", "dimension"))
         rows = None
         if residual is not None:
@@ -142,7 +153,7 @@ def matmul_all_reduce(
             rows = residual.flatten(0, -2)
         added = checked_eps(eps)
         if norm is None and added != EPS:
-            raise ValueError(f"eps={eps} without norm: pass norm, the weight of the RMSNorm, or leave eps out")
+            raise ValueError(f"eps={eps} without norm: pass norm (the weight of the RMSNorm), or omit eps")
         row, weight = _row("bias", bias), _row("norm", norm)
         matrices = x.flatten(0, -2), w, row, rows, weight
         return _Call(*matrices, None if norm is None else added, op == "avg", outer_of(x, 0))
@@ -165,7 +176,9 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call(NamedTuple):
-    """The call as matrices. norm, eps: both or neither. average: the caller divides the sum. outer: x's dimensions (`outer_of`)."""
+    """The arguments as matrices. norm, eps: both or neither. average: True if the caller divides the sum. outer: the
+    dimensions of x (`outer_of`).
+    """
 
     x: torch.Tensor
     w: torch.Tensor
@@ -178,11 +191,11 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllReduce(Operator[_Call]):
-    """The operator. With y the sum over ranks of x @ w, and `whole` the sum over ranks of grad y:
+    """The operator y = all_reduce(x @ w) + bias + residual. With `whole` the sum of grad y over ranks:
 
-        grad x = whole @ w^T      grad w = x^T @ whole      grad bias = the sum of grad y's rows      grad residual = grad y
+        grad x = whole @ w^T      grad w = x^T @ whole      grad bias = sum of the rows of grad y      grad residual = grad y
 
-    where grad y includes the gradient through the norm (`through_norm`).
+    grad y includes the gradient through the norm (`through_norm`).
     """
 
     name, form = "matmul_all_reduce", _Call
@@ -233,7 +246,7 @@ class _MatmulAllReduce(Operator[_Call]):
     def unfused(
         self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Run the serial schedule, but add bias and residual with torch, which rounds after each addition."""
+        """Run the serial schedule, except that torch adds bias and residual, and rounds after each addition."""
         following = [one for one in (call.bias, call.residual) if one is not None]
         if (not following and call.norm is None) or not p.m * p.n:
             return None
@@ -294,15 +307,16 @@ class _MatmulAllReduce(Operator[_Call]):
 def through_norm(
     grads: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the gradient of the sum, the gradient of the norm's weight).
+    """Return (the gradient of the sum y, the gradient of the norm's weight).
 
-    grads: the gradients of the normed sum and of the sum. saved: the weight and the sum, y.
+    grads: the gradients of the normalised sum and of y. saved: the norm's weight and y.
 
-    With scale = 1 / sqrt(the mean of y's squares + eps), unit = y * scale and g = grads[0] * weight, the sum's gradient is
+    Let scale = 1 / sqrt(mean(y^2) + eps), unit = y * scale and g = grads[0] * weight, with means over a row. The
+    gradient of y is
 
-        grads[1] + scale * (g - unit * the mean of g * unit)
+        grads[1] + scale * (g - unit * mean(g * unit))
 
-    in fp32, or in fp64 for fp64 inputs. On GPUs torch's kernel computes it; there is none for CPU.
+    in fp32, or in fp64 for fp64 inputs. On GPUs torch's kernel computes it. torch has no such kernel for CPU.
     """
     (of_normed, of_sum), (weight, y), dtype = grads, saved, saved[0].dtype
     fused, columns = getattr(torch.ops.aten, "_fused_rms_norm_backward", None), [y.shape[1]]

@@ -1,7 +1,8 @@
-"""weft.matmul_all_to_all: MoE combine. Rows return to the ranks of their tokens as the experts' GEMMs finish them.
+"""`weft.matmul_all_to_all`: MoE combine. Rows are sent back to the ranks of their tokens as the experts' GEMMs finish
+them.
 
-It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank. `weft.runtime.unfused.experts`
-has the unfused implementation.
+It follows `weft.all_to_all_matmul`, which returns the number of rows for each rank. `weft.runtime.unfused.experts` has
+the unfused implementation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def matmul_all_to_all(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply every row with its expert's weights, and send it back to the rank of its token: MoE combine.
+    """Multiply every row by its expert's weights, and send it back to the rank of its token: MoE combine.
 
     It follows `all_to_all_matmul`. On W ranks with E experts each, it computes
 
@@ -55,62 +56,69 @@ def matmul_all_to_all(
         y = y sorted by source rank, then by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    Finished rows are sent while other rows are multiplied, and rows are never sorted. The planner selects the schedule
-    by shape and machine. If no overlapping schedule is faster, the GEMMs run first, then NCCL (gloo on CPU). Collective
-    over `group`. Differentiable once in h and w_experts. Gradients are sums over rows, not means, and gradients must be
-    enabled for the same inputs on all ranks. Backward sends the gradient of y to the experts once; if
-    `all_to_all_matmul` overlaps for this shape, its GEMMs overlap with the transfer. Autocast does not apply.
+    It sends finished rows while it multiplies other rows, and never sorts rows. The planner chooses a schedule for the
+    shape and the machine. If no overlapping schedule is faster, the GEMMs run first, and then the all-to-all of NCCL
+    (on CPU gloo). Collective over `group`. Autocast has no effect.
 
-    A GEMM followed by an all-to-all of equal parts is the case of one expert: pass `w[None]`, and `received` [W, 1] and `splits`
-    [W] filled with `len(h) // W`.
+    A GEMM followed by an all-to-all of equal parts is the case of one expert: pass `w[None]`, and `received` [W, 1] and
+    `splits` [W] filled with `len(h) // W`.
 
-    h: [R, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by local expert, then by source rank, as
-        `all_to_all_matmul` returns it. R may exceed the number of arrived rows, as with `max_rows`; further rows are ignored, and
-        their gradients are zero. Copied if not contiguous.
-    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
-        copied at every call.
-    received: [W, E] int64 (int32 is converted), on h's device: the number of rows that arrived from each rank for each local
-        expert, as `all_to_all_matmul(..., return_received=True)` returns it.
-    splits: [W * E] int64 (int32 is converted), on h's device: the number of this rank's tokens for each expert of all ranks, as
-        passed to `all_to_all_matmul`. The values of both are checked on CPU. On GPUs a check would wait for the device,
-        so the caller must ensure that they are right.
-    group: a process group, or its name; default: the world.
-    rows: the number of this rank's tokens, the sum of splits. Then the host never waits, and a CUDA graph can capture the call,
-        unless the schedule is "serial". None: use the number from the dispatch that got this same splits tensor; without such a
-        dispatch, the host waits to read it from the device. Pass it on all ranks or on none.
-    capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: a little above the largest number
-        at the first call of this shape.
-    schedule: pin a schedule by its name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a
-        block), forward only. "autotune" times schedules at the first call of a shape, and caches the fastest
-        (docs/planning.md).
-    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    On CPU it also applies in backward; on GPUs backward uses the default. On GPUs the serial schedule and parts of
-    backward call NCCL, whose waits use the process group's timeout.
-    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
-    torch.compile.
+    h: [R, K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), sorted by local expert and then by source rank,
+        as `all_to_all_matmul` returns it. R may exceed the number of received rows, as with `max_rows`: further rows
+        are ignored, and their gradients are zero. Copied if not contiguous.
+    w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
+        contiguous [E, N, K], which is copied at every call on CPU.
+    received: [W, E] int64 (int32 is converted) on h's device: the number of rows from each rank for each local expert,
+        as `all_to_all_matmul(..., return_received=True)` returns it.
+    splits: [W * E] int64 (int32 is converted) on h's device: the number of this rank's tokens for each expert of all
+        ranks, as passed to `all_to_all_matmul`. The values of received and splits are checked on CPU only. On GPUs a
+        check would wait for the device, and wrong values give wrong results.
+    group: a process group, or its name (default: the default group of torch.distributed).
+    rows: the number of this rank's tokens, the sum of splits. With it the host never waits, and a CUDA graph can
+        capture the call unless the schedule is "serial". None: weft uses the number from the `all_to_all_matmul` call
+        that got this same splits tensor. Without such a call, the host waits to read it from the device. Pass rows on
+        all ranks or on none.
+    capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
+        largest number at the first call of this shape.
+    schedule: the name of a schedule, such as "serial" or "combine[chunks=1,by=store]", to use it in forward. "autotune"
+        times schedules at the first call of a shape, and caches the fastest (docs/planning.md).
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
+        in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
+        which uses the timeout of the process group.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
+        supported under torch.compile.
 
-    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`, sorted by
-    global expert. It is in ordinary memory, on GPUs valid in stream order. Every row is one product, in fp32, rounded
-    once: equal calls give equal bits. The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its
-    backward, are collective set-up of milliseconds to seconds. Make them before capturing a CUDA graph. Under
-    torch.compile, y without rows has a dynamic size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops
-    = True`.
+    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`: sorted by
+    global expert. It is in ordinary memory. On GPUs it is valid in stream order. Every row is one product in fp32,
+    rounded once, so equal calls give equal bits. Under torch.compile without rows, y has a dynamic size, which needs
+    `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    Memory: y. For each kept shape, as for `weft.all_to_all_matmul`, symmetric memory of (W - 1) x capacity x N elements;
-    schedules with by=kernel need as much ordinary memory too. The serial schedule takes twice the arrived rows, N wide. Backward
-    takes the rows of y's gradient that arrive on this rank, twice if there are several experts. Overlapped backward also takes as
-    much symmetric memory as overlapped forward.
+    The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its first backward, are collective
+    set-up, which takes milliseconds to seconds. Make them before you capture a CUDA graph.
 
-    Calls on one group must come from one thread at a time.
+    Memory: y. For each kept shape (as for `weft.all_to_all_matmul`), symmetric memory of (W - 1) x capacity x N
+        elements. Schedules with by=kernel need as much ordinary memory too. The serial schedule needs twice the
+        received rows, N wide. Backward needs the rows of y's gradient that this rank receives, twice if it has several
+        experts. Overlapped backward also needs as much symmetric memory as overlapped forward.
 
-    Raises `ValueError` for bad arguments, for wrong received or splits (on CPU, where they are read), and for more tokens than
-    the capacity ("serial" without gradients has no capacity). Every rank gets a `RefusedError` (a `ValueError`), and the group
-    stays usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a
-    `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the
-    first call of a shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Differentiable once in h and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums over
+    rows, not means. Backward sends the gradient of y to the experts once. If `all_to_all_matmul` overlaps for this
+    shape, its GEMMs overlap with the transfer.
 
-    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all
-    after the GEMM that produces its data; experts).
+    Only one thread at a time may make calls on a group.
+
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments, wrong values in received or splits
+      (checked on CPU only), or more tokens than capacity. ("serial" without gradients has no capacity.) The group stays
+      usable. On GPUs, an error after the first call of a shape makes the group unusable.
+    - `ValueError` on this rank only, for an invalid group.
+    - `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+    - `NotImplementedError` for second derivatives.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (an
+        all-to-all after the GEMM that produces its data; experts).
     """
 
     given = h, w_experts, received, splits, group, rows, capacity, schedule, deadline_s, timeline
@@ -125,7 +133,7 @@ def _combine(
     group: dist.ProcessGroup | str | None, rows: int | None, capacity: int | None, schedule: str | None,
     deadline_s: float | None, timeline: Timeline | None, tokens: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run `matmul_all_to_all`. tokens: the number of this rank's tokens, if it is known without reading splits."""
+    """Run `matmul_all_to_all`. tokens: this rank's number of tokens, if it is known without reading splits."""
     group = dist.group.WORLD if group is None else group
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -140,11 +148,13 @@ def _combine(
 
 
 _combined = replayed(_combine)
-"""`_combine` for a known number of tokens. Replay needs the number: calls with equal other arguments may differ in it."""
+"""`_combine` with a known number of tokens. Replay needs the number: otherwise calls with equal arguments could differ
+in it.
+"""
 
 
 class _Call(NamedTuple):
-    """The call. tokens: this rank's number of tokens, once it is known."""
+    """The arguments of a call. tokens: this rank's number of tokens, once it is known."""
 
     h: torch.Tensor
     w: torch.Tensor
@@ -156,7 +166,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllToAll(Operator[_Call]):
-    """The operator. With G the grad y of all ranks where their rows were multiplied, by expert:
+    """The operator. With G the gradients of y, sent to the ranks that multiplied the rows and sorted by expert:
 
     grad h_e = G_e @ w_e^T      grad w_e = h_e^T @ G_e
     """
@@ -168,11 +178,11 @@ class _MatmulAllToAll(Operator[_Call]):
     }  # fmt: skip
     caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of arrived rows
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of received rows
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         h, _, received, splits, rows, _, total = call
-        if rows is None and total is None and h.is_cuda:  # a compiled call
+        if rows is None and total is None and h.is_cuda:  # a call under torch.compile
             total = total_of(splits)
         if h.device.type == "cpu":
             _check(call, group.size(), group.rank())
@@ -188,10 +198,10 @@ class _MatmulAllToAll(Operator[_Call]):
         if rows is not None or total is not None:
             return call._replace(tokens=total if rows is None else rows)
         if splits.dtype != torch.int64 or splits.device != h.device:
-            return call  # a later check refuses the call
+            return call  # refused by a later check
         if h.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "matmul_all_to_all would read the number of tokens on the host here, which a CUDA graph cannot "
+                "matmul_all_to_all without rows reads the number of tokens on the host, which a CUDA graph cannot "
                 "capture: pass rows"
             )
         known = sizes_of(splits, received)
@@ -222,7 +232,7 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem with `capacity` tokens on each rank, if the caller gave it."""
+        """Return the problem with `capacity` tokens on each rank. Without capacity, `most` is rounded up."""
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None
@@ -253,12 +263,13 @@ class _MatmulAllToAll(Operator[_Call]):
             return ""
         return (
             f"this rank has {counted(call.tokens or 0, 'token')}, but calls of this shape were set up for "
-            f"capacity={p.most}: on every rank, pass as capacity the largest number of tokens of any call"
+            f"capacity={p.most}: pass capacity, the largest number of tokens of any rank in any call, on every rank"
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have almost no
-        tokens."""
+        """Return a call with the problem's number of tokens, the same for each expert. The first call itself may have
+        few tokens.
+        """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
@@ -271,12 +282,12 @@ class _MatmulAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save h for the gradient of weights; otherwise save only its number of rows."""
+        """Save h for the gradient of the weights. If that is not wanted, save only the number of rows of h."""
         h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
         return [h, call.w, call.received, call.splits]
 
     def beside(self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Any) -> Sizes:
-        """Fetch the sizes, so that backward finds them on the host."""
+        """Start copying the tables to the host, where backward needs them."""
         _, _, received, splits = saved
         assert received is not None
         assert splits is not None
@@ -290,8 +301,9 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
-        If the dispatch, the dual of this combine, overlaps, grad h is a dispatch with transposed weights. That dispatch also
-        returns the rows of grad y for the gradients of weights. Otherwise NCCL exchanges grad y once for both gradients.
+        The dual of this combine is the dispatch. If the dispatch overlaps, grad h is a dispatch of grad y with
+        transposed weights, which also returns the rows of grad y for the gradients of weights. Otherwise NCCL exchanges
+        grad y once for both gradients.
         """
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None
@@ -313,9 +325,10 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """Return a function that computes grad h for the arrived rows only, and with return_x the rows of grad y.
+        """Return a function that computes grad h by a dispatch; None if that is not predicted to be faster than NCCL
+        and cuBLAS.
 
-        Returns None if it is not predicted to be faster than NCCL and cuBLAS calls.
+        return_x: True if the function also returns the received rows of grad y.
         """
         call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)
         return partial(within, DISPATCH, call, group, turn) if overlaps(DISPATCH, call, group, turn) else None
@@ -330,7 +343,7 @@ class _MatmulAllToAll(Operator[_Call]):
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:
-    """Return w transposed, in the layout that both implementations of backward use, so that they give equal bits."""
+    """Return w transposed, in the layout that overlapped and unfused backward share, so that both give equal bits."""
     return w.transpose(1, 2) if w.is_cuda else w.transpose(1, 2).contiguous()
 
 
@@ -352,7 +365,7 @@ def _check_shapes(call: _Call, world: int) -> None:
 
 
 def _check(call: _Call, world: int, rank: int) -> None:
-    """Raise `ValueError` for wrong arguments, including the values of tables that the host can read without a wait."""
+    """Raise `ValueError` for wrong arguments, including values of tables that the host can read without waiting."""
     _check_shapes(call, world)
     h, w, received, splits, rows, *_ = call
     for name, t in (("received", received), ("splits", splits)):

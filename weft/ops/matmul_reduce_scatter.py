@@ -1,4 +1,6 @@
-"""weft.matmul_reduce_scatter: a GEMM whose finished rows are sent to their owners for reduction while it computes other rows."""
+"""`weft.matmul_reduce_scatter`: a GEMM that sends finished rows to their owners for reduction while it computes other
+rows.
+"""
 
 from __future__ import annotations
 
@@ -47,52 +49,62 @@ def matmul_reduce_scatter(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply `A` with `B`, reduce the products of all ranks of `group`, and return each rank's part along `scatter_dim`.
+    """Multiply `A` by `B`, reduce the products of all ranks of `group`, and return this rank's part along
+    `scatter_dim`.
 
-    It has the signature and the result of `torch.ops.symm_mem.fused_matmul_reduce_scatter`, and computes
+    It has the signature and the result of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. It computes
 
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
-    Finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
-    overlapping schedule is faster, the GEMM runs first, then NCCL (gloo on CPU). Collective over `group`.
-    Differentiable once in A and B. Gradients are sums over ranks, and gradients must be enabled for the same inputs on
-    all ranks. Backward is `all_gather_matmul` of the result's gradient. Autocast does not apply: inputs are multiplied
-    in their own dtype.
+    and sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
+    If no overlapping schedule is faster, the GEMM runs first, and then the reduce-scatter of NCCL (on CPU gloo).
+    Collective over `group`. Autocast has no effect: inputs are multiplied in their own dtype.
 
-    A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()).
-        Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these dtypes cannot hold sums
-        (for scaled fp8, use `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not contiguous.
-    B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
-    reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
-    scatter_dim: a dimension of the product, [..., N], whose size is divisible by the number of ranks. -1 or the last dimension
-        scatters columns: B^T @ A^T is computed and its rows are scattered. This copies the result, and B if it is row-major.
+    A: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its
+        to_local(). Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these
+        dtypes cannot hold sums (for fp8 use `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is
+        not contiguous.
+    B: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
+        values.
+    reduce_op: "sum", or "avg" (the sum divided by the number of ranks).
+    scatter_dim: a dimension of the product [..., N], whose size is divisible by the number of ranks. -1 or the last
+        dimension scatters columns: weft computes B^T @ A^T and scatters its rows, which copies the result, and B if it
+        is row-major.
     group: a process group, or its name.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
-        "direct[chunks=2,by=dma,add=gemm]", ...), forward only. "pulled[chunks=2,by=gemm]" (by=tracked) has not been
-        timed on GPUs: it is not listed, and runs only if pinned. "autotune" times schedules at the first call of a
-        shape, and caches the fastest (docs/planning.md).
-    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    On CPU it also applies in backward. On GPUs the serial schedule calls NCCL, whose waits use the process group's
-    timeout.
-    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
-    torch.compile.
+    schedule: the name of a schedule, such as "serial" or "direct[chunks=2,by=dma,add=gemm]", to use it in forward.
+        `weft.plan.explain` lists the names, except "pulled[chunks=2,by=gemm]" and "pulled[chunks=2,by=tracked]", which
+        have not been timed on GPUs. "autotune" times schedules at the first call of a shape, and caches the fastest
+        (docs/planning.md).
+    deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
+        in backward too. On GPUs the serial schedule calls NCCL, which uses the timeout of the process group.
+    timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
+        supported under torch.compile.
 
-    Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. Its shape is the
-    product's, with scatter_dim divided by the number of ranks. Overlapped schedules reduce in fp32, in an order fixed by the
-    schedule and the number of ranks, so equal calls give equal bits. The ring rounds its sums at each rank, as NCCL does. Results
-    of two schedules differ by rounding. "avg" divides the rounded sum: in fp16, products and sums above 65504 overflow before
-    that. In the first call of a shape and its backward, ranks allocate memory together, which takes milliseconds to
-    seconds. Make them before you capture a CUDA graph.
+    Returns this rank's part of the sum in A's dtype, in ordinary memory. On GPUs the result is valid in stream order.
+    It has the product's shape, with the size of scatter_dim divided by the number of ranks. Overlapped schedules reduce
+    in fp32, in an order that depends only on the schedule and the number of ranks, so equal calls give equal bits. The
+    ring rounds its sums at each rank, as NCCL does. Two schedules may differ by rounding. "avg" divides the rounded
+    sum, so in fp16 a product or sum above 65504 overflows before the division.
 
-    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only in rows
-    share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the call.
+    The first call of a shape, and its first backward, are collective set-up, which takes milliseconds to seconds. Make
+    them before you capture a CUDA graph.
 
-    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
-    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
-    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
-    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
-    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
-    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
+    Memory: the result, and symmetric and other memory that is kept, up to twice the size of A @ B. All calls that
+        differ only in rows share the memory of the largest A, as for `weft.all_gather_matmul`. During a call the serial
+        schedule also needs A @ B.
+
+    Differentiable once in A and B. All ranks must enable gradients for the same inputs. Gradients are sums over ranks.
+    Backward is `all_gather_matmul` of the result's gradient.
+
+    Raises:
+
+    - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments. The group stays usable. On GPUs,
+      bad arguments after the first call of a shape may make the group unusable.
+    - `ValueError` on this rank only, for an invalid group.
+    - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
+      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+    - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
+    - `NotImplementedError` for second derivatives.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """
@@ -121,10 +133,11 @@ def matmul_reduce_scatter(
 
 
 class _Call(NamedTuple):
-    """The call as matrices.
+    """The arguments as matrices.
 
-    average: the caller divides the sum. outer: A's dimensions (`outer_of`), or -1 and A's leading dimensions if columns are
-        scattered: then x is B^T, and B is A^T."""
+    average: True if the caller divides the sum. outer: the dimensions of A (`outer_of`). To scatter columns, x is B^T,
+        B is A^T, and outer is -1 and the leading dimensions of A.
+    """
 
     x: torch.Tensor
     B: torch.Tensor
@@ -133,7 +146,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulReduceScatter(Operator[_Call]):
-    """The operator. With y this rank's part of the sum over ranks of x @ B, and `whole` all ranks' grad y, gathered:
+    """The operator y = reduce_scatter(x @ B). With `whole` the all-gathered grad y:
 
     grad x = whole @ B^T      grad B = x^T @ whole
     """

@@ -1,7 +1,8 @@
-"""weft.scaled_matmul_reduce_scatter: a scaled fp8 GEMM whose finished rows go to their owners while it computes other rows.
+"""`weft.scaled_matmul_reduce_scatter`: a scaled fp8 GEMM that sends finished rows to their owners while it computes
+others.
 
-The scaled variant of `weft.matmul_reduce_scatter`. Products are sent and reduced in the result's dtype, because fp8 cannot
-hold sums. Scales are not sent: scales of rows are split like the rows.
+This is the fp8 variant of `weft.matmul_reduce_scatter`. Products are sent and reduced in the result's dtype, because
+fp8 cannot hold sums. Scales are not sent: row-wise scales are split like the rows.
 """
 
 from __future__ import annotations
@@ -51,47 +52,51 @@ def scaled_matmul_reduce_scatter(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply the fp8 `A` with the fp8 `B`, scaled, reduce the products of all ranks of `group`, and return each rank's part.
+    """Multiply the fp8 `A` by the fp8 `B` with scales, reduce the products of all ranks, and return this rank's part.
 
-    It has the arguments and the result of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`, and computes
+    It has the arguments and the result of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`. It computes
 
         y = torch._scaled_mm(A.flatten(0, -2), B, A_scale, B_scale, bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
         return reduce_scatter(y.view(output_shape), reduce_op, orig_scatter_dim)
 
-    Schedules, memory and first calls are as for `weft.matmul_reduce_scatter`. Collective over `group`. Forward only: inputs that
-    require gradients are refused.
+    Schedules, memory and first calls are as for `weft.matmul_reduce_scatter`. Collective over `group`. Not
+    differentiable: inputs that require gradients are refused.
 
-    A: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16. Copied if `A.movedim(orig_scatter_dim, 0)` is not contiguous.
-        weft's scaled GEMMs support only float8_e4m3fn. For fp32, fp16 and bf16 use `weft.matmul_reduce_scatter`.
-    B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one scale per row.
-    B_scale: fp32, one element. With one scale per row of A: [1, N], or one element for all columns.
-    reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare
-        reduce_op.
-    orig_scatter_dim: any dimension of output_shape but the last; its size must be divisible by the number of ranks.
+    A: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16. Copied if `A.movedim(orig_scatter_dim, 0)` is not
+        contiguous. For fp32, fp16 and bf16 use `weft.matmul_reduce_scatter`.
+    B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
+        warning.
+    A_scale: fp32. Either one element, the scale of all of A, or A's shape with a last dimension of 1, a scale for each
+        row.
+    B_scale: fp32, one element. With row-wise A_scale it may also be [1, N], a scale for each column.
+    reduce_op: "sum", or "avg" (the sum divided by the number of ranks). Each rank divides its own result, so ranks do
+        not compare reduce_op.
+    orig_scatter_dim: any dimension of output_shape except the last. Its size must be divisible by the number of ranks.
     scatter_dim_after_maybe_reshape: the same dimension in A: orig_scatter_dim, or 0 if A is flattened to [rows, K] and
-        output_shape is not. None: whichever applies.
+        output_shape is not. None: weft determines it.
     group: a process group, or its name.
-    output_shape: the shape of the whole product, [..., N], if A is flattened. None: A's shape, with N in place of K.
-    bias: [N] in out_dtype, which must be bfloat16 or float16: added to this rank's product, so that the sum has all ranks'
-        biases. All ranks have a bias, or none has.
-    result_scale: must be None: scale B_scale, or the result, instead.
-    out_dtype: torch.bfloat16, float16 or float32, in which products travel and are reduced. None means fp8 in torch's op and is
-        refused: fp8 cannot hold sums. With scales of rows, some GPUs have GEMMs for bfloat16 only.
+    output_shape: the shape [..., N] of the whole product, if A is flattened. None: A's shape with N in place of K.
+    bias: [N] in out_dtype, which must then be bfloat16 or float16. It is added to this rank's product, so the sum
+        contains the biases of all ranks. Pass a bias on all ranks or on none.
+    result_scale: must be None. Scale B_scale or the result instead.
+    out_dtype: torch.bfloat16, float16 or float32, the dtype in which products are sent and reduced. None is refused: it
+        means fp8 in torch's op, and fp8 cannot hold sums. With row-wise scales, some GPUs support bfloat16 only.
     use_fast_accum: True for faster, less exact accumulation.
-    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so schedules with
-        add=gemm, the ring, and tracked GEMMs are not available.
+    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so schedules
+        with add=gemm, the ring and tracked GEMMs are not available.
 
-    Returns this rank's part of the sum, in out_dtype. Its shape is output_shape with orig_scatter_dim divided by the number of
-    ranks; that dimension is the outermost in memory. Overlapped schedules reduce in fp32 the products as rounded to out_dtype,
-    and round once; "avg" divides the rounded sum. On CPU it computes in fp32, for tests. On GPUs it runs cuBLAS and NCCL one
-    after the other, unless a schedule is pinned or "autotune" is requested.
+    Returns this rank's part of the sum in out_dtype. Its shape is output_shape with the size of orig_scatter_dim
+    divided by the number of ranks. That dimension is the outermost in memory. Overlapped schedules reduce in fp32 the
+    products that were rounded to out_dtype, and round the sum once. "avg" divides the rounded sum. On CPU the call
+    computes in fp32 and is meant for tests. On GPUs it runs cuBLAS and then NCCL, unless a schedule is pinned or
+    "autotune" is requested.
 
     Memory: as for `weft.matmul_reduce_scatter`, with products in out_dtype.
 
     Raises the errors of `weft.matmul_reduce_scatter`.
 
-    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", for unscaled data.
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", which covers
+        unscaled data.
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -127,7 +132,9 @@ def scaled_matmul_reduce_scatter(
 def _scattered(
     A: torch.Tensor, B: torch.Tensor, orig_scatter_dim: int, after: int | None, output_shape: Sequence[int] | None
 ) -> tuple[torch.Tensor, int]:
-    """Return (A in the product's dimensions, the scattered dimension); raise `ValueError` for wrong dimensions."""
+    """Return (A with the product's leading dimensions, the scattered dimension). Raise `ValueError` for wrong
+    dimensions.
+    """
     of_A = checked_dimension(A, 0 if after is None else after, names=("A", "scatter_dim_after_maybe_reshape"))
     x = A if output_shape is None else A.reshape(_leading(A, B, output_shape) + A.shape[-1:])
     dim = checked_dimension(x, orig_scatter_dim, names=("A", "orig_scatter_dim"))
@@ -141,7 +148,9 @@ def _scattered(
 
 
 def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of the product's dimensions except the last."""
+    """Return the sizes of the product's dimensions except the last. Raise `ValueError` if output_shape does not match A
+    and B.
+    """
     shape, rows = checked_shape("output_shape", output_shape), math.prod(A.shape[:-1])
     alike = shape[:-1] == A.shape[:-1] or (A.dim() == 2 and len(shape) > 2 and math.prod(shape[:-1]) == rows)
     if not alike or shape[-1:] != B.shape[-1:] or min(shape) < 0:
@@ -163,10 +172,10 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
 
 
 class _Call(NamedTuple):
-    """The operands of a call as matrices.
+    """The arguments as matrices.
 
-    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: the name of the result's dtype. average: the caller divides
-    the sum. outer: A's dimensions, in the order of the product's (`outer_of`).
+    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's name of the result's dtype. average: True if
+        the caller divides the sum. outer: the dimensions of A in the order of the product's (`outer_of`).
     """
 
     x: torch.Tensor
@@ -234,7 +243,7 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         return call.x.shape[0], [call.B]
 
     def drawn(self, p: ScaledMatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
-        """Draw a call with scales that make results about 1: fp8 cannot represent small numbers."""
+        """Draw a call whose scales make results about 1 in size, since fp8 cannot represent small numbers."""
         random, by_row = partial(normal, generator), p.by == "row"
         scale, B_scale = (random("fp32", n if by_row else 1).abs_().add_(0.5) for n in (p.m, p.n))
         bias = random(p.dtype, p.n) if p.biased else None

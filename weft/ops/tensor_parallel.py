@@ -1,15 +1,17 @@
-"""Linear layers of tensor parallelism without sequence parallelism: activations between layers are replicated.
+"""Linear layers for tensor parallelism without sequence parallelism: activations between layers are replicated.
 
-A block needs one all-reduce forward and one backward, and each is part of a GEMM (`weft.matmul_all_reduce`):
+A block needs one all-reduce in forward and one in backward. Each is fused with a GEMM (`weft.matmul_all_reduce`):
 
-    columns   y_i = x @ w_i^T + b_i, of this rank's output features       grad x = all-reduce of grad y @ w
-    row       y = all-reduce of x @ w^T, + b + residual, its RMSNorm,     no collective
-              of this rank's input features
+ column-parallel    y_i = x @ w_i^T + b_i, this rank's output features    grad x = all-reduce(grad y @ w)
+ row-parallel       y = all-reduce(x @ w^T) + b + residual, optionally    no collective
+                    with its RMSNorm, from this rank's input features
 
-All ranks continue with the same y, so the incoming gradient is complete and equal on every rank. This is DTensor's convention for
-a replicated tensor. It differs from the gradients of weft's operators, which are those of the sum of the ranks' losses.
+All ranks continue with the same y, so the incoming gradient is complete and equal on every rank. DTensor has this
+convention for replicated tensors. weft's operators have another one: their gradients are those of the sum of the ranks'
+losses.
 
-Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3: its f and g.
+Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3, functions f
+    and g.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _COLUMNS, _ROW = "a column-parallel layer", "a row-parallel layer"
 def columns(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: str
 ) -> list[torch.Tensor]:
-    """Return y_i [..., N_i / W] for x [..., K], equal on all ranks, weights [N_i / W, K] and biases [N_i / W]."""
+    """Return y_i [..., N_i / W] of column-parallel layers with the same input.
+
+    x: [..., K], equal on all ranks. weights: [N_i / W, K]. biases: [N_i / W], or None.
+    """
     require_plain_by(_COLUMNS, group, x, *weights, *biases)
     return list(_Columns.apply(x, group, len(weights), *weights, *biases))
 
@@ -42,15 +47,19 @@ def row(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str, residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None, eps: float = EPS,
 ) -> Any:  # fmt: skip
-    """Return y [..., N], equal on all ranks, for x [..., K / W] and weight [N, K / W]; with norm (normed, y).
+    """Return y [..., N] of a row-parallel layer, equal on all ranks. With norm, return (normed, y).
 
-    bias [N], residual [..., N] and norm [N], the weight of an RMSNorm, must be equal on all ranks."""
+    x: [..., K / W]. weight: [N, K / W]. bias [N], residual [..., N] and norm [N], the weight of an RMSNorm, must be
+        equal on all ranks.
+    """
     require_plain_by(_ROW, group, x, weight, bias, residual, norm)
     return _Row.apply(x, weight, bias, residual, norm, eps, group)
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
-    """Return `columns` of one weight without a bias, concatenated: y [..., N], equal on all ranks."""
+    """Return the gathered output y [..., N] of a column-parallel layer with one weight and no bias. It is equal on all
+    ranks.
+    """
     require_plain_by(_COLUMNS, group, x, weight)
     return _GatheredColumns.apply(x, weight, group)
 

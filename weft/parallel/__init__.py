@@ -1,9 +1,9 @@
-"""Styles for `torch.distributed.tensor.parallel.parallelize_module`, with the names, arguments and layouts of torch's styles.
-Changing the imports makes a model's collectives overlap.
+"""Styles for `torch.distributed.tensor.parallel.parallelize_module`, with the names, arguments and layouts of torch's
+styles.
 
-    from weft.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+A model whose imports are changed to these styles overlaps its collectives with GEMMs.
 
-`docs/tensor_parallel.md` lists the layouts that overlap; for all others torch's code runs.
+`docs/tensor_parallel.md` lists the layouts that overlap. For all other layouts torch's code runs.
 """
 
 from torch.distributed.tensor.parallel import PrepareModuleOutput, SequenceParallel

@@ -1,15 +1,15 @@
-"""Autograd functions with the names, arguments and saved tensors of torchtitan's `dist_gemm` backend
+"""Autograd functions with the names and arguments of torchtitan's `dist_gemm` backend
 (`torchtitan/distributed/linear.py`).
 
-    y = AllGatherLinear.apply(x_shard, w, bias, group, group.group_name)          column-parallel: [M/W, K] -> [M, N/W]
-    a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two weights, one gather
-    y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
+ y = AllGatherLinear.apply(x_shard, w, bias, group, group.group_name)          column-parallel: [M/W, K] -> [M, N/W]
+ a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two weights, one all-gather
+ y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
 
-Weights are shards of `nn.Linear` weights. Unlike the backward of `weft.all_gather_matmul`, these functions save this rank's
-columns of the gathered x for the weight's gradient, instead of its rows; both have the same size. The columns are gathered again
-during the GEMM that multiplies them. So both collectives of backward are fused with GEMMs:
+Weights are shards of `nn.Linear` weights. As in torchtitan, forward saves this rank's columns of the gathered x, for
+the gradient of the weight. (`weft.all_gather_matmul` saves this rank's rows, which have the same size.) Backward
+gathers the columns during the GEMM that multiplies them. So both collectives of backward are fused with GEMMs:
 
-    grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
+ grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _gathered(
 
 
 def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of x_shard and of the weights."""
+    """Return the gradients of x_shard and of each weight; None for a gradient that is not needed."""
     columns, *ws = saved
     grad_x: torch.Tensor | None = None
     grad_ws: list[torch.Tensor | None] = [None] * len(ws)
@@ -57,8 +57,10 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Refuse a bias of the wrong shape before the call's collective, and notify peers. Also compare across ranks if there is a
-    bias."""
+    """Raise `ValueError` for a bias with a wrong shape or device, before the call's collective, and notify peers.
+
+    Ranks also compare whether a bias is given.
+    """
     compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
         return
@@ -70,7 +72,7 @@ def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bi
 
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return y + bias, after the last collective of `of`. An error of this rank makes the group unusable."""
+    """Return y + bias, after the last collective of `of`. An error here makes the group fail."""
     if bias is None or torch.compiler.is_compiling():
         return y if bias is None else y + bias
     try:
@@ -81,7 +83,7 @@ def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None
 
 
 class AllGatherLinear(torch.autograd.Function):
-    """all_gather(x_shard) @ w.T + bias. x_shard: [M/W, K]; w: [N/W, K]; bias: [N/W] or None. Returns [M, N/W]."""
+    """Return all_gather(x_shard) @ w.T + bias, [M, N/W]. x_shard: [M/W, K]; w: [N/W, K]; bias: [N/W] or None."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -99,7 +101,7 @@ class AllGatherLinear(torch.autograd.Function):
 
 
 class AllGatherLinearMulti(torch.autograd.Function):
-    """all_gather(x_shard) times two weights, without biases, as in SwiGLU."""
+    """Return all_gather(x_shard) @ wa.T and all_gather(x_shard) @ wb.T, without biases, as in SwiGLU."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -116,9 +118,10 @@ class AllGatherLinearMulti(torch.autograd.Function):
 
 
 class LinearReduceScatter(torch.autograd.Function):
-    """reduce_scatter(x @ w.T) + bias. x: [M, K/W]; w: [N, K/W]; bias: [N], the same on all ranks, or None. Returns [M/W, N].
+    """Return reduce_scatter(x @ w.T) + bias, [M/W, N]. x: [M, K/W]; w: [N, K/W]; bias: [N], equal on all ranks, or
+    None.
 
-    The bias's gradient is the sum over ranks.
+    The gradient of the bias is the sum over ranks.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""One gather for several layers, after a change of imports.
+"""`PrepareModuleInput`: one all-gather for several linear layers, overlapped with the first layer's GEMM.
 
-torchtitan's Llama gathers before its layers: `PrepareModuleInput` redistributes the attention's input to Replicate, and wq, wk
-and wv receive it gathered. No GEMM runs during that gather. Here the input stays sharded, as a DTensor with the same value and
-shape. The first `ColwiseLinear` that receives it gathers it during its GEMM, and stores the result on the DTensor for the others.
-So as many bytes are sent as with torch's styles, and backward scatters the sum of all gradients once.
+In torchtitan's Llama, torch's `PrepareModuleInput` redistributes the attention's input to Replicate before wq, wk and
+wv. No GEMM runs during that all-gather. With weft's style the input stays sharded: a DTensor with the same value and
+shape. The first `ColwiseLinear` that receives it gathers it during its own GEMM, and stores the result on the DTensor
+for the other layers. The amount of communication is that of torch's styles, and backward reduce-scatters the sum of all
+gradients once.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from weft.parallel.linear import ColwiseLinear, shared
 
 
 class PrepareModuleInput(TorchPrepareModuleInput):
-    """torch's `PrepareModuleInput`, except that the layers below gather, overlapped with a GEMM.
+    """torch's `PrepareModuleInput`, with the all-gather moved into the first linear layer, where it overlaps with a
+    GEMM.
 
-    Arguments and layouts are torch's. An input that goes from Shard(d) to Replicate stays a DTensor Shard(d), if linears below
-    the module are parallelized by `weft.parallel.ColwiseParallel`. The module's code sees the same shape and, by any operation on
-    DTensors, the same values.
+    Arguments and layouts are torch's. If linears below the module are parallelized by `weft.parallel.ColwiseParallel`,
+    an input that goes from Shard(d) to Replicate stays a DTensor with Shard(d). The module's code sees the same shape,
+    and gets the same values from any operation on DTensors.
 
-    Use torch's style in these cases. The code calls `to_local()` on the input, which would return only this rank's part. Or it
-    changes the input before its linears, each of which would then gather. Or it calls some of the linears with and others without
-    gradients, autocast or activation checkpointing. Under torch.compile do not change the input in place between linears.
+    Use torch's style if the module's code
+
+    - calls `to_local()` on the input, which would return only this rank's part,
+    - changes the input before its linears, since each linear would then gather, or
+    - calls some of its linears with and others without gradients, autocast or activation checkpointing.
+
+    Under torch.compile, do not change the input in place between linears.
 
     In all other cases, and with `use_local_output=True`, torch's code runs.
     """
@@ -38,7 +44,8 @@ class PrepareModuleInput(TorchPrepareModuleInput):
         leaving.__dict__ = self.__dict__
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Searched in each call: the layers may be parallelized later, and under torch.compile hooks cannot keep state.
+            # Searched in each call: layers may be parallelized after the module, and hooks cannot keep state under
+            # torch.compile.
             gathering = any(isinstance(layer, ColwiseLinear) for layer in module.modules())
             style = leaving if gathering and not self.use_local_output else self
             if self.with_kwargs:
@@ -50,7 +57,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """The style that leaves inputs sharded."""
+    """The style that leaves inputs sharded, for a `ColwiseLinear` to gather."""
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if not (type(input_layout) is Shard and desired_layout == Replicate()):
@@ -59,12 +66,12 @@ class _Leaving(TorchPrepareModuleInput):
             return shared(DTensor.from_local(input, mesh, (input_layout,), run_check=False))
         if input.placements == (input_layout,):
             alias: Any = input.view_as(input)
-            return shared(alias)  # a new DTensor: the gathered tensor is freed when the module's forward ends
+            return shared(alias)  # a new DTensor, so that the gathered tensor is freed when the module's forward ends
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
 
 class PrepareModuleInputOutput(TorchPrepareModuleInputOutput):
-    """torch's `PrepareModuleInputOutput`, with weft's `PrepareModuleInput`."""
+    """torch's `PrepareModuleInputOutput`, with weft's `PrepareModuleInput` for the inputs."""
 
     def __init__(self, **layouts: Any) -> None:
         super().__init__(**layouts)

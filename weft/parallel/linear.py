@@ -1,13 +1,14 @@
 """Linear layers that torch's styles shard, with collectives fused with their GEMMs.
 
-torch's styles redistribute before or after `F.linear` on DTensors. Here torch's code shards parameters, and annotates inputs and
-outputs, so that FSDP2, checkpoints and optimizers work unchanged. Between these the layer calls weft, with local tensors:
+torch's styles redistribute DTensors before or after `F.linear`. Here torch's code shards the parameters and annotates
+inputs and outputs, so FSDP2, checkpoints and optimizers work unchanged. In between, the layer calls weft with local
+tensors:
 
-    ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
-    RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
-    RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
-    ColwiseParallel, input Replicate           the same, in backward
-        and output Replicate                   GEMM + all-gather          `weft.matmul_all_gather`
+ ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
+ RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
+ RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
+ ColwiseParallel, input Replicate           GEMM + all-reduce, in backward
+   and output Replicate                     GEMM + all-gather          `weft.matmul_all_gather`
 """
 
 from __future__ import annotations
@@ -38,24 +39,29 @@ from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
 
 _WHOLE = "_weft_whole"
-_OWN = "_weft_own"  # marks an input that only one layer uses: no gradients of several layers are added before the all-reduce
+_OWN = "_weft_own"  # marks an input of a single layer: its gradient is all-reduced without those of other layers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ColwiseParallel(TorchColwiseParallel):
     """torch's `ColwiseParallel`, whose collectives overlap with GEMMs.
 
-    Arguments, layouts and the parameters that it makes are torch's. weft gathers if an `nn.Linear` receives an input that is
-    sharded along a dimension before the last: declared (`input_layouts=Shard(1)`), or as a DTensor. If several layers receive the
-    same input, put `weft.parallel.PrepareModuleInput` on the module around them: then the first layer gathers for all.
+    Arguments, layouts and the sharded parameters are torch's. weft all-gathers the input of an `nn.Linear` that is
+    sharded along any dimension except the last: by `input_layouts=Shard(1)`, or as a DTensor. If several layers receive
+    the same input, put `weft.parallel.PrepareModuleInput` on the module around them. Then the first layer gathers for
+    all.
 
-    A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. It overlaps if the input
-    is an ordinary tensor. For a DTensor, torch adds the gradients of all layers that use it, and reduces them once.
-    `output_layouts=Replicate()` then also gathers by weft, without a bias.
+    A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. It overlaps if
+    the input is an ordinary tensor. If the input is a DTensor, torch adds the gradients of all layers that use it, and
+    all-reduces the sum. With a replicated input, `output_layouts=Replicate()` and no bias, weft also gathers the
+    output.
 
-    torch's code runs for an `nn.Embedding`, a subclass of `nn.Linear` with its own forward, and a mesh of several
-    dimensions. It also runs for other layouts, for sizes that are not divisible by the number of ranks, and for dtypes
-    other than fp32, fp16 and bf16.
+    torch's code runs
+
+    - for an `nn.Embedding`, or a subclass of `nn.Linear` with its own forward,
+    - for a mesh of several dimensions, and for other layouts,
+    - for sizes that are not divisible by the number of ranks, and
+    - for dtypes other than fp32, fp16 and bf16.
     """
 
     @staticmethod
@@ -82,9 +88,9 @@ class ColwiseParallel(TorchColwiseParallel):
 class RowwiseParallel(TorchRowwiseParallel):
     """torch's `RowwiseParallel`, whose reduce-scatter or all-reduce overlaps with the GEMM.
 
-    Arguments, layouts and the parameters that it makes are torch's. It uses weft if the output of an `nn.Linear` is sharded along
-    a dimension before the last (`output_layouts=Shard(1)`), or replicated (the default). torch's code runs in the cases that
-    `ColwiseParallel` lists.
+    Arguments, layouts and the sharded parameters are torch's. weft runs if the output of an `nn.Linear` is replicated
+    (the default), or sharded along any dimension except the last (`output_layouts=Shard(1)`). torch's code runs in the
+    cases that `ColwiseParallel` lists.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -108,7 +114,9 @@ class _DividedLinear(nn.Linear):
         return self.weight.device_mesh.get_group().group_name
 
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return this rank's part of x, weight and bias. Refuse a weight on meta; compare options across ranks."""
+        """Return this rank's part of x, weight and bias. Raise `ValueError` for a weight on meta. Ranks compare the
+        layer's options.
+        """
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
             raise ValueError(f"{type(self).__name__}: {wrong}")
@@ -124,7 +132,7 @@ class ColwiseLinear(_DividedLinear):
     """An `nn.Linear` that `ColwiseParallel` has sharded. joins: True if the output must be replicated."""
 
     joins: bool
-    is_collective = False  # False if x is replicated, or another layer has gathered it
+    is_collective = False  # not in every forward: x may be replicated, or gathered by another layer
 
     def gathers(self, x: DTensor) -> bool:
         return _overlaps(self, x, x.placements[0], self.out_features)
@@ -166,7 +174,7 @@ class ColwiseLinear(_DividedLinear):
 
 
 class RowwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `RowwiseParallel` has sharded. output_layout: `Replicate`, or a Shard."""
+    """An `nn.Linear` that `RowwiseParallel` has sharded. output_layout: `Replicate` or `Shard`."""
 
     output_layout: Placement
     is_collective = True
@@ -193,21 +201,21 @@ class RowwiseLinear(_DividedLinear):
 
     @ends_group
     def _biased(self, y: torch.Tensor, bias: torch.Tensor, group: str) -> torch.Tensor:
-        """Add the bias to this rank's positions. The bias's gradient is the sum over ranks."""
+        """Add the bias to this rank's positions. The gradient of the bias is the sum over ranks."""
         return y + replicated(bias, group).to(y.dtype)
 
 
 def shared(x: DTensor) -> DTensor:
-    """Mark `x`: the first layer that gathers it stores the result on it, for other layers that receive the same DTensor."""
+    """Mark `x`, so that the first layer that gathers it stores the result on it, for other layers that receive it."""
     setattr(x, _WHOLE, None)
     return x
 
 
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
-    """Return the conditions under which a layer gathers `x`; a gathered tensor is reused only under equal conditions.
+    """Return the conditions under which a layer gathers `x`. A gathered tensor is reused only under equal conditions.
 
-    It cannot be reused with gradients if it was gathered without, in another dtype, after x was changed in place, or in the
-    recomputation of activation checkpointing.
+    It must not be reused with gradients if it was gathered without, in another dtype, after x was changed in place, or
+    in the recomputation of activation checkpointing.
     """
     kind, traced = x.device.type, torch.compiler.is_compiling()
     hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -215,31 +223,33 @@ def _circumstances(x: DTensor) -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         None if traced or x.is_inference() else x._version,
-        None if hooks is None else weakref.ref(hooks[0]),  # a strong reference would be a cycle with x
+        None if hooks is None else weakref.ref(hooks[0]),  # weak: a strong reference would form a cycle with x
     )
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """True for exactly `nn.Linear`: subclasses may compute something else, or have a weight that is not a matrix."""
+    """True for exactly `nn.Linear`. A subclass may compute something else, or have a weight that is not a matrix."""
     return type(module) is nn.Linear
 
 
 def _dimension(placement: Placement, ndim: int) -> int:
-    """Return the sharded dimension; -1 if there is none."""
-    # Under torch 2.11's tracing placements have no type. Only weights have a strided Shard, which is no plain Shard.
+    """Return the dimension that the placement shards; -1 if it shards none."""
+    # While torch 2.11 traces, placements have no type. The type rules out a strided Shard, which only weights have.
     divided = placement.is_shard() if torch.compiler.is_compiling() else type(placement) is Shard
     return placement.dim % ndim if divided else -1  # type: ignore[attr-defined]
 
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
-    """True if weft supports the layer with this input. sequence: the layout of the input or output; features: the sharded
-    features of the weight."""
+    """True if weft supports the layer with this input.
+
+    sequence: the layout of the input or output. features: the number of features along which the weight is sharded.
+    """
     dim = _dimension(sequence, x.dim())
     return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)
 
 
 def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
-    """True if weft can multiply x with this rank's part of `features` of the weight."""
+    """True if weft can multiply x by this rank's part of the weight. features: the sharded features of the weight."""
     return (
         x.dim() >= 2
         and x.device_mesh.ndim == 1
@@ -255,4 +265,4 @@ def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
 def _local(x: torch.Tensor) -> torch.Tensor:
     assert isinstance(x, DTensor)
     local = x.to_local()
-    return local.clone() if isinstance(local, AsyncCollectiveTensor) else local  # clone waits for it
+    return local.clone() if isinstance(local, AsyncCollectiveTensor) else local  # clone waits for the collective

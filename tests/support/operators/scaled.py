@@ -149,7 +149,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             ),
             "rows of B only": (
                 {"B_scales": [scales(0, (1, n), 1)]},
-                "B_scales[0] has shape (1, 16): pass one element, or A_scale with a scale per row",
+                "B_scales[0] has shape (1, 16): pass one element, or use row-wise scales",
             ),
             "bias": ({"biases": [zeros]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"),
             "shape of bias": (
@@ -157,12 +157,12 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             ),
             "bias of fp32": ({"biases": [zeros], "out_dtypes": [F32]}, "is not supported by fp8 GEMMs: use torch.bfloat16"),
             "result scale": (
-                {"result_scales": [scale]}, "result_scales are not supported: pass None for each, and scale B_scales"
+                {"result_scales": [scale]}, "result_scales are not supported: pass None for each, and multiply B_scales"
             ),
             "out": ({"out_dtypes": [torch.float64]}, "out_dtypes has torch.float64: use one of torch.bfloat16"),
             "fp8 by row": (
                 {"A_scale": rows, "out_dtypes": [None]},
-                "out_dtypes[0] is torch.float8_e4m3fn (or None): fp8 GEMMs with a scale per row",
+                "out_dtypes[0] is torch.float8_e4m3fn (or None), but fp8 GEMMs with a scale per row",
             ),
             "bias of fp8": (
                 {"biases": [zeros], "out_dtypes": [None]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"
@@ -269,7 +269,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "columns of B only": (
                 {"B_scale": scales(0, (1, n), 1)},
-                "B_scale has shape (1, 16): pass one element, or A_scale with a scale per row",
+                "B_scale has shape (1, 16): pass one element, or use row-wise scales",
             ),
             "bias": ({"bias": zeros}, "bias is torch.float32 on cpu: use torch.bfloat16"),
             "shape of bias": (
