@@ -7,7 +7,7 @@
 `weft.builders.ficco` has schedules that cut shards into smaller chunks.
 
 **gather.** Nothing overlaps, but the GEMM is not cut, and the gather has little overhead: every rank puts its shard where the
-peers' GEMMs read it, and sets one signal. It is the fastest schedule for small M: NCCL's all-gather then takes longer to start
+peers' GEMMs read it, and sets one signal. It is the fastest schedule for small M. NCCL's all-gather then takes longer to start
 than to move the data, and cutting the GEMM does not help, because most of its time is spent reading the weights.
 
 **shard.**

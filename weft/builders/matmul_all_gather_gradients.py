@@ -14,7 +14,7 @@ and each element is still computed once. The last rows of x's gradient are compu
 
 Concatenated columns are sent without an intermediate copy. Parts are reduced in fp32 and rounded once: this rank's own part
 first, then the others in ring order, starting with the rank before this one. A slot is reused only after its reader has signaled
-that it has read all chunks of it, because the next run may have other sizes and place its chunks differently.
+that it has read all its chunks, because the next run may have other sizes and other chunks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter).
 There the reduce-scatter follows its producer; here it precedes its consumer.

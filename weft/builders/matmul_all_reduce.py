@@ -168,8 +168,8 @@ def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
 class _Gathered:
     """Sums that their owners compute in symmetric memory, and that all ranks copy from there, chunk by chunk.
 
-    An owner may overwrite the sums of the previous run: it begins to reduce when all peers have sent their parts of this run, and
-    a peer sends only after it has copied all sums of the previous run."""
+    An owner begins to reduce when all peers have sent their parts of this run. It may then overwrite the sums of the previous
+    run, because a peer sends only after it has copied all of those."""
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
         self.o, self.sums = o, o.parts("sums", 1, "symmetric")

@@ -266,6 +266,8 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of a slot: in an outbox, of rows for the rank `distance` places after this rank; in an inbox, of
-        rows from the rank `distance` places before this rank."""
+        """Return the first row of a slot.
+
+        In an outbox the slot has rows for the rank `distance` places after this rank. In an inbox it has rows from the rank
+        `distance` places before this rank."""
         return (distance - 1) * self.p.most

@@ -15,7 +15,8 @@ products are sent and reduced in the result's dtype.
 direct, tracked and ring are built from output maps (`weft.builders.output_map`), which list only the destination of each chunk.
 `weft.builders.partial_products` describes the order of computation and of reduction.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections 4.2 (track and
+trigger), 4.4
 (staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions that are not near memory).
 """
 

@@ -7,7 +7,7 @@ the same rank at once, and the last rows for peers travel while the rank compute
 
 Peers' products are reduced in fp32 and rounded once, in ring order, starting with the rank before the owner. The owner's product
 is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A slot is reused only after its reader has signaled that
-it has read all chunks of it, because the next run may have other sizes and place its chunks differently.
+it has read all its chunks, because the next run may have other sizes and other chunks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).

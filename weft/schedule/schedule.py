@@ -5,8 +5,8 @@ A schedule does not depend on an executor. GPUs and CPU processes run it (`weft.
 ranks:
 a number that differs between ranks is an expression of the rank.
 
-The steps of a lane run in order. Only signals order steps of different lanes or ranks, with two exceptions: a lane starts a run
-after its rank has been called, and the run ends on a rank when all lanes of the rank have ended.
+The steps of a lane run in order. Only signals order steps of different lanes or ranks, with two exceptions. A lane starts a run
+after its rank has been called. The run ends on a rank when all lanes of the rank have ended.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")

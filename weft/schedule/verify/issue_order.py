@@ -5,8 +5,8 @@ is issued after it, on any lane. If each of two ranks issues a wait for the othe
 if wait and set are on different lanes.
 
 To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the first
-round in which all sets that it waits for have been made: by other ranks in earlier rounds, or by its own rank earlier in the
-order. Sorted by round, the steps of all ranks are one sequence in which every wait follows its sets. So a queue never blocks a
+round in which all sets that it waits for have been made. Other ranks' sets count from the next round on, those of its own rank
+at once. Sorted by round, the steps of all ranks are one sequence in which every wait follows its sets. So a queue never blocks a
 step that its blocking wait needs. Issuing a step never prevents another step, so if a lane gets stuck here, every order hangs.
 
 Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets. This way the

@@ -9,10 +9,10 @@ On GPUs most waits are stream waits, which hold no compute unit. Two kinds of la
 Such a launch is open from the end of the previous step of its lane until its waits have ended. Computing steps, copies by kernel
 and collectives need a unit. A step gets a unit if the launches that are open on its rank leave one free.
 
-The check computes the largest set Y of steps with this property: for each step y in Y, all compute units may be held by launches
-that wait for steps in Y and that may be open when y is to begin. Such steps may never run. A launch may be open for y if it is in
-y's run, on y's rank, on another lane, and neither certain to begin after y nor certain to end before y. It waits for a step that
-happens before the end of its waits, unless that step also happens before the launch begins.
+The check computes Y, the largest set of steps that may never run. For each step y in Y, launches that may be open when y is to
+begin, and that wait for steps in Y, can hold all compute units. A launch may be open then if it is in the run of y, on the same
+rank, on another lane, and if it need not begin after y or end before y. A launch waits for the steps that happen before the end
+of its waits, but not before its begin.
 
 Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get one until nothing changes. If Y is
 empty, there is no deadlock. The check is conservative: it treats launches as open together even if they never are.
