@@ -99,7 +99,9 @@ def test_it_is_kept_printed_verified_and_simulated() -> None:
 
 
 def test_faults_of_its_tiles_are_found() -> None:
-    with pytest.raises(ScheduleError, match=r"race on y@0: the first step writes and the second writes there"):
+    with pytest.raises(
+        ScheduleError, match=r"race on y@0: the first step writes and the second writes the same elements"
+    ):
         verify(turned(2, rows=ROWS - 1))
 
 

@@ -250,7 +250,7 @@ def test_messages_of_drafts_say_what_to_write() -> None:
         d.lane("a").repeat("i", 2, d.lane("b").wait(there))  # type: ignore[arg-type]
     d.lane("a").set(there).wait(there, count=lookup((0, 1), RANK))
     with pytest.raises(
-        ScheduleError, match=r"count=0 must be at least 1. To wait on some ranks only, repeat the wait lookup"
+        ScheduleError, match=r"count=0 must be at least 1. To wait on some ranks only, put the wait into a loop"
     ):
         verify(d.schedule())
 

@@ -186,7 +186,7 @@ def test_what_scaled_gemms_cannot_be(change: dict[str, Any], fault: str) -> None
     [
         (lambda step: replace(step, inputs=step.inputs[:2]), "scaled_matmul of 2 inputs"),
         (lambda step: replace(step, inputs=(*step.inputs[:3], step.inputs[2])), "scales of"),
-        (lambda step: replace(step, inputs=(*step.inputs, step.inputs[2])), "a bias of"),
+        (lambda step: replace(step, inputs=(*step.inputs, step.inputs[2])), "the bias of an output of shape"),
         (lambda step: replace(step, inputs=(*step.inputs[2:], *step.inputs[:2])), "dtypes are"),
         (lambda step: replace(step, accumulate=True), "a scaled matmul does not accumulate"),
     ],

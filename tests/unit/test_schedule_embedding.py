@@ -147,7 +147,7 @@ def test_an_all_to_all_that_does_not_add_up_is_found() -> None:
     with pytest.raises(
         ScheduleError,
         match=(
-            r"the ranks contribute \[3, 3\] rows of \[8, 8\] columns, but receive into \[\(2, "
+            r"the ranks contribute \[3, 3\] rows of \[8, 8\] columns, but the shapes of dst are \[\(2, "
             r"16\)"
         ),
     ):

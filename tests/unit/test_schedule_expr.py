@@ -110,7 +110,7 @@ def test_sums_of_what_a_buffer_holds(contents: list[int], bounds: list[tuple[int
 def test_only_arithmetic(text: str) -> None:
     with pytest.raises(
         ValueError,
-        match=r"is not an expression of a schedule|null bytes|neither a number nor a variable",
+        match=r"is not an expression of a schedule|is not a valid schedule expression|cannot be a variable",
     ):
         Expr(text)
 
@@ -128,7 +128,7 @@ def test_what_differs_between_ranks_is_no_comparison() -> None:
         TypeError, match=r"rank differs between ranks, so it has no truth value here; .* lookup\(\(0, 1\), RANK\)"
     ):
         bool(RANK)
-    with pytest.raises(TypeError, match=r"index=False: Python compares"):
+    with pytest.raises(TypeError, match=r"index=False must be an integer or an expression"):
         lookup((3, 4), RANK == 1)
     d = Draft("compared", 2)
     x, y, there = d.buffer("x", 1, 1, "fp32", "input"), d.buffer("y", 1, 1, "fp32", "output"), d.signals("there", 1)
@@ -144,7 +144,7 @@ def test_what_differs_between_ranks_is_no_comparison() -> None:
             "row of x in 'reduce'=False",
         ),
     ):
-        with pytest.raises(TypeError, match=rf"lane compute.*{what}: Python compares.*lookup\(\(0, 1\), RANK\)"):
+        with pytest.raises(TypeError, match=rf"lane compute.*{what} must be an integer.*lookup\(\(0, 1\), RANK\)"):
             add()
     assert not lane.steps
     lane.repeat("only", lookup((0, 1), RANK), Set("there"))

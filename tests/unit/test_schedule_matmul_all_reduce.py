@@ -261,12 +261,12 @@ def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] =
     [
         ("", {}, ""),
         ("dtype", {}, "dtypes differ: fp32, fp32, bf16, fp32, fp32"),
-        ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: it must be [1, 3]"),
-        ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: it must be [1, 3]"),
-        ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: it must be [4, 3], like the sum"),
-        ("place", {}, "the sum and its norm are written to the same place"),
+        ("weight", {"weight": (4, 3)}, "the norm's weight has shape [4, 3]: it must be [1, 3]"),
+        ("weight", {"weight": (1, 2)}, "the norm's weight has shape [1, 2]: it must be [1, 3]"),
+        ("out", {"out": (2, 3)}, "the norm's out has shape [2, 3]: it must be [4, 3], the shape of the sum"),
+        ("place", {}, "out and the norm's out overlap"),
         ("input", {}, "is written, but a is an input"),
-        ("updates", {"accumulate": True}, "an accumulating sum cannot have a norm"),
+        ("updates", {"accumulate": True}, "an accumulating reduce cannot have a norm"),
     ],
 )  # fmt: skip
 def test_a_norm_must_fit_its_sum(change: str, options: dict[str, Any], fault: str) -> None:

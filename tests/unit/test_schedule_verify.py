@@ -93,7 +93,8 @@ def test_a_wait_in_front_of_its_own_set() -> None:
 def test_early_reuse() -> None:
     text = faults(without(push(), Wait, previous=True))
     assert re.search(
-        r"race on box@\d: the first step reads and the second writes there, a run early, and no signal orders them",
+        r"race on box@\d: the first step reads and the second writes the same elements, possibly a run early, and no "
+        r"signal orders them",
         text,
     )
     assert "lane out, step 1 of run 2: copy x[0:+4, 0:+8] -> box@" in text
@@ -103,7 +104,7 @@ def test_early_reuse() -> None:
 def test_a_missing_wait_is_a_race_and_not_a_read_of_nothing_as_well() -> None:
     text = faults(without(push(), Wait, signal="arrived"))
     assert re.search(
-        r"race on box@\d: the first step reads and the second writes there, and no signal orders them", text
+        r"race on box@\d: the first step reads and the second writes the same elements, and no signal orders them", text
     )
     assert "no step has written" not in text
 
@@ -113,7 +114,9 @@ def test_two_writers() -> None:
     assert text.startswith("schedule push has 1 fault:\n  rank 0, lane ")
     assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
     assert "lane more, step 1: copy x[0:+4, 0:+8] -> y[0:+4, 0:+8] by dma" in text
-    assert "race on y@0: the first step writes and the second writes there, and no signal orders them" in text
+    assert (
+        "race on y@0: the first step writes and the second writes the same elements, and no signal orders them" in text
+    )
 
 
 def test_neighbours_that_do_not_overlap_are_no_race() -> None:
@@ -167,8 +170,9 @@ def test_a_rank_that_is_two_runs_ahead() -> None:
     d.lane("compute").repeat("i", first, Wait("arrived", 0, 3)).compute("silu", y.part(), x.part())
     verify(d.schedule())
     d.lane("compute").repeat("i", first, Copy(box.part(), y.part()))
-    assert "race on box@0: the first step writes and the second reads there, and no signal orders them" in faults(
-        d.schedule()
+    assert (
+        "race on box@0: the first step writes and the second reads the same elements, and no signal orders them"
+        in faults(d.schedule())
     )
 
 
@@ -191,7 +195,7 @@ def test_adding_to_what_is_not_there() -> None:
             "y@1[0:+4, 0:+8] belongs to a peer, so y must be symmetric, but it is output",
         ),
         (Copy(X, replace(Y, buffer="z")), "buffer 'z' does not exist"),
-        (Copy(X, replace(BOX, rows=3)), "a copy of [4, 8] does not fit into [3, 8]"),
+        (Copy(X, replace(BOX, rows=3)), "src has shape [4, 8], but dst has [3, 8]"),
         (Copy(BOX, BOX), "box[0:+4, 0:+8] is written while the same step reads box[0:+4, 0:+8]"),
         (Set("arrived", 1), "index 1 is out of range: arrived has 1 signals"),
         (Set("arrived", 0, RANK + 1), "rank 2 does not exist"),
@@ -209,8 +213,8 @@ def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
 @pytest.mark.parametrize(
     ("op", "out", "inputs", "message"),
     [
-        ("matmul", "out", ("a", "a"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
-        ("matmul", "a", ("a", "b"), "[4, 8] x [8, 2] does not fit into [4, 8]"),
+        ("matmul", "out", ("a", "a"), "[4, 8] @ [4, 8] -> [4, 2] must have shapes [m, k] @ [k, n]"),
+        ("matmul", "a", ("a", "b"), "[4, 8] @ [8, 2] -> [4, 8] must have shapes [m, k] @ [k, n]"),
         ("matmul", "half", ("a", "b"), "dtypes differ: fp32, fp32, fp16"),
         ("add", "out", ("out", "a"), "shapes differ: [(4, 2), (4, 8), (4, 2)]"),
         (
@@ -219,8 +223,13 @@ def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
             ("square", "square"),
             "square[0:+4, 0:+4] is written while the same step reads square[0:+4, 0:+4]",
         ),
-        ("addmm", "out", ("a", "a", "out"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
-        ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: it must be [4, 2]"),
+        ("addmm", "out", ("a", "a", "out"), "[4, 8] @ [4, 8] -> [4, 2] must have shapes [m, k] @ [k, n]"),
+        (
+            "addmm",
+            "out",
+            ("a", "b", "square"),
+            "the third input of addmm has shape [4, 4]: it must have the shape of out, [4, 2]",
+        ),
         ("addmm", "out", ("a", "b", "half"), "dtypes differ: fp32, fp32, fp16, fp32"),
         ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while the same step reads out[0:+4, 0:+2]"),
     ],
@@ -261,7 +270,9 @@ def test_collectives_that_do_not_fit() -> None:
     d = Draft("gather", 2)
     x, y = d.buffer("x", RANK + 1, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
-    assert "the ranks contribute [1, 2] rows of 4 columns, but gather into [(4, 4), (4, 4)]" in faults(d.schedule())
+    assert "the ranks contribute [1, 2] rows of 4 columns, but the shapes of dst are [(4, 4), (4, 4)]" in faults(
+        d.schedule()
+    )
     d = Draft("gather", 2)
     x, y = d.buffer("x", 2, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
@@ -269,7 +280,7 @@ def test_collectives_that_do_not_fit() -> None:
     d.lane("compute").repeat("i", RANK, *d.schedule().lanes[0].steps)
     assert "only ranks [1] of 2 call this collective" in faults(d.schedule())
     step = Collective("all_gather", Region("box", 0, 2, 0, 8), replace(BOX, at=1 - RANK))
-    assert "a collective may only use buffers of the rank that calls it" in faults(with_steps(step))
+    assert "src and dst of a collective must be buffers of the rank that calls it" in faults(with_steps(step))
 
 
 def test_declarations() -> None:
@@ -278,10 +289,10 @@ def test_declarations() -> None:
     text = faults(replace(schedule, buffers=(*schedule.buffers, bad), lanes=schedule.lanes * 2))
     assert "2 buffers are named 'box'" in text
     assert "2 lanes are named 'out'" in text
-    assert "symmetric memory must have the same size on all ranks, but its rows are 4 - rank * 5" in faults(
+    assert "symmetric memory must have the same size on all ranks, but rows=4 - rank * 5" in faults(
         replace(schedule, buffers=(bad,))
     )
-    assert "has the sizes [(4, 8), (-1, 8)] on the ranks: sizes must not be negative" in faults(
+    assert "has shapes [(4, 8), (-1, 8)] on the ranks: sizes must not be negative" in faults(
         replace(schedule, buffers=(bad,))
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
@@ -346,8 +357,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     text = faults(polling(3))
     assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
     assert (
-        "it may never get a compute unit, because lanes that poll (to 0, to 1, to 2) for steps that need one may "
-        "occupy all 132" in text
+        "this step may never get a compute unit: kernels of other lanes (to 0, to 1, to 2) may occupy all 132 while they "
+        "poll" in text
     )
     verify(polling(2))
     verify(polling(3), compute_units=304)

@@ -348,7 +348,8 @@ def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int)
     d, x, y = draft(2)
     d.lane("compute").all_to_all(x.part(), y.part())
     with pytest.raises(
-        ScheduleError, match=rf"schedule odd has 1 fault:\n.*the ranks contribute \[{64 * world}, .*receive into \[\(2"
+        ScheduleError,
+        match=rf"schedule odd has 1 fault:\n.*the ranks contribute \[{64 * world}, .*the shapes of dst are \[\(2",
     ):
         simulate(d.schedule(), TOY)
     d, x, y = draft(2)

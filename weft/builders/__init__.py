@@ -1,6 +1,6 @@
-"""Builders: operators' problems, and the schedules for them, without torch.
+"""Problems (the sizes and options of an operator's call) and builders (functions that return schedules for a problem).
 
-A new operator needs one line here, the import of its problem. Builder files in this folder are found automatically.
+They do not import torch. To add an operator, import its problem here. Builder files in this folder are imported automatically.
 """
 
 import importlib
@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 __all__ += [problem.__name__ for problem in PROBLEMS.values()]
 
-# Importing a file registers its builders. Candidates with equal times keep this order: FiCCO's before all_gather_matmul's.
+# Importing a file registers its builders. `ficco` is first, because among candidates with equal times the first is
+# selected.
 for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name != "ficco"):
     importlib.import_module(f"{__name__}.{_file.name}")

@@ -1,28 +1,27 @@
-"""All-gather + GEMM, for shards of rows that are sent whole or in a few parts.
+"""All-gather + GEMM, for shards of rows that are sent whole or in a few chunks.
 
-    serial   no overlap: NCCL's all-gather, then cuBLAS's GEMM; the baseline for all others
-    gather   serial with an all-gather by puts: then one GEMM
-    shard    a rank computes on its own shard while the others' arrive, one whole shard (or `chunks` parts of it) at a time
+    serial   NCCL's all-gather, then cuBLAS's GEMM: the baseline
+    gather   every rank puts its shard into all peers' memory, then one GEMM
+    shard    a GEMM per shard, or per chunk of a shard, while later shards arrive. This rank's own shard is first
 
-`weft.builders.ficco` has schedules that cut shards finer.
+`weft.builders.ficco` has schedules that cut shards into smaller chunks.
 
-**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank
-puts its shard where the peers' GEMMs will read it, and sets one signal. This schedule wins under two conditions. A GEMM
-takes as long for half the rows, because most of its reads are weights. And NCCL's all-gather takes longer to start than
-to move the data.
+**gather.** Nothing overlaps, but the GEMM is not cut, and the gather has little overhead: every rank puts its shard where the
+peers' GEMMs read it, and sets one signal. It is the fastest schedule for small M. NCCL's all-gather then takes longer to start
+than to move the data, and cutting the GEMM does not help, because most of its time is spent reading the weights.
 
 **shard.**
 
-    to peers: wait until rank + i has read the previous run's rows; put the shard into its `box`; set `arrived` there
-    compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; set `credit` at their sender
+    to peers: for each peer: wait until it has read the shard of the previous run; put the shard into its `box`; set `arrived`
+    compute:  the rows of y from this rank's shard; then for each other shard: wait for `arrived`; its rows of y; set `credit`
 
-Shards are put, not fetched. A put starts from the caller's own tensor, so nothing is copied into symmetric memory
-first, and the owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no
-two ranks send to the same rank.
+Shards are sent by puts, not gets. A put reads the caller's tensor, so the shard is not first copied into symmetric memory, and no
+signal is needed to tell that it is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two ranks send
+to the same rank at once.
 
-If sending takes longer than the GEMM of this rank's own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
-that chunk should be small ("3:1"). But small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The
-first chunk need not be small, because a rank begins with its own rows.
+If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk is exposed. So the last chunk should be
+small, as in chunks="3:1". But GPUs are inefficient at small GEMMs, so the other chunks should be large, as in "2:1:1". The first
+chunk need not be small, because it arrives while the rank computes its own shard.
 
 Sources: torch's asynchronous tensor parallelism and distributed GEMM fetch shards this way; "Design Space Exploration of DMA
 based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based overlap.
@@ -52,10 +51,11 @@ def serial(p: AllGatherMatmul) -> Schedule:
 
 @builder(AllGatherMatmul, by=("kernel", "dma"))
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
-    """Put this rank's rows to all peers, then run one GEMM.
+    """Put this rank's shard into all peers' memory, then run one GEMM.
 
-    by kernel: everything on one lane. A run's first launch also signals that the box is free for the peers' rows. by dma: a lane
-    for each peer, so that the copies run concurrently; the box is free when the previous run has read its rows."""
+    by="kernel": all steps are on one lane. The first launch of a run also signals to the peers that this rank's box is free.
+    by="dma": the copies to the peers are on a lane each, so that they run concurrently. The box is free when the GEMM of the
+    previous run has read it."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")
@@ -69,7 +69,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
             sender = d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True)
             copy_rows(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
         copy_rows(compute, x.part(), box.part(own), "kernel")
-    else:  # one source after the other, to all peers and to this rank's own place: one launch for each source
+    else:  # x, then its scales: each is copied to all peers and to this rank's own box in one launch
         for to in peers:
             compute.set(credit, RANK, at=to)
         for to in peers:
@@ -95,16 +95,17 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
 def shard(
     p: AllGatherMatmul, *, chunks: Pieces, send: Literal["in_turn", "at_once"], by: Literal["dma", "kernel"]
 ) -> Schedule:
-    """Put shards to the peers, and multiply them as they arrive.
+    """Put this rank's shard into the peers' memory, and multiply their shards as they arrive.
 
-    chunks: parts of a shard with a signal each, a number or a proportion. send in_turn: to one peer after the other, fastest for
-    the first shard on a switch; at_once: over all links of a mesh."""
+    chunks: the chunks of a shard, as a number or a proportion. Each chunk has a signal.
+    send: "in_turn": to one peer after the other. On a switch, the first shard then arrives earliest. "at_once": to all peers
+    concurrently, which uses all links of a mesh."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1 and chunks != 1:
         raise NotApplicableError(
-            f"shards of {p.rows} rows differ in size, so they cannot be split into {chunks} chunks each: use chunks=1"
+            f"the ranks' shards have {p.rows} rows, but chunks={chunks} needs equal shards: use chunks=1"
         )
     if send == "at_once" and world == 2:
         raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")

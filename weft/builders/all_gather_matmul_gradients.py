@@ -1,13 +1,15 @@
-"""All gradients of an all-gather + GEMM: x is gathered again after the GEMMs of x's gradient, whose partial sums travel after
-the GEMMs of the weights' gradients.
+"""All gradients of all-gather + GEMM, with two overlapped exchanges.
+
+x is gathered again, for the weights' gradients, while x's gradient is computed. The partial sums of x's gradient are sent while
+the weights' gradients are computed.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
-    direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
-              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, this rank's own rows
-              come last, and their GEMM adds to the parts that have arrived, so that no reduction kernel is needed
+    direct    copy engines move the data of both exchanges. A rank computes its peers' rows of x's gradient, its own rows, and the
+              weights' gradients, in this order, and reduces the arrived parts at the end. With add=gemm, for one weight only,
+              its own rows are last, and their GEMM accumulates into the arrived parts in place of a reduction kernel
 
-The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further
-than into the ranks' rows. Sums are reduced as in a reduce-scatter (`weft.builders.partial_products`).
+Backward has two exchanges and twice the GEMMs of forward, so cutting GEMMs by rank is enough to hide the transfers. Parts are
+reduced as in a reduce-scatter (`weft.builders.partial_products`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Compute this rank's contribution to some rows of x's gradient. add: accumulate into `out`."""
+        """Append the GEMMs of this rank's contribution to x's gradient. rows: all if None. add: accumulate into `out`."""
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
             lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=add or i > 0)
         return lane
@@ -78,7 +80,7 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
     whole = d.buffer("whole", p.m, p.k, p.dtype, "symmetric")
     box = d.buffer("box", len(peers) * m, p.k, p.dtype, "symmetric")
     made = d.buffer("made", len(peers) * m, p.k, p.dtype, "scratch")
-    # The last signal of each is this rank's own: its shard, and room for it.
+    # The last signal of `arrived` and of `credit` is for this rank's own shard.
     arrived, credit = d.signals("arrived", world), d.signals("credit", world)
     computed, there = d.signals("computed", len(peers)), d.signals("there", len(peers))
     compute, sender = d.lane("compute"), d.lane("to peers", "copy")
@@ -97,7 +99,7 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
         compute.wait(arrived, i)
     o.multiply_weights(compute, whole.part())
     came = [box.part(rows=(i * m, m)) for i in range(len(peers))]
-    if add == "gemm" and world == 2:  # a copy engine moves the peer's part during the weights' gradients
+    if add == "gemm" and world == 2:  # a copy engine copies the peer's part while the weights' gradients are computed
         placed = d.signals("placed", 1)
         d.lane("to the sum", "copy").wait(there, 0).copy(came[0], o.grad_x.part()).set(placed, 0)
         compute.wait(placed, 0)

@@ -1,27 +1,27 @@
-"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there, with dynamic sizes.
+"""MoE dispatch + GEMM: tokens are sent to the ranks of their experts and multiplied there, with dynamic sizes.
 
-    splits   the number of tokens that this rank sends to each expert of all ranks; tokens are sorted by expert
-    counts   the splits of all ranks, [ranks, experts of all ranks]: each rank puts its own row into every rank's counts
-    inbox    a slot for each other rank, with room for the most tokens that it may send
+    tokens   this rank's tokens, sorted by expert
+    splits   the number of this rank's tokens for each expert of all ranks
+    counts   the splits of all ranks, [ranks, experts of all ranks]. Each rank puts its own row into every rank's counts
+    inbox    a slot for each other rank, as large as the most tokens that it may send
 
-    to peers: read counts; put the tokens for each peer into the slot there, in one piece; set `arrived` there
-    compute:  exchange splits; read counts; multiply this rank's own tokens, in place; then the others' as they arrive
+    to peers: read counts; put the tokens for each peer into a slot of its inbox; set `arrived` there
+    compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
 
-The GEMMs of many (source, expert) segments are one kernel. It stores rows where they belong in the result: by expert, and for one
-expert by source rank. So no tokens are sorted before or after, and only tokens that leave the rank are copied. Two orders let the
-first tokens be multiplied first:
+The GEMMs of all (source, expert) segments are one kernel. It stores rows where the result needs them: sorted by expert, then by
+source rank. So no tokens are sorted before or after the GEMMs, and only tokens for peers are copied. Two orders of computation
+overlap the exchange:
 
-    dispatch            source by source, this rank's own tokens first: while they are multiplied all others travel
-    dispatch_by_expert  expert by expert, a few at a time from all sources: every weight is read once
+    dispatch            source by source, the own tokens first. All other tokens travel while the own tokens are multiplied
+    dispatch_by_expert  expert by expert, a few experts at a time with the tokens of all sources. Every weight is read once
 
-Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they are
-computed; while the host waits it can enqueue nothing. If the result has exactly the rows that arrive (`exact`), the host reads
-the sizes in any case, but while the GEMMs run.
+Copies by kernel read their sizes on the device. Copy engines get them from the host, which has to wait for the splits and cannot
+enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the host must read the sizes in any
+case, but it does so while the GEMMs run.
 
-Blocks padded to a capacity would need no sizes either, but they are not a candidate. With room for every token that a rank
-may send to one peer, the blocks are larger by a factor of the number of ranks. With less room tokens are dropped, unlike in
-the other schedules. The benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the
-tokens that it sends, as `padded`.
+Padding to a capacity would make sizes static, but there is no such schedule. If a block had room for all tokens that a rank may
+send to one peer, padding would multiply the data by the number of ranks. With less room, tokens would be dropped. The benchmark of
+all_to_all_matmul measures padded blocks with NCCL (variant `padded`), with just enough room for the tokens that it sends.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
 before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
@@ -100,8 +100,7 @@ def dispatch(
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=("in_turn", "at_once"))
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: one launch when all tokens have
-    arrived."""
+    """Multiply expert by expert. chunks: the number of parts into which the experts are cut. With 1 nothing overlaps."""
     pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
@@ -114,12 +113,12 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
 
 class _Dispatch(Draft):
-    """A draft with the caller's tensors, and the sizes that follow from `counts`."""
+    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that `counts` determines."""
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
         super().__init__(name, p.world_size)
         self.p, self._all = p, p.world_size * p.experts
-        self._before: dict[Index, Index] = {}  # the first row in y of a local expert's tokens, by the expert
+        self._before: dict[Index, Index] = {}  # local expert -> the first row in y of its tokens
         flat = [n for of_rank in p.splits for n in of_rank]
         self.counts = self.buffer("counts", p.world_size, self._all, "int64", counts)
         self.holds(self.counts, [flat] * p.world_size)
@@ -144,12 +143,12 @@ class _Dispatch(Draft):
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
-        """Return the first row of a local expert's tokens among all tokens that `source` sends here."""
+        """Return the first row of a local expert's tokens within the tokens from `source`."""
         return total("counts", self._mine(source), self._mine(source) + expert)
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
         """Return the first row in y of a local expert's tokens from `source`."""
-        if (experts_before := self._before.get(expert)) is None:  # the same for all sources: a sum over all ranks
+        if (experts_before := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
             self._before[expert] = experts_before
         first = RANK * self.p.experts + expert
@@ -163,12 +162,12 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Copy the numbers of rows from each rank for each local expert to the caller's `received`."""
+        """Append a copy of the number of tokens from each rank for each local expert to the caller's `received`."""
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 
     def _of_all(self, number_of: Callable[[int], Index]) -> Index:
-        """Return the sum over all source ranks."""
+        """Return the sum of `number_of(source)` over all source ranks."""
         result: Index = 0
         for source in range(self.p.world_size):
             result = result + number_of(source)
@@ -179,14 +178,14 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return the element of counts where this rank's experts begin in the row of `source`."""
+        """Return the index in `counts`, row by row, of the tokens that `source` sends to this rank's first expert."""
         return source * self._all + RANK * self.p.experts
 
 
 class Sending(_Dispatch):
-    """A draft that exchanges sizes on the compute lane, and sends tokens into the peers' inboxes on other lanes.
+    """A draft that exchanges the splits on the compute lane, and puts tokens into the peers' inboxes on other lanes.
 
-    There is one lane for all peers, or a lane for each peer. Tokens go in `chunks` parts with a signal each."""
+    There is one lane for all peers, or a lane per peer. Tokens are sent in `chunks` parts, each with a signal."""
 
     def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:
         super().__init__(name, p, "symmetric")
@@ -226,9 +225,9 @@ class Sending(_Dispatch):
                 sender.set(self._taken, i)
 
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
-        """Send to every other rank the tokens for its experts `first` to `first + count - 1`.
+        """Append the puts of the tokens for experts first .. first + count - 1 of every other rank.
 
-        columns: only these columns of the tokens."""
+        columns: only these columns of the tokens. chunk: the index of the part, which selects its signal."""
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts
@@ -257,10 +256,10 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def done(self) -> Schedule:
-        """Release buffers for the next run, after all lanes have read counts.
+        """Append the release of the buffers for the next run. Return the schedule.
 
-        A peer that receives tokens knows only that their lane had read counts, and nothing about other lanes. Tokens for the
-        caller (`return_x`) are copied after all GEMMs, because by then the host knows the sizes that it reads meanwhile."""
+        `counts` is released only when all lanes have read it, because a peer that has received tokens knows only that one lane
+        has. The received tokens (`return_x`) are copied after all GEMMs: by then the host has read the sizes (by="meanwhile")."""
         if self.x:
             for distance in range(self.world_size):
                 source = peer(self.world_size, -distance) if distance else RANK
@@ -275,7 +274,7 @@ class Sending(_Dispatch):
         return self.schedule()
 
     def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:
-        if (known := self._segments.get((distance, expert))) is None:  # the same for all pieces of columns
+        if (known := self._segments.get((distance, expert))) is None:  # shared by pieces of columns
             source = peer(self.world_size, -distance) if distance else RANK
             rows, first = self.rows(source, expert), self.first_of_block(source, expert)
             known = self._segments[distance, expert] = first, rows, self.first_of_result(source, expert)
@@ -283,15 +282,15 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region that holds `rows` tokens from one source rank, starting with its token `first`.
+        """Return the region with `rows` tokens from one source rank, from its token `first` on.
 
-        distance: the source rank, as the number of places before this rank; 0 is this rank."""
+        distance: how many places the source rank is before this rank in the ring; 0 is this rank."""
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Return the first row in x of the tokens from `source`. Tokens are in the order of source ranks."""
+        """Return the first row in x of the tokens from `source`. x is sorted by source rank."""
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)

@@ -1,4 +1,4 @@
-"""A candidate: a named way to run an operator. Builders make candidates; problems and the planner select among them."""
+"""A candidate: a builder with values for its parameters. The planner selects one of a problem's candidates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from weft.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A builder with its parameters; parameters with default values are omitted."""
+    """A builder with values for its parameters.
+
+    builder: its name. parameters: (name, value) of the parameters that differ from the builder's defaults. build: returns the
+    schedule."""
 
     builder: str
     parameters: tuple[tuple[str, Any], ...]
@@ -19,7 +22,7 @@ class Candidate:
 
     @property
     def pieces_grow(self) -> bool:
-        """True if it cuts each shard into as many pieces as there are ranks: a rank sends W (W - 1) of them."""
+        """True if the schedule cuts each shard into W pieces for W ranks, so that each rank sends W (W - 1) pieces."""
         return ("steps", 0) in self.parameters
 
     @property

@@ -1,19 +1,21 @@
-"""Slices: one persistent kernel pools and sends, a slice of at most `slice_size` pooled vectors of one sample at a time.
+"""Embedding pooling + all-to-all: one persistent kernel pools vectors and sends them, slice by slice.
 
-    direct   a slice is stored into the output of the rank that owns its sample; one signal to all peers at the end
-    put      a slice is pooled into memory of its own, leaves as one copy, and increments its reader's counter
-    serial   no overlap: everything is pooled, then NCCL's all-to-all, then columns are put in order
+A slice is at most `slice_size` pooled vectors of adjacent tables for one sample.
 
-No rank stores into a peer that has not begun its run, because the peer's last result may still be read: `ready`. In order
-"remote_first" a rank begins with the next rank's samples, continues around the ring, and ends with its own samples;
-"natural" is the order of the batch.
+    direct   the kernel stores each slice into the output of the rank that owns the sample, and signals all peers at the end
+    put      the kernel pools each slice into a staging area, sends it as one copy, and increments a counter of the receiver
+    serial   no overlap: pool everything, NCCL's all-to-all, permute the columns
 
-A slice is one sample's vectors of adjacent tables, by one program. The paper's slice is one table's vectors of several samples,
-by several work-groups; the last of them to finish, by a bitmask, sends it. This schedule cannot express such slices.
+A rank does not store into a peer's output before the peer has begun its run (signal `ready`), because the caller may still read
+the peer's previous result. With order="remote_first" a rank pools the samples of the next rank first, then continues around the
+ring; its own samples are last. "natural" is the order of the batch.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices,
-different from these as explained above; flags; remote samples first). "Accelerating Multi-GPU Embedding Retrieval with
-PGAS-Style Communication for Deep Learning Recommendation Systems", III-B (stores by the kernel that pools).
+One program pools a slice. In the paper a slice has vectors of one table for several samples, which several work-groups pool; the
+last of them to finish, found by a bitmask, sends the slice. These schedules cannot express such slices.
+
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (other slices, flags,
+remote samples first). "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
+Systems", III-B (stores by the pooling kernel).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Local slots `first` to `end` of a sample; they cover `width` columns from `column` on."""
+    """A slice of a sample: the rank's slots [first, end), which are columns [column, column + width) of the output."""
 
     first: int
     end: int
@@ -44,7 +46,7 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """Return the slices of one sample: runs of at most `slice_size` adjacent slots. slots: (column, dim)."""
+    """Return the slices of one sample. slots: (first column, columns) of each of the rank's tables."""
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
         last = units[-1] if units else None
@@ -56,10 +58,10 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
 
 
 def usual_slice_size(p: EmbeddingAllToAll) -> int:
-    """Return the default number of vectors per slice: about 2 KiB of them, 4 to 32.
+    """Return the default number of vectors per slice: about 2 KiB, but at least 4 and at most 32 vectors.
 
-    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json). On CPUs longer
-    slices leave room for fewer samples in the staging area, so tables are visited again more often.
+    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json). On CPUs a longer slice
+    leaves room for fewer samples in the staging area, so each table is visited more often.
     """
     mean_dim = p.columns / sum(map(len, p.slots))
     return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
@@ -91,7 +93,7 @@ def serial(p: EmbeddingAllToAll) -> Schedule:
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """Store slices into the outputs of peers. slice_size: by default `usual_slice_size`."""
+    """Store slices in the outputs of peers. slice_size: in vectors; default: `usual_slice_size`."""
     d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
     kernel = PooledSlices("direct", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
@@ -110,8 +112,9 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """Stage slices and copy them to peers. The schedule has a staging place for each slice; a kernel needs one for each
-    concurrent tile."""
+    """Stage slices and copy them to peers.
+
+    The schedule has a staging area for each slice. The kernel needs an area only for each concurrent slice."""
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
@@ -126,7 +129,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
             staged.part(rows=(first + d.sample, 1), cols=cols),
         )
         sending = d.pool(first, stage), Copy(stage, place, "kernel"), Set(arrived.name, RANK, to)
-        for body, is_own in ((sending, False), ((d.pool(first, place),), True)):  # own samples are pooled in place
+        for body, is_own in ((sending, False), ((d.pool(first, place),), True)):  # own samples need no staging
             if isinstance(to, int):
                 lane.tiles(kernel, _TILE, d.extent(batch) * d.at_ranks(to, is_own), *body)
             elif is_own == (to is RANK):
@@ -136,14 +139,14 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
         counts = tuple(d.counts[rank - distance] * batch for rank, batch in enumerate(p.batch_sizes))
         if min(counts) > 0:
             lane.wait(arrived, source, lookup(counts, RANK))
-        else:  # some ranks wait for no sets
+        else:  # ranks without samples get no sets, and do not wait
             some = lookup(tuple(int(count > 0) for count in counts), RANK)
             lane.repeat("once", some, Wait(arrived.name, source, lookup(counts, RANK)))
     return d.schedule()
 
 
 class _Slices(Draft):
-    """A draft with the caller's tensors, and the sample, slots and columns of tile `t` of a kernel."""
+    """A draft with a buffer for each tensor of the caller, and expressions for the sample, slots and columns of tile `t`."""
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
         super().__init__(name, p.world_size)
@@ -165,11 +168,11 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return `numbers[rank][unit]` for the tile's unit."""
+        """Return the expression for `numbers[rank][unit]`, with this rank and the slice of tile `t`."""
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """Return the step that pools the tile's bags, of the samples from `first` on, into `out`."""
+        """Return the step that pools the bags of tile `t` into `out`. first: the sample of tile 0."""
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(
             "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
@@ -188,7 +191,7 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Signal the ranks that wait for it that they may write this rank's output. Return the lane."""
+        """Signal to the ranks that will write this rank's output that they may begin. Return the lane."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
@@ -199,11 +202,11 @@ class _Slices(Draft):
             self.lane("pool").wait(ready, rank)
 
     def at_ranks(self, rank: int, own: bool) -> Index:
-        """Return 1 at `rank` and 0 elsewhere; with own=False the reverse."""
+        """Return an expression that is 1 on `rank` and 0 on other ranks; with own=False the reverse."""
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the mean rows read over the unit's columns; at least 1, since empty regions are dropped."""
+        """Return the mean number of rows per bag, weighted by columns; at least 1, because empty regions are dropped."""
         if not self.p.rows_read:
             return 1
         slots = zip(self.p.slots[rank], self.p.rows_read[rank], strict=True)
@@ -212,7 +215,7 @@ class _Slices(Draft):
 
 
 def _formula(numbers: list[list[int]], rank: Index, unit: Index) -> Index:
-    """Return `numbers[rank][unit]`: as a linear formula if they follow one, else from a table."""
+    """Return the expression for `numbers[rank][unit]`: a linear formula if it fits all numbers, otherwise a table."""
     counts = {len(of_rank) for of_rank in numbers}
     flat = tuple(n for of_rank in numbers for n in of_rank)
     if len(counts) == 1 and flat:

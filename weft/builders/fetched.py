@@ -1,14 +1,14 @@
-"""Chunks in symmetric memory that all ranks fetch into their results: an all-gather after any producer.
+"""An all-gather by gets: each rank computes chunks in symmetric memory, and all ranks copy them into their results.
 
-Results are ordinary memory, into which peers cannot write. If a producer sent its chunks, they would arrive in symmetric
-memory and need a second copy. So the producer only signals that a chunk is ready, and every rank copies it into its result:
-each byte is copied once. A rank's own chunks are ready first and are copied first. Then it copies the chunks of the rank
-before it, and so on, so that no two ranks fetch from the same rank. A copy of own rows takes a quarter of the time of the same
-rows over NVLink. With `apart`, another copy engine copies them, concurrently with the other copies.
+The result is ordinary memory, into which peers cannot write. With puts, chunks would arrive in symmetric memory and need a second
+copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once. A rank copies its own chunks
+first, because they are ready first. Then it copies the chunks of the rank before it, and so on around the ring, so that no two
+ranks read from the same rank at once. Copying own rows takes a quarter of the time of copying rows over NVLink; with `apart`,
+another copy engine does it concurrently.
 
-A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for
-this signal before they write there in the next run, even if other signals would order these accesses. A run of other
-sizes may place its chunks differently in the same memory.
+A rank that has copied all chunks signals all others that it no longer reads their symmetric memory. They wait for this signal
+before they write there in the next run, even if other signals already order these accesses. The reason is that the next run
+may have other sizes, with which a chunk is at another place in the same memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Region, Set, Signals
 
 ChunkRegion: TypeAlias = Callable[[Index, int], Region]
-"""The region of a chunk, from (rank, number of the chunk)."""
+"""A function (rank, index of a chunk) -> region of the chunk."""
 
 
 class Fetched:
-    """The fetching side of an all-gather.
+    """The signals and the copies of an all-gather by gets.
 
-    signals: one for each chunk of each source. Sources are the ranks before this one, the nearest first, then this rank.
+    signals: "chunk ready", for each chunk of each source. The sources are the rank before this one, the rank before that, and so
+    on; this rank is last.
     """
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
@@ -38,11 +39,11 @@ class Fetched:
         self.signals, self._credit = d.signals("ready", world_size * chunks), d.signals("credit", world_size - 1)
 
     def told(self, chunk: Index) -> list[Set]:
-        """Return the steps that signal to all ranks that this rank's chunk is ready."""
+        """Return the sets that signal to all ranks, including this one, that this rank's chunk `chunk` is ready."""
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
-        """Wait until the `number`-th peer has finished the previous run."""
+        """Append a wait until peer `peers[number]` has copied all chunks of the previous run."""
         lane.wait(self._credit, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:
@@ -53,11 +54,13 @@ class Fetched:
         self, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"], counts: Sequence[int] = (),
         complete: Signals | None = None, apart: bool = False,
     ) -> None:  # fmt: skip
-        """Fetch all chunks on a lane of its own.
+        """Append a lane that copies all chunks of all ranks.
 
-        counts: the number of sets that each chunk waits for; default: 1. complete: set when all ranks' chunks of a number
-            have been fetched.
-        apart: copy this rank's own chunks on a second lane; not with `complete`."""
+        Args:
+            source, target: the regions from which and into which a chunk is copied.
+            counts: for each chunk, the number of sets to wait for before copying it. Default: 1.
+            complete: `complete[c]` is set when chunk c of every rank has been copied.
+            apart: copy this rank's own chunks on a second lane. It cannot be combined with `complete`."""
         assert not (apart and complete)
         own_rows = self.d.lane("own rows", "copy") if apart else None
         lane, own = self.d.lane("from peers", "copy"), len(self.sources)

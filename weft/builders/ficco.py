@@ -1,23 +1,24 @@
-"""FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks from all peers.
+"""FiCCO for all-gather + GEMM: each step sends one chunk of a shard to all peers at once, and multiplies the chunks of all peers.
 
-A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that
-on a full mesh all links are busy. It computes on the chunks of that step. Three choices make eight schedules:
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s into all peers' memory, on one lane per peer, so that
+all links of a full mesh are busy. It then multiplies the chunks s of all ranks. Three choices make eight schedules:
 
-    1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
-    uniform | hetero a step holds this rank's own chunk too; or this rank's own shard is computed whole, first, before any chunk
-    arrives
-    fused | unfused   one GEMM a step over the chunks of all ranks, or one for each rank
+    1D | 2D           chunks are rows of the shard, or columns. With columns, steps accumulate: y += x[:, chunk] @ w[chunk, :]
+    uniform | hetero  each step includes this rank's own chunk; or the rank's own shard is multiplied as a whole before the first
+                      step, while chunks are travelling
+    fused | unfused   each step has one GEMM for the chunks of all ranks, or one GEMM per rank
 
-Chunks are received where the GEMM of their step reads them, so only this rank's own chunk of a uniform fused step is gathered. The
-paper gathers all chunks of such a step, concurrently with communication and GEMMs. It therefore assigns uniform schedules a
-higher contention loss (V-B), which does not occur here.
+Chunks arrive where the GEMM of their step reads them. Only the own chunk of a uniform fused step has to be copied there. The
+paper copies all chunks of such a step, concurrently with communication and GEMMs, and therefore assigns uniform schedules a
+higher contention loss (V-B). That loss does not occur here.
 
-The rows of a fused GEMM are adjacent in y only in uniform 2D. Elsewhere they are scattered from scratch memory. Each step of a 2D
-schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
+The output rows of a fused GEMM are contiguous in y only in uniform 2D schedules. In the others, a kernel copies them from scratch
+memory into y. Each step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps reduce accuracy. Scaled GEMMs
+have 1D schedules only.
 
-The chunks of a step may also arrive by one NCCL all-gather (the paper's variant by RCCL). It needs contiguous input, so
-columns are packed first. Its output has the order of ranks and includes this rank's own chunk. A hetero start has computed this
-rank's own chunk already, so a fused GEMM becomes two GEMMs: for the ranks before this rank, and for the ranks after it.
+In the `_collective` builders, one NCCL all-gather per step moves the chunks, like the paper's variant with RCCL. It needs
+contiguous input, so columns are packed first. Its output is in rank order and includes this rank's own chunk. A hetero schedule
+has multiplied this chunk before, so its fused GEMM becomes two: one for the lower ranks, and one for the higher ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
@@ -43,11 +44,12 @@ _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "ker
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """Cut shards by rows. steps: number of chunks of a shard; 0: the number of ranks."""
+    """Cut shards by rows. steps: the number of chunks of a shard; 0: the number of ranks. by: the kind of copy."""
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # In a step's rows of the box, chunks lie in ring order, starting with the rank before the reader, its own chunk last.
+    # The box has the chunks of a step in ring order: first that of the rank before this one, last this rank's own
+    # chunk.
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
@@ -79,11 +81,13 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """Cut shards by columns. steps: number of chunks of a shard; 0: the number of ranks. A chunk is one two-dimensional copy."""
+    """Cut shards by columns. steps: the number of chunks of a shard; 0: the number of ranks. Each chunk is one 2D copy."""
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # uniform: rows as in y. hetero: in ring order, starting with the rank before the reader, so that the others' rows are adjacent.
+    # uniform: the box has the rows in the order of y. hetero: it has only peers' rows, contiguous, in ring order from
+    # the rank
+    # before this one.
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
@@ -172,12 +176,12 @@ def ficco_2d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps
 
 
 def _sources(world: int, start: Start) -> list[Index]:
-    """Return the ranks whose chunks of a step are computed after the gather."""
+    """Return the ranks whose chunks each step multiplies: all, or with a hetero start the peers."""
     return list(range(world)) if start == "uniform" else [peer(world, -distance) for distance in range(1, world)]
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, number of rows) for each GEMM. The chunks of all ranks, `rows` rows each, are stored in rank order."""
+    """Return (first row, rows) of each GEMM of a step. Its input has the chunks of all ranks in rank order, `rows` rows each."""
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
     if start == "uniform":
@@ -204,12 +208,12 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """Return (arrived, credit)."""
+    """Declare the signals (arrived, credit): a chunk has arrived; a peer's box is free."""
     return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 
 
 def _senders(d: Draft, world: int, credit: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
-    """Yield (lane, distance, rank) of every peer; the lane has waited for the peer's buffer."""
+    """Yield (lane for copies to the peer, distance, rank) for each peer. The lane already waits until the peer's box is free."""
     for distance in range(1, world):
         to = peer(world, distance)
         yield d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True), distance, to

@@ -1,22 +1,22 @@
-"""FiCCO before experts: tokens go to all ranks at once, in pieces, and each step multiplies the pieces from all ranks.
+"""FiCCO for MoE dispatch + GEMM: tokens are sent in pieces to all ranks at once; each step multiplies one piece from every rank.
 
     to +i    in step s: piece s of the tokens for the experts of rank + i
-    compute  hetero: this rank's own tokens, whole, first; then in step s the tokens of piece s
+    compute  hetero: first all of this rank's own tokens; then in step s the tokens of piece s
 
-Tokens are sorted by expert, so a source's tokens for some of a rank's experts lie together. Only the run knows their number: a
-sum over `counts` (`weft.builders.all_to_all_matmul`). GEMMs read tokens where they arrived, and store rows into the result: no step
-gathers or scatters. So uniform, fused and 1D is `dispatch_by_expert` over all links at once. Three choices make eight
-schedules:
+Tokens are sorted by expert, so the tokens from one rank for adjacent experts are contiguous. Their number is known only at run
+time, as a sum over `counts` (`weft.builders.all_to_all_matmul`). GEMMs read tokens where they arrived and store rows in the
+result, so no step gathers or scatters. The schedule uniform + fused + 1D is therefore the same as `dispatch_by_expert` with
+send=at_once. Three choices make eight schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
                       y += x[:, piece] @ w[piece])
-    uniform | hetero a step holds this rank's own tokens of its piece too; or this rank's own tokens are multiplied whole, before
-                      any piece arrives
-    fused | unfused   one launch a step for the tokens of all sources, or one for each source
+    uniform | hetero  each step includes a piece of this rank's own tokens; or all own tokens are multiplied before the first
+                      step, while pieces are travelling
+    fused | unfused   each step has one launch for the tokens of all source ranks, or one launch per source rank
 
-Pieces are nearly equal. Rows of one expert are not cut, so in 1D there cannot be more steps than a rank has experts. If possible,
-columns are cut at multiples of 16 bytes, which tensor maps need. Each step of a 2D schedule reads y, and rounds it to its dtype:
-with 16 bits, more steps cost accuracy.
+Pieces are nearly equal. The rows of one expert are not cut, so a 1D schedule has at most as many steps as a rank has experts. If
+possible, columns are cut at multiples of 16 bytes, which tensor maps require. Each step of a 2D schedule rounds y to its dtype, so
+with 16-bit dtypes more steps reduce accuracy.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-B2 (expert parallelism), V-A and
 figure 11.
@@ -36,14 +36,16 @@ from weft.schedule.steps import ITEM_BYTES, CopyBy
 Start = Literal["uniform", "hetero"]
 Gemms = Literal["fused", "unfused"]
 Piece: TypeAlias = tuple[int, int, Columns]
-"""(first expert, number of experts of a rank, columns of their tokens)."""
+"""(first local expert, number of local experts, (first, count) of the tokens' columns)"""
 _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "kernel")
 _ALIGNED_BYTES = 16
 
 
 @builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
 def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
-    """Cut tokens by expert. steps: pieces of a rank's experts; 0: the number of ranks, which the planner tries. Other
+    """Cut tokens by expert.
+
+    steps: the number of pieces into which a rank's experts are cut; 0: the number of ranks. The planner tries only 0. Other
     numbers can be pinned."""
     _require_peers(p)
     pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
@@ -54,7 +56,9 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
 
 @builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
 def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
-    """Cut tokens by columns. steps: pieces; 0: the number of ranks. By dma a piece is one two-dimensional copy to each rank."""
+    """Cut tokens by columns.
+
+    steps: the number of pieces; 0: the number of ranks. With by=dma a piece is one two-dimensional copy to each rank."""
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
     unit = unit if p.k % unit == 0 and p.k >= steps * unit else 1
@@ -69,7 +73,7 @@ def _require_peers(p: AllToAllMatmul) -> None:
 
 def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: CopyBy, pieces: list[Piece]) -> Schedule:
     uniform, fused, others = start == "uniform", gemms == "fused", list(range(1, p.world_size))
-    one = not uniform and len(others) == 1  # one peer's tokens are one launch either way
+    one = not uniform and len(others) == 1  # with a single peer, fused and unfused are the same
     send: Literal["in_turn", "at_once"] = "at_once" if len(others) > 1 else "in_turn"
     d = Sending(f"{start}-{'fused' if one else gemms}-{cuts}", p, by, send, len(pieces))
     for s, piece in enumerate(pieces):

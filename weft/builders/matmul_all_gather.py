@@ -1,18 +1,15 @@
-"""GEMM + all-gather: finished rows of a GEMM travel to all ranks while it computes others.
+"""GEMM + all-gather: finished rows of a GEMM are copied to all ranks while the GEMM computes other rows.
 
-    serial    cuBLAS's GEMM, then NCCL's all-gather; joined columns need one more copy, which puts them side by side
-    direct    a GEMM for each chunk of rows, which all ranks then fetch
-    tracked one kernel for all rows: when all tiles of a chunk have signaled, all ranks fetch the chunk while the kernel
-    continues
+    serial    cuBLAS's GEMM, then NCCL's all-gather, and a copy if columns are concatenated
+    direct    a GEMM for each chunk of rows; all ranks copy a chunk when its GEMM has ended
+    tracked   one kernel for all rows; all ranks copy a chunk when all its tiles are stored, while the kernel continues
 
-Products are in symmetric memory. Every rank, including the producer, copies them into its result
-(`weft.builders.fetched`): rows below each other, or columns side by side, by the same copies. All ranks get the same bits.
+Each rank's product is in symmetric memory. Every rank, including the producer, copies it into its result
+(`weft.builders.fetched`). Concatenating rows or columns takes the same copies. All ranks get the same bits. The GEMM does not
+store into peers' memory as in T3, because a GEMM has one destination and a product has one per rank.
 
-A GEMM that stores into a peer's memory, as in T3, does not help here: it has one destination, and a product goes to
-all ranks.
-
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is a
-reduce-scatter's configuration without updates.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather has
+the configuration of a reduce-scatter, without updates.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from weft.schedule.steps import Compute, Copy, Region
 
 
 class _Product:
-    """The caller's tensors in a draft of `p`."""
+    """A draft for problem `p`, with a buffer for each tensor of the caller."""
 
     def __init__(self, name: str, p: MatmulAllGather) -> None:
         self.d, self.p = Draft(name, p.world_size), p
@@ -42,7 +39,7 @@ class _Product:
         self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
 
     def place(self, owner: Index, chunk: Chunk) -> Region:
-        """Return the region of a chunk of `owner`'s product in the result."""
+        """Return the region of the result that a chunk of rows of rank `owner`'s product is copied to."""
         first, count = chunk
         if self.p.columns:
             return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))
@@ -69,7 +66,7 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Product):
-    """The operands of a schedule that overlaps. made: this rank's product, which all ranks fetch."""
+    """A draft of an overlapped schedule. made: the symmetric buffer for this rank's product, which all ranks copy."""
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
         if p.world_size == 1:
@@ -95,7 +92,7 @@ class _Sent(_Product):
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Run a GEMM for each chunk. by: the kind of copy that fetches chunks."""
+    """Run a GEMM for each chunk. by: copy the chunks with copy engines ("dma") or kernels."""
     o, pieces = _Sent("direct", p, chunks), split(p.m, chunks, what="rows of a product")
     for c, rows in enumerate(pieces):
         o.compute.matmul(o.made.part(rows=rows), o.x.part(rows=rows), o.w.part())
@@ -105,7 +102,7 @@ def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> 
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8))
 def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
-    """Run one tracked GEMM; copy engines fetch a chunk when all its tiles have signaled."""
+    """Run one tracked GEMM. Copy engines copy a chunk when all its tiles are stored."""
     o, tiles = _Sent("tracked", p, chunks), TrackedTiles(p.m, p.n, chunks)
     product = Compute(
         "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))

@@ -1,24 +1,23 @@
-"""Both gradients of a GEMM + all-gather: pieces of the result's gradient are reduced and multiplied while others travel.
+"""Both gradients of GEMM + all-gather: a reduce-scatter of the result's gradient, overlapped with the GEMMs that use its output.
 
-    serial    a copy that puts joined columns below each other, NCCL's reduce-scatter, then both GEMMs
-    direct    copy engines send each rank's part, piece by piece, into slots of that rank, which reduces and multiplies
+    serial    if columns were concatenated, a copy that stacks them along rows; NCCL's reduce-scatter; then both GEMMs
+    direct    copy engines send each rank's part, chunk by chunk, into slots on that rank, which reduces and multiplies it
 
-This rank's part of the sum, `own`, is cut by rows: a chunk of x's gradient needs only its own rows. The weight's gradient
-needs all rows. Accumulating it chunk by chunk would round it at every chunk. So it is one GEMM, after all of `own` is
-complete. A chunk travels after the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is
-followed by its rows of x's gradient and by the weight's gradient, with no transfers left to hide.
+`own` is this rank's part of the reduced gradient. It is cut by rows, because rows of x's gradient need only the same rows of
+`own`. The weight's gradient needs all rows. Accumulating it chunk by chunk would round it after every chunk, so it is one GEMM,
+which starts when all of `own` is complete. While a chunk travels, the GEMMs of the previous chunks run. The transfer of the first
+chunk is exposed. After the last chunk, its rows of x's gradient and the weight's gradient run without any transfer to hide.
 
-If sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of
-columns has arrived, all its rows have arrived, and these columns of the weight's gradient need no other columns. So that
-GEMM, too, runs while blocks travel, and each element is still computed once. The last rows of x's gradient are computed at
-the end.
+If sending takes longer than a GEMM, as with many ranks, last=columns cuts the last chunk by columns. A block of columns of the
+weight's gradient needs only the same columns of `own`. So it is computed when this block has arrived, while later blocks travel,
+and each element is still computed once. The last rows of x's gradient are computed at the end.
 
-Joined columns are sent without a copy in between. They are reduced in fp32, this rank's own part first, then in ring order,
-starting with the rank before the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled
-that it has read all chunks of it, since a run of other sizes may place its chunks differently.
+Concatenated columns are sent without an intermediate copy. Parts are reduced in fp32 and rounded once: this rank's own part
+first, then the others in ring order, starting with the rank before this one. A slot is reused only after its reader has signaled
+that it has read all its chunks, because the next run may have other sizes and other chunks.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter),
-before its consumer instead of after its producer.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter).
+There the reduce-scatter follows its producer; here it precedes its consumer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from weft.schedule.steps import Copy, Region
 
 
 class _ProductGradients:
-    """The caller's tensors in a draft of `p`."""
+    """A draft for problem `p`, with a buffer for each tensor of the caller."""
 
     def __init__(self, name: str, p: MatmulAllGatherGradients) -> None:
         self.d, self.p = Draft(name, p.world_size), p
@@ -48,7 +47,7 @@ class _ProductGradients:
         self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
 
     def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
-        """Return these rows and columns of the gradient of `owner`'s product."""
+        """Return a part of the result's gradient: `rows` and `cols` of the block that belongs to rank `owner`'s product."""
         if self.p.columns:
             return self.g.part(rows=rows, cols=(owner * self.p.n + cols[0], cols[1]))
         return self.g.part(rows=(owner * self.p.m + rows[0], rows[1]), cols=cols)
@@ -72,8 +71,9 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 
 @builder(MatmulAllGatherGradients, chunks=(1, 2, 4, 8), last=("rows", "columns"))
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
-    """Reduce and multiply chunk by chunk. chunks: the number of chunks of rows. last=columns: cut the last chunk into `chunks`
-    blocks of columns."""
+    """Reduce and multiply chunk by chunk.
+
+    chunks: the number of chunks of rows. last: "columns" cuts the last chunk into `chunks` blocks of columns; "rows" does not."""
     if p.world_size == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:

@@ -1,21 +1,21 @@
-"""GEMM + all-reduce: the sum of all ranks' products on every rank. The schedules differ in which rows they reduce during the
-GEMM.
+"""GEMM + all-reduce: the sum of all ranks' products on every rank.
 
     serial     cuBLAS's GEMM, then NCCL's all-reduce, in place
-    one_shot   every rank gets the whole products of all others and reduces them: one transfer between ranks, for small M
-    two_shot   a direct reduce-scatter, chunk by chunk, then an all-gather: peers fetch a reduced chunk while its owner reduces the
-               next ones
-    chunked    a GEMM for each chunk of all rows; all ranks reduce parts of a chunk and fetch them while later chunks are computed
-    tracked    as two_shot, with one kernel for all rows, whose finished tiles trigger the sending of their chunks
+    one_shot   every rank receives the products of all others and reduces them itself. One exchange; for small M
+    two_shot   a direct reduce-scatter, then an all-gather, both in chunks. Peers copy a reduced chunk while its owner reduces the
+               next chunks
+    chunked    a GEMM for each chunk of all rows. Every rank reduces a part of each chunk, and the others copy it, while later
+               chunks are computed
+    tracked    like two_shot, with one GEMM kernel for all rows. A chunk is sent when all its tiles are stored
     collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. It needs no mapped memory:
-               for ranks on several hosts
+                for ranks on several hosts
 
-The rank that reduces a row also adds the bias or residual, before it rounds the row and sends it to the others. Every rank
-computes the RMSNorm for itself. If the reducing kernel has all rows, it also computes the norm. If sums are fetched, the
-norm runs after the GEMMs, chunk by chunk while later chunks arrive.
+The rank that reduces a row also adds the bias and the residual, before it rounds the row. Every rank computes the RMSNorm itself.
+In one_shot the reducing kernel also computes the norm. In schedules that copy sums, the norm runs after the GEMMs, chunk by chunk,
+while later chunks arrive.
 
-All ranks get the same bits. In one_shot each rank reduces in the order of ranks, its own product rounded like the others. In the
-other schedules a row's owner reduces it (`weft.builders.partial_products`), and the others copy the result
+All ranks get the same bits. In one_shot each rank reduces in rank order, with its own product rounded like the others. In the
+other schedules the owner of a row reduces it (`weft.builders.partial_products`), and the others copy the result
 (`weft.builders.fetched`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as
@@ -38,11 +38,11 @@ from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES, Buffer, Norm, Region
 
-_MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank; for larger products two_shot sends far less
+_MOST_SLOTS = 256 << 20  # the largest symmetric memory of one_shot on each rank, in bytes; two_shot needs far less
 
 
 class _Result:
-    """The result y and, if requested, its RMSNorm with the norm's weight."""
+    """The buffer of the result y and, if the problem has a norm, the buffers of the norm and its weight."""
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce) -> None:
         self.d, self._eps = o.d, p.eps
@@ -52,7 +52,7 @@ class _Result:
         self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
 
     def norm(self, part: Region) -> Norm | None:
-        """Return the norm of a part of y, or None if the problem has no norm."""
+        """Return the norm of region `part` of y; None if the problem has no norm."""
         if self._eps is None:
             return None
         return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
@@ -61,9 +61,9 @@ class _Result:
         self, fetched: Fetched, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"],
         pieces: Callable[[int], list[Region]],
     ) -> Schedule:  # fmt: skip
-        """Fetch all ranks' sums into y, and norm each chunk when it is complete.
+        """Copy all ranks' sums into y, and compute the norm of each chunk when it is complete.
 
-        pieces: maps a chunk's number to the regions of y that the chunk covers, as few as possible."""
+        pieces: a function that returns the regions of y that chunk c covers, as few as possible."""
         if self._eps is None:
             fetched.fetch(source, target, by)
             return self.d.schedule()
@@ -93,15 +93,15 @@ def serial(p: MatmulAllReduce) -> Schedule:
 
 @builder(MatmulAllReduce, by=("dma", "kernel", "load"))
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
-    """Put each rank's product into a slot of each peer (dma, kernel), or read the peers' products in place (load).
+    """Put each rank's product into a slot on each peer (dma, kernel), or read the peers' products in place (load).
 
-    by kernel: one launch does all puts, and also signals that the slots of the last run have been read. GEMMs do not store into
-    slots: a GEMM has one destination, and a rank needs its own product too."""
+    by="kernel": one launch does all puts, and first signals that this rank's slots are free. GEMMs do not store in peers'
+    slots, because a GEMM has one destination and its product has one per rank."""
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size
     if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
         raise NotApplicableError(
-            f"it needs memory for {slots} whole products, which is more than {_MOST_SLOTS >> 20} MiB: use two_shot"
+            f"it needs symmetric memory for {slots} whole products, which is more than {_MOST_SLOTS >> 20} MiB: use two_shot"
         )
     d, result, peers = o.d, _Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
@@ -146,7 +146,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4))
 def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
-    """Reduce each chunk with one collective, on a lane beside the GEMMs."""
+    """Reduce each chunk with one collective, concurrently with the GEMMs of later chunks."""
     o = PartialProducts.overlapped("collective", p)
     d, result, pieces = o.d, _Result(o, p), split(p.m, chunks, what="rows of a product")
     made, summed = d.signals("made", len(pieces)), d.signals("summed", len(pieces))
@@ -166,10 +166,10 @@ def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
 
 
 class _Gathered:
-    """Rows that their owners reduce in symmetric memory and that all ranks fetch from there, chunk by chunk.
+    """Sums that their owners compute in symmetric memory, and that all ranks copy from there, chunk by chunk.
 
-    An owner starts to reduce when all peers have sent their parts of this run: by then they have fetched all sums of the last
-    run."""
+    An owner begins to reduce when all peers have sent their parts of this run. It may then overwrite the sums of the previous
+    run, because a peer sends only after it has copied all of those."""
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
         self.o, self.sums = o, o.parts("sums", 1, "symmetric")
@@ -192,7 +192,7 @@ class _Gathered:
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
-    """Reduce with `direct_sums`, then fetch the sums with the same kind of copy; with by=store, with copy engines."""
+    """Reduce-scatter with `direct_sums`, then copy the sums: by kernel if by="kernel", otherwise with copy engines."""
     o = PartialProducts.overlapped("two_shot", p)
     gathered = _Gathered(o, p, chunks)
     pieces = direct_sums(o, gathered.sums, chunks=chunks, by=by, add=add, fetched=gathered.fetched)
@@ -201,10 +201,10 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 
 @builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Reduce chunk by chunk: every rank reduces a part of each chunk.
+    """Divide each chunk among the ranks: every rank reduces its part of each chunk.
 
-    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. The parts of a
-    chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM."""
+    So each GEMM covers all ranks' rows of a chunk, and the first sums are complete early. The parts of a chunk arrive during
+    the GEMM of the next chunk, and are reduced after that GEMM."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
@@ -212,7 +212,7 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     begins, rows = (
         offsets(tuple(parts)),
         sum(parts),
-    )  # each part's first row, and the number of rows, that a rank reduces
+    )  # of the rows that a rank reduces: the first row of each chunk's part, and their total
 
     def count(owner: Index, c: int) -> Index:
         return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)
@@ -255,7 +255,7 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """Reduce with `tracked_sums`, then fetch the sums with copy engines."""
+    """Reduce-scatter with `tracked_sums`, then copy the sums with copy engines."""
     o = PartialProducts.overlapped("tracked", p)
     gathered = _Gathered(o, p, chunks)
     return gathered.fetch(tracked_sums(o, gathered.sums, chunks=chunks, to=to, fetched=gathered.fetched), "dma")

@@ -1,29 +1,29 @@
-"""GEMM + MoE combine: rows are multiplied by their experts' weights and sent back to the ranks of their tokens, after a dispatch.
+"""GEMM + MoE combine: after a dispatch, multiply each row by its expert's weights and send it back to the rank of its token.
 
-    h         rows at their experts' rank: by expert, and for one expert by source rank
-    counts    two tables [ranks, experts], one below the other: rows of h from each rank for each local expert, and this rank's
+    h         the rows that a rank has received, sorted by local expert, then by source rank
+    counts    two stacked tables [ranks, experts]: the rows of h from each rank for each local expert; and below, this rank's
               tokens for each expert of each rank
-    y         this rank's tokens, by expert of all ranks: each rank's rows are one block of it
+    y         the results for this rank's tokens, sorted by expert of all ranks. The rows from one rank are one block
 
-Every number of rows follows from a rank's own two tables: how many rows it sends to each rank, and where each block of its result
-begins. So nothing is exchanged before the GEMMs, and a sender need not know where a block belongs: the receiver knows. If the
-tables of two ranks disagree, some rows would stay unwritten. So ranks send their tables beside the rows, and fill with NaN the
-rows from a rank whose table differs from their own (`weft.schedule.steps.Agree`).
+Each rank finds all sizes in its own two tables: how many rows it sends to each rank, and where each block of its result begins. So
+nothing has to be exchanged before the GEMMs, and only the receiver knows where a block goes. If the tables of two ranks disagree,
+some rows would stay unwritten. So ranks also send their tables, and fill the rows from a rank with NaN if its table differs from
+their own (`weft.schedule.steps.Agree`).
 
-The GEMMs of many (source, expert) segments are one kernel. It reads rows in place and writes the rows of one source side by side.
-Two orders let the first results leave first:
+The GEMMs of all (source, expert) segments are one kernel. It reads rows of h in place and writes the rows for one rank
+contiguously. Two orders of computation overlap the exchange:
 
-    combine            source by source: the rows of rank + 1 first, then of rank + 2, ..., its own last. So no two ranks send to
-                       one, and the others' rows have been sent when this rank's own rows are multiplied
-    combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last experts are
-                       sent last
+    combine            source by source: first the rows of rank r + 1, then of rank r + 2, and so on, the own rows last. So no two
+                       ranks send to the same rank at once, and rows travel while the own rows are multiplied
+    combine_by_expert  expert by expert, a few experts at a time for all sources. Every weight is read once, but the rows of the
+                       last experts are sent after all GEMMs
 
-Results reach their rank in three ways:
+There are three ways to send results:
 
-    dma      the receiver's copy engine copies them from the sender, straight into the result
-    kernel   the sender's kernel puts them into a slot at the receiver, which copies them from there: for sizes that the host does
-             not know
-    store    the GEMM itself stores them into that slot: no copy at the sender
+    dma      the receiver's copy engine copies them from the sender's memory into the result
+    kernel   a kernel of the sender puts them into a slot on the receiver, which copies them into the result. The host need not
+             know the sizes
+    store    the GEMM stores them in that slot, without a copy on the sender
 
 Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers,
 stores into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
@@ -48,7 +48,7 @@ _TILE = "t"
 
 @builder(MatmulAllToAll)
 def serial(p: MatmulAllToAll) -> Schedule:
-    """Run cuBLAS's GEMMs, sort their rows by source, then run NCCL's all-to-all."""
+    """Run cuBLAS's GEMMs, sort the rows by source rank, then run NCCL's all-to-all."""
     d, world, expert = _Combine("serial", p), p.world_size, Expr(_TILE)
     lane, of_expert = d.learn(d.lane("compute"), "host"), (d.first_in_h(0, expert), d.of_expert(expert))
     room = sum(p.rows)
@@ -70,7 +70,7 @@ def serial(p: MatmulAllToAll) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
 def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
-    """Multiply source by source. chunks: number of parts into which a peer's experts are cut."""
+    """Multiply source by source. chunks: the number of parts into which the experts are cut for each source."""
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
         for c, piece in enumerate(d.pieces):
@@ -82,8 +82,7 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: multiply everything, then send
-    everything."""
+    """Multiply expert by expert. chunks: the number of parts into which the experts are cut. With 1 nothing overlaps."""
     d = _Sending("combine_by_expert", p, by, chunks)
     for c, piece in enumerate(d.pieces):
         d.multiply(0, p.world_size, *piece)
@@ -93,12 +92,12 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
 
 
 class _Combine(Draft):
-    """A draft with the caller's tensors, and the sizes that follow from `counts`."""
+    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that `counts` determines."""
 
     def __init__(self, name: str, p: MatmulAllToAll) -> None:
         super().__init__(name, p.world_size)
         self.p, self._all, world = p, p.world_size * p.experts, p.world_size
-        self._before: dict[Index, Index] = {}  # the first row in h of a local expert, by the expert
+        self._before: dict[Index, Index] = {}  # local expert -> the first row in h of its rows
         self.counts = self.buffer("counts", 2 * world, p.experts, "int64", "scratch")
         came = [[n for of_rank in p.splits for n in of_rank[r * p.experts : (r + 1) * p.experts]] for r in range(world)]
         self.holds(self.counts, [[*came[r], *p.splits[r]] for r in range(world)])
@@ -110,7 +109,7 @@ class _Combine(Draft):
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
-        """Copy both tables into `counts`, and read them. also_to: further places for `received`, in the same launch."""
+        """Append copies of both tables into `counts`, and a read of `counts`. also_to: regions that also get `received`."""
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):
             lane.copy(self._received.part(), place, "kernel")
@@ -130,7 +129,7 @@ class _Combine(Draft):
 
     def first_in_h(self, source: Index, expert: Index) -> Index:
         """Return the first row in h of a local expert's rows from `source`."""
-        if (begin := self._before.get(expert)) is None:  # the same for all sources
+        if (begin := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             begin = 0
             for any_source in range(self.world_size):
                 begin = begin + self.received(any_source, 0, expert)
@@ -138,7 +137,7 @@ class _Combine(Draft):
         return begin + total("counts", expert, source * self.p.experts + expert, self.p.experts)
 
     def first_in_y(self, rank: Index, expert: Index = 0) -> Index:
-        """Return the first row in y of the rows that an expert of `rank` has made."""
+        """Return the first row in y of the results from expert `expert` of `rank`."""
         return total("counts", self._all, self._all + rank * self.p.experts + expert)
 
     def matmul(self, out: Region, rows: tuple[Index, Index], expert: Index) -> Compute:
@@ -151,10 +150,10 @@ class _Combine(Draft):
 
 
 class _Sending(_Combine):
-    """A draft that computes peers' rows into a slot for each peer, and sends them in `chunks` parts of the experts (`pieces`).
+    """A draft that computes the rows for each peer in a slot, and sends them in `chunks` parts, each for some of the experts.
 
-    Each part has its signal. A slot is filled again only when its reader has signaled that it has read all of it: once in every
-    run, whatever the sizes."""
+    pieces: (first expert, experts) of each part. Each part has a signal. A slot is reused only after its reader has signaled
+    that it has read all of it; the reader signals this once per run, for any sizes."""
 
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
         super().__init__(name, p)
@@ -174,7 +173,7 @@ class _Sending(_Combine):
                 self.buffer("outbox", *room, "scratch"),
                 self.buffer("inbox", *room, "symmetric"),
             )
-        else:  # dma: at the sender; store: at the receiver
+        else:  # one buffer is both: with dma it is in the sender's memory, with store in the receiver's
             self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
         self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
         self._credit, self._there = self.signals("credit", peers), self.signals("there", peers * chunks)
@@ -200,7 +199,9 @@ class _Sending(_Combine):
             lane.wait(self._credit, i, previous=True)
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
-        """Multiply the rows of `n_sources` ranks, from the rank `first_source` ahead on, for `count` experts from `first` on."""
+        """Append the GEMMs of the rows from `n_sources` ranks for experts first .. first + count - 1.
+
+        first_source: the distance from this rank to the first source rank, in the ring."""
         p, expert = self.p, Expr(_TILE) + first
         at = peer(p.world_size, first_source) if self._by == "store" else RANK
         kernel = ReturningMatmul(
@@ -221,9 +222,9 @@ class _Sending(_Combine):
         return self.matmul(out, (self.first_in_h(source, expert), rows), expert)
 
     def send(self, distance: int, chunk: int) -> None:
-        """Send to the rank `distance` ahead the rows that a chunk of experts has made of its tokens.
+        """Append the steps that send the results of experts `pieces[chunk]` to the rank `distance` places after this rank.
 
-        With copy engines, the receiver fetches them."""
+        With by="dma" the receiver's copy engine gets them."""
         number, to = (distance - 1) * len(self.pieces) + chunk, peer(self.world_size, distance)
         piece = self.pieces[chunk]
         if self._by == "kernel":
@@ -240,7 +241,7 @@ class _Sending(_Combine):
             self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """Copy the arrived rows into y, compare the sizes, and release the slots to their senders."""
+        """Append the copies of arrived rows into y, the comparison of sizes, and the release of the slots. Return the schedule."""
         chunks, world = len(self.pieces), self.world_size
         if self._by == "dma":
             placed = self.signals("placed", 1)
@@ -257,7 +258,7 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Copy into y the results of this rank's tokens from these experts of the rank `distance` places before this rank."""
+        """Append the copy into y of the results from experts `piece` of the rank `distance` places before this rank."""
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
@@ -265,7 +266,8 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of the slot for the rank `distance` places after this rank.
+        """Return the first row of a slot.
 
-        At the receiver, the slot has rows from the rank `distance` places before it."""
+        In an outbox the slot has rows for the rank `distance` places after this rank. In an inbox it has rows from the rank
+        `distance` places before this rank."""
         return (distance - 1) * self.p.most

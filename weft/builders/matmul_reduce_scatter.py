@@ -1,23 +1,23 @@
-"""GEMM + reduce-scatter: products leave for the rank that owns their rows while the GEMM computes other rows.
+"""GEMM + reduce-scatter: finished rows are sent to the rank that owns them while the GEMM computes other rows.
 
     serial    cuBLAS's GEMM, then NCCL's reduce-scatter
-    scatter   the whole GEMM, then every rank stores its peers' rows where the peers reduce them: no overlap, and few launches
-    direct    a GEMM for each chunk of a peer's rows, which is then sent to a slot of the peer
-    tracked   one kernel for all rows: a chunk is sent when all its tiles have signaled, while the kernel continues
-    ring      partial sums go around: each rank adds its own product to the sum from its left neighbour, and sends it on
-    pulled    a ring without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has stored it
+    scatter   the whole GEMM, then one kernel stores each peer's rows in that peer's memory. No overlap, but few launches
+    direct    a GEMM for each chunk of a peer's rows. The chunk is then sent to a slot on the peer
+    tracked   one kernel for all rows. A chunk is sent when all its tiles are stored, while the kernel continues
+    ring      partial sums go around the ring: each rank adds its product to the sum from the left, and sends it to the right
+    pulled    a ring without copies: each GEMM reads the sum from the left neighbour's memory, adds its product, and stores locally
     collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed. It
               needs no mapped memory: for ranks on several hosts, which run its collectives in two levels on CPU
 
-fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
-ring, pulled), tracked, and collective. Their products travel, and are reduced, in the result's dtype.
+fp8 operands with scales (`ScaledMatmulReduceScatter`) have the schedules serial, scatter and direct with add=reduce. Their
+products are sent and reduced in the result's dtype.
 
-direct, tracked and ring are made from output maps (`weft.builders.output_map`), which contain only the destination of each
-chunk. `weft.builders.partial_products` has the order of computation and of reduction.
+direct, tracked and ring are built from output maps (`weft.builders.output_map`), which list only the destination of each chunk.
+`weft.builders.partial_products` describes the order of computation and of reduction.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections: 4.2 (track
-and trigger), 4.4 (staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions
-that are not near memory).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections 4.2 (track and
+trigger), 4.4
+(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions that are not near memory).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weft.schedule.steps import Buffer, Set
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register a builder for both problems."""
+    """Register a builder for MatmulReduceScatter and ScaledMatmulReduceScatter."""
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
         for problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
@@ -66,7 +66,7 @@ def serial(p: MatmulReduceScatter) -> Schedule:
 
 @_builder()
 def scatter(p: MatmulReduceScatter) -> Schedule:
-    """Run everything on one lane. The launch that stores rows into peers' memory also signals that this rank's slots are free."""
+    """Run all steps on one lane. The kernel that stores rows in peers' memory first signals that this rank's slots are free."""
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
     whole, box = o.parts("whole", p.world_size, "scratch"), o.parts("box", peers, "symmetric")
@@ -86,10 +86,11 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 
 @_builder(chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
-    """Send each chunk straight to its owner.
+    """Send each chunk to its owner.
 
-    by store: the GEMM stores into the owner's slot. add gemm: this rank's own GEMM adds to the arrived chunks, chunk by chunk.
-    add reduce: it does not wait, and a kernel reduces its product and the arrived chunks."""
+    by: "store": the GEMM stores the chunk in the owner's slot. "dma", "kernel": a copy after the GEMM.
+    add: "gemm": the owner's GEMM waits for the arrived chunks and accumulates into them, chunk by chunk. "reduce": the owner's
+    GEMM does not wait, and a kernel reduces its product and the arrived chunks."""
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
     return o.d.schedule()
@@ -97,7 +98,7 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
 
 @builder(MatmulReduceScatter, chunks=(1, 2, 4))
 def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
-    """Reduce and scatter each chunk with one collective, on a lane beside the GEMMs."""
+    """Reduce and scatter each chunk with one collective, concurrently with the GEMMs of later chunks."""
     o = PartialProducts.overlapped("collective", p)
     d, y, pieces = o.d, _result(o), o.chunks(chunks)
     made, compute, library = d.signals("made", len(pieces)), d.lane("compute"), d.lane("library")
@@ -112,8 +113,7 @@ def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
 
 @_builder(chunks=(2, 4), by=("dma", "kernel"))
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Send sums around the ring in chunks, so that a chunk travels while the next chunk is computed. Sums are rounded at
-    each rank, as in NCCL's ring."""
+    """Send sums around the ring in chunks. A chunk travels while the next is computed. Each rank rounds, as in NCCL's ring."""
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")
     o = PartialProducts.overlapped("ring", p)
@@ -124,12 +124,12 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
 
 @_builder(chunks=(1, 2, 4), by=("gemm", "tracked"))
 def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"]) -> Schedule:
-    """Run a ring without copies: each rank adds its product to the sum in its left neighbour's memory, and stores the new sum in
-    its own.
+    """Run a ring without copies: each rank's GEMM reads the sum from its left neighbour's memory, and stores the new sum locally.
 
-    The owner of the rows is last, and stores the sum in its result. Sums are rounded at each rank. by gemm: cuBLAS's GEMM,
-    which first copies the addend into its output. by tracked: weft's kernel, a launch for each chunk of a part, which reads
-    a tile of the sum when the tile's product is computed.
+    The last rank in the ring owns the rows, and stores the sum in its result. Each rank rounds.
+
+    by: "gemm": cuBLAS, which first copies the old sum into its output. "tracked": weft's kernel, launched per chunk. It reads
+    a tile of the old sum when it has computed the same tile of the product.
     """
     o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
     if o.scaled is not None:
@@ -138,7 +138,7 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
     sums, y = o.parts("sums", last, "symmetric"), _result(o)
     credit, there = d.signals("credit", 1), d.signals("there", last * chunks)
     compute.wait(credit, previous=True)
-    tiles = [1] * chunks  # the number of sets of each chunk's signal
+    tiles = [1] * chunks  # how often each chunk's signal is set: by each of its tiles, or once
     for step, owner in enumerate([*o.sources, RANK]):
         for c, chunk in enumerate(pieces):
             out = o.part(sums, step, owner, chunk) if step < last else o.part(y, 0, RANK, chunk)
@@ -160,7 +160,7 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
 def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
     """Run one tracked GEMM for all rows.
 
-    to dma: copy engines send a chunk's rows when all its tiles are stored. to store: tiles are stored in the owner's slot."""
+    to: "dma": copy engines send a chunk when all its tiles are stored. "store": the GEMM stores tiles in the owner's slot."""
     o = PartialProducts.overlapped("tracked", p)
     tracked_sums(o, _result(o), chunks=chunks, to=to)
     return o.d.schedule()

@@ -1,4 +1,4 @@
-"""Shared parts of an operator's schedules: the caller's tensors, and the division of shards into chunks."""
+"""Helpers of builders: buffers for the caller's tensors of all-gather + GEMM, and the division of sizes into chunks."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Region, Role
 
 Pieces: TypeAlias = int | str
-"""A number of nearly equal pieces, or a proportion such as "2:1:1"."""
+"""A number of nearly equal pieces, or the proportion of their sizes, such as "2:1:1"."""
 Part: TypeAlias = tuple[Region, ...]
-"""Rows of x, then their scales if each row has its own."""
+"""(rows of x,), or (rows of x, their scales) if each row has its own scale."""
 WHOLE_TILES = 128
-"""The rows, or columns, of the larger tiles of GEMMs."""
+"""The number of rows, or of columns, of a large GEMM tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A buffer for rows of x, and one for their scales if each row has its own: scales travel with their rows."""
+    """A buffer for rows of x and, if each row has its own scale, a buffer for the scales, which are sent with the rows."""
 
     data: Buffer
     scales: Buffer | None
 
     def part(self, rows: tuple[Index, Index] | None = None, at: Index = RANK) -> Part:
-        """Return the region (first, count) of rows, of rank `at`; without `rows`, all of them."""
+        """Return rows (first, count) of rank `at`, with their scales; all rows if `rows` is None."""
         data = self.data.part(rows=rows, at=at)
         return (data,) if self.scales is None else (data, self.scales.part(rows=rows, at=at))
 
 
 class Operands:
-    """The caller's tensors in a draft of `p`, with methods for rows of x with or without scales.
+    """A draft for problem `p`, with a buffer for each tensor of the caller. Its methods handle x with and without scales.
 
-    x: the shard. ys: the results. gathered: the whole x, if the caller asked for it.
+    x: this rank's shard. ys: the results. gathered: the gathered x, or None if the caller does not need it.
     """
 
     def __init__(self, name: str, p: AllGatherMatmul) -> None:
@@ -50,7 +50,7 @@ class Operands:
         self.ws = [buffer(f"w{i}", p.k, n, p.dtype, "input") for i, n in enumerate(p.n)]
         out = scaled.out if scaled else (p.dtype,) * len(p.n)
         self.ys = [buffer(f"y{i}", p.m, n, out[i], "output") for i, n in enumerate(p.n)]
-        self._after: list[Part] = [()] * len(p.n)  # for each weight, the inputs of its GEMM after the scales of x
+        self._after: list[Part] = [()] * len(p.n)  # for each weight, its scale and bias: the last inputs of its GEMM
         if scaled:
             for i, n in enumerate(p.n):
                 after = [buffer(f"w_scale{i}", 1, n if by_row else 1, "fp32", "input")]
@@ -59,16 +59,16 @@ class Operands:
         self.gathered = buffer("x", p.m, p.k, p.dtype, "output") if p.return_gathered else None
 
     def rows(self, name: str, count: int, role: Role, data: Buffer | None = None) -> Rows:
-        """Declare a buffer for `count` rows of x and their scales; data: an existing buffer for the rows themselves."""
+        """Declare buffers for `count` rows of x and their scales. data: use this existing buffer for the rows."""
         data = data or self.d.buffer(name, count, self.p.k, self.p.dtype, role)
         return Rows(data, self.d.buffer(f"{name}_scale", count, 1, "fp32", role) if self.x.scales else None)
 
     def results(self, count: int) -> list[Buffer]:
-        """Declare scratch memory for `count` rows of each y."""
+        """Declare a scratch buffer with `count` rows for each y."""
         return [self.d.buffer(f"rows{i}", count, y.cols, y.dtype, "scratch") for i, y in enumerate(self.ys)]
 
     def multiply(self, lane: LaneDraft, x: Part, i: int, y: Region) -> None:
-        """Compute rows of y_i from these rows of x."""
+        """Append the GEMM y = x @ ws[i], for rows `x`, with scales and bias if the problem has them."""
         scaled, weights = self.p.scaled, self.ws[i].part()
         if scaled is None:
             lane.matmul(y, x[0], weights)
@@ -77,13 +77,13 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """Compute these rows of every y (without `rows`, all) from the same number of rows of x."""
+        """Append a GEMM for each weight: rows `rows` of ys[i] = x @ ws[i]. rows: all if None."""
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 
 
 def copy_rows(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
-    """Copy rows of x, with their scales."""
+    """Append copies of rows of x and their scales."""
     for one, target in zip(src, dst, strict=True):
         lane.copy(one, target, by)
     return lane
@@ -92,20 +92,22 @@ def copy_rows(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"
 def all_gather_matmul_operands(
     name: str, p: AllGatherMatmul
 ) -> tuple[Draft, Buffer, list[Buffer], list[Buffer], Buffer | None]:
-    """Return (draft, x_shard, weights, outputs, gathered x or None), for schedules that do not support scales."""
+    """Return (draft, x_shard, weights, outputs, gathered x or None) for builders that do not support scales.
+
+    Raise `NotApplicableError` if the problem has scales."""
     if p.scaled is not None:
         raise NotApplicableError(
-            "this builder does not support scaled (fp8) GEMMs: use a builder that is written with Operands"
+            "this schedule does not support scaled (fp8) GEMMs: use serial, gather, shard or ficco_1d"
         )
     found = Operands(name, p)
     return found.d, found.x.data, found.ws, found.ys, found.gathered
 
 
 def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
-    """Return (first, count) of each piece. Nearly equal pieces are ordered from larger to smaller.
+    """Cut `extent` into pieces; return (first, count) of each. Raise `NotApplicableError` if a piece would be empty.
 
-    In a proportion, pieces that are large enough end at multiples of WHOLE_TILES: a GEMM with a few more rows would need another
-    wave of tiles for them."""
+    Nearly equal pieces are ordered from larger to smaller. Large pieces of a proportion end at multiples of WHOLE_TILES, because
+    a few more rows would cost the GEMM another wave of tiles. what: the name of `extent` in the error."""
     if isinstance(pieces, str):
         parts = [*itertools.accumulate(map(int, pieces.split(":")), initial=0)]
         unit = WHOLE_TILES if extent >= WHOLE_TILES * parts[-1] else 1
@@ -117,15 +119,15 @@ def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
         possible = 1 <= pieces <= max(1, extent)
     if not possible:
         how = f"as {pieces}" if isinstance(pieces, str) else f"into {pieces} pieces"
-        raise NotApplicableError(f"{what} ({extent}) cannot be cut {how}")
+        raise NotApplicableError(f"{what} ({extent}) cannot be cut {how}: a piece would be empty")
     return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 
 def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the offset of each part in the whole."""
+    """Return the exclusive prefix sums of `sizes`: the offset of each part in their concatenation."""
     return tuple(sum(sizes[:i]) for i in range(len(sizes)))
 
 
 def peer(world_size: int, distance: int) -> Index:
-    """Return the rank `distance` places ahead in the ring, or before this one if it is negative."""
+    """Return the expression for the rank `distance` places after this rank in the ring (before it, if negative)."""
     return (RANK + distance % world_size) % world_size

@@ -1,8 +1,9 @@
-"""An operator's own options: the keywords after the dtype of its problem's `sized`.
+"""Options that only some operators have: the keywords of `Problem.sized` after dtype, such as gather_dim.
 
-Options are values (`weft.plan.explain`) or strings (`--option` of `weft plan` and `weft bench`). Both are checked against the
-keyword's annotation: bool, int, float, str, Literal, or a union of these types and None. All other strings are refused, so
-that no arbitrary string counts as True. A keyword with another annotation accepts only values, and its problem checks them.
+An option is given as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft bench`). Either is
+checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types and None. Strings that do not
+match are refused: no arbitrary string counts as True. A keyword with another annotation takes only Python values, and its problem
+checks them.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from weft.words import and_list, kind, or_list
 
 ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
-"""Keywords that all operators have."""
+"""The keywords of `sized` that all operators have."""
 _TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _NOTHING = "none"
 
 
 def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the keywords of a problem's own options, with their annotations."""
+    """Return the parameters of a problem's `sized` that are options, with evaluated annotations."""
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
 
 
 def name_and_value(text: str) -> tuple[str, str]:
-    """Return name and value of "NAME=VALUE"; raise `ValueError` if either is missing."""
+    """Split "NAME=VALUE" into (name, value). Raise `ValueError` if either is missing."""
     name, equals, value = text.partition("=")
     if not name.isidentifier():
         raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
@@ -38,7 +39,7 @@ def name_and_value(text: str) -> tuple[str, str]:
 
 
 def from_text(name: str, text: str, annotation: Any) -> Any:
-    """Parse `text` as the value of a keyword; raise `ValueError` with the allowed strings."""
+    """Parse `text` as a value of type `annotation`. Raise `ValueError` with the allowed strings if it does not match."""
     wanted = _alternatives(annotation)
     if type(None) in wanted and text.lower() == _NOTHING:
         return None
@@ -61,12 +62,15 @@ def from_text(name: str, text: str, annotation: Any) -> Any:
     known = _allowed(wanted, _TEXTS, str)
     if not known:
         of = ", ".join(getattr(one, "__name__", str(one)) for one in wanted)
-        raise ValueError(f"{name}={text}: {of} cannot be given as text; bool, int, float, str and Literal can")
+        raise ValueError(
+            f"{name}={text}: a value of type {of} cannot be given as text, only bool, int, float, str and Literal: use "
+            "weft.plan.explain"
+        )
     raise ValueError(f"{name}={text}: give {or_list(known)}")
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:
-    """Return the value for a keyword; raise `ValueError` if its type does not match the annotation."""
+    """Return `value`, converted to int or float if needed. Raise `ValueError` if it does not match `annotation`."""
     wanted = _alternatives(annotation)
     for one in wanted:
         if one not in _VALUES and get_origin(one) is not Literal:
@@ -86,8 +90,9 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for options that `problems[op]` does not have, and list its options. given: the values as text,
-    for the message."""
+    """Raise `ValueError` if operator `op` does not have one of the options `given`. The text lists the options that it has.
+
+    given: {name: value as text}. problems: the problem class of each operator, by name."""
     having = {name: _names(one) for name, one in problems.items()}
     unknown = given.keys() - having[op]
     if not unknown:
@@ -104,7 +109,7 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the allowed types, with None last."""
+    """Return the types of a union, with None last; the annotation itself if it is not a union."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -122,7 +127,7 @@ _VALUES = {
 
 
 def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
-    """Return the text of each alternative of an annotation. A Literal gives one text per value. texts: the text of each type."""
+    """Return a text for each allowed value or type. texts: the text of each type. show: prints the values of a Literal."""
     found: list[str] = []
     for one in wanted:
         if get_origin(one) is Literal:

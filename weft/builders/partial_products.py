@@ -1,12 +1,13 @@
-"""Sums of all ranks' products: the rows of the sum are divided among ranks, and the owner of a row reduces it.
+"""Helpers of reduce-scatter and all-reduce after a GEMM: the rows of the sum are divided among ranks, and their owner
+reduces them.
 
-Reduce-scatter and all-reduce after a GEMM share this file. A rank owns `m` rows; if the whole is not divisible, the last ranks
-own fewer, or none. Rank r computes the rows of rank r + 1 first, then those of r + 2, ..., and its own last. So no two
-ranks send to the same rank, and the last rows for peers travel during this rank's own GEMM.
+A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer rows, or none.
+Rank r computes the rows of rank r + 1 first, then those of rank r + 2, and so on, and its own rows last. So no two ranks send to
+the same rank at once, and the last rows for peers travel while the rank computes its own rows.
 
-Updates from peers are reduced in fp32, in ring order, starting with the rank before the owner, and rounded once. This rank's own
-product is rounded before the reduction, except if a GEMM adds it (add=gemm). A slot is filled again when its reader has signaled
-that it has read all chunks of it, since a run of other sizes may place its chunks differently.
+Peers' products are reduced in fp32 and rounded once, in ring order, starting with the rank before the owner. The owner's product
+is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A slot is reused only after its reader has signaled that
+it has read all its chunks, because the next run may have other sizes and other chunks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
@@ -30,14 +31,14 @@ from weft.schedule.steps import Buffer, Compute, Region, Role, Set
 By: TypeAlias = Literal["dma", "kernel", "store"]
 Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
-"""(first, count) of the rows of a whole part; a smaller part has only some of them."""
+"""(first, count): rows of a rank's part, as if it had `m` rows. A rank that owns fewer rows has fewer rows of the chunk."""
 
 
 class PartialProducts:
-    """The caller's x and w in a draft of `p`, with their scales if they are fp8.
+    """A draft for problem `p`, with buffers for x and w, and for their scales if they are fp8.
 
-    own_rows: True if x has only this rank's rows, as an x that will be all-gathered. peers: the ranks whose rows are
-    computed, in this order. sources: the ranks that compute this rank's rows, in the order of arrival."""
+    own_rows: True if x has only the rows that this rank owns. peers: the other ranks, in the order in which their rows are
+    computed. sources: the other ranks, in the order in which their products for this rank arrive."""
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce, *, own_rows: bool = False) -> None:
         self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)
@@ -70,11 +71,11 @@ class PartialProducts:
         return split(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
-        """Declare a buffer for products of the rows that `count` ranks own."""
+        """Declare a buffer `[count * m, n]`: one part of `m` rows for each of `count` ranks."""
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows of a chunk that `owner` has; without `chunk`, of all its rows."""
+        """Return how many rows of `chunk` rank `owner` owns; without `chunk`, how many rows it owns."""
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
             return count
@@ -82,34 +83,36 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the first row of x that a chunk of `owner`'s rows is computed from."""
+        """Return the row of x from which the first row of `owner`'s chunk is computed."""
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first
 
     def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
-        """Return a chunk of the `number`-th part of a buffer, with rows of `owner`; without `chunk`, all of the part."""
+        """Return `chunk` of part `number` of a buffer on rank `at`; without `chunk`, the whole part. owner: whose rows it has."""
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
 
     def following(self, rows: tuple[Index, Index]) -> list[Region]:
-        """Return the regions that are added to these rows of the sum: bias and residual."""
+        """Return the regions to add to these rows of the sum: the bias and the residual, if the problem has them."""
         return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
 
     def following_part(self, chunk: Chunk | None) -> list[Region]:
-        """Return the regions that are added to this rank's rows of a chunk."""
+        """Return the regions of bias and residual to add to this rank's rows of `chunk`, or to all its rows."""
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False,
         to: Region | None = None,
     ) -> LaneDraft:  # fmt: skip
-        """Compute this rank's product for these rows of `owner`; add: accumulate into `out`; to: add this region."""
+        """Append the GEMM that computes this rank's contribution to rows of rank `owner`.
+
+        chunk: which rows; all if None. add: accumulate into `out`. to: also add this region."""
         return self._multiply(lane, out, (self.first_row(owner, chunk), self.rows(owner, chunk)), add, to)
 
     def multiply_tracked(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk, *told: Set, to: Region | None = None
     ) -> int:
-        """Run `multiply` as one tracked GEMM, whose tiles each set `told`; return the number of tiles.
+        """Append `multiply` as one tracked GEMM. Each tile performs the sets `told`. Return the number of tiles.
 
         All ranks must own equally many rows."""
         tiles = TrackedTiles(chunk[1], self.p.n, 1)
@@ -125,7 +128,7 @@ class PartialProducts:
         return tiles.extent
 
     def multiply_all(self, lane: LaneDraft, out: Region) -> LaneDraft:
-        """Compute this rank's product for all rows."""
+        """Append the GEMM of this rank's whole product."""
         return self._multiply(lane, out, None)
 
     def _multiply(

@@ -1,4 +1,4 @@
-"""Reductions of partial products by the ranks that own the rows, each made from an output map (`weft.builders.output_map`)."""
+"""Reduce-scatters of partial products, built from output maps (`weft.builders.output_map`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def mapped_sums(
     o: PartialProducts, out: OutputMap, y: Buffer, *, gemm: Gemm = "chunks", add: Add = "reduce", by: CopyBy = "dma",
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Write the reduce-scatter of this map into the draft of `o`, with the sums in `y`; return the chunks of a rank's rows.
+    """Append the reduce-scatter that `out` describes to the draft of `o`. Return (first row, rows) of each chunk of a rank.
+
+    y: this rank's rows of the sum.
 
     For the other arguments see `weft.builders.output_map.steps.write`."""
     routes = routes_of("reduce_scatter", o.p.world_size, out.chunks, ((out.order, out.entries),))
@@ -25,7 +27,7 @@ def mapped_sums(
 def direct_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, by: By, add: Add, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Write the direct reduce-scatter of these products into `y`, with a GEMM for each chunk; return the chunks."""
+    """Append a direct reduce-scatter with one GEMM per chunk. `y` gets this rank's rows of the sum. Return the chunks."""
     sender: Sender = "store" if by == "store" else "dma"
     out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
     return mapped_sums(o, out, y, add=add, by="kernel" if by == "kernel" else "dma", fetched=fetched)
@@ -34,11 +36,13 @@ def direct_sums(
 def tracked_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, to: Sender, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Write the direct reduce-scatter of these products into `y`, with one tracked GEMM; return the chunks."""
+    """Append a direct reduce-scatter with one tracked GEMM. `y` gets this rank's rows of the sum. Return the chunks."""
     if o.scaled is not None:
-        raise NotApplicableError("its kernel does not support fp8: use direct[...] or scatter")
+        raise NotApplicableError("the tracked GEMM does not support fp8: use direct[...] or scatter")
     if to == "store" and chunks > 1:
-        raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
+        raise NotApplicableError(
+            "with to=store each tile is sent when it is computed, so there are no chunks: use chunks=1"
+        )
     if o.p.m % o.p.world_size:
         raise NotApplicableError(f"m={o.p.m} must be divisible by world_size={o.p.world_size}: use another schedule")
     out = direct_reduce_scatter(o.p.m, o.p.world_size, per_rank=chunks, by=to)

@@ -1,7 +1,7 @@
-"""Builders and their candidates: the known schedules of an operator.
+"""The registry of builders, and the candidates that it provides for a problem.
 
-A builder is a function from a description (and its own parameters) to a `Schedule`. A registered builder's schedules are
-run, simulated, verified, traced and rated by the planner like weft's own.
+A builder is a function that takes a problem and parameters, and returns a `Schedule`. Schedules of registered builders can be
+run, simulated, verified, traced and planned like weft's own:
 
     @builder(AllGatherMatmul, chunks=(1, 2, 4))
     def my_schedule(p: AllGatherMatmul, *, chunks: int) -> Schedule: ...
@@ -25,7 +25,7 @@ from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
-    """Raised by a builder without a schedule for a problem, with the reason, which users see."""
+    """Raised by a builder that has no schedule for a problem. The text is the reason, and is shown to users."""
 
 
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
@@ -57,12 +57,13 @@ _NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0
 def builder(
     problem: type, **parameters: tuple[Any, ...]
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as a builder for `problem`, once for each combination of its parameters' values.
+    """Return a decorator that registers a function as a builder for `problem`.
 
-    A candidate's name omits values that are the function's defaults, so names stay the same when a parameter is added.
+    parameters: for each parameter of the function, the values that the planner tries. Each combination is a candidate. Its name
+    omits parameters that have the function's default value, so names stay the same if a parameter is added later.
 
-    A function replaces a registered function of the same name and module (a notebook's cell run again). If the registered
-    function is from another module, raise `ValueError`.
+    A function replaces a registered function with the same name and module, as when a notebook's cell runs again. Raise
+    `ValueError` if the registered function is from another module.
     """
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -81,19 +82,19 @@ def builder(
 
 
 def unregister(problem: type, name: str) -> None:
-    """Remove a builder (for tests that register one)."""
+    """Remove a registered builder. Tests use it."""
     del _builders[problem][name]
 
 
 def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...]:
-    """Return the builders registered for `problem`, by name."""
+    """Return (name, function) of each builder that is registered for `problem`."""
     return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
 
 
 def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
-    """Return every candidate for `problem` (or those of the named builders), serial first.
+    """Return the candidates for `problem`, serial first. builders: only candidates of these builders, by name.
 
-    A candidate's `build()` may raise `NotApplicableError`."""
+    `Candidate.build` raises `NotApplicableError` if the builder does not support the problem."""
     known = _builders.get(type(problem), {})
     for name in builders or ():
         if name not in known:
@@ -107,14 +108,14 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 
 
 def named(problem: Problem, name: str) -> Candidate:
-    """Return the candidate with this name.
+    """Return the candidate with this name, such as "shard[chunks=2,send=in_turn,by=dma]".
 
-    A name may also have other values than those of `candidates`, which the planner tries. A numeric parameter accepts any
-    number from its least listed number on. A parameter with proportions accepts any proportion.
+    The name may have parameter values that the planner does not try: any number from the smallest registered number on, or any
+    proportion if a proportion is registered.
 
-    Each candidate has one spelling, so that ranks that pin the same schedule compare equal: parameters in their order, without
-    defaults. Raises `ValueError` with the right spelling, with the error in the name, or with the nearest names that have a
-    schedule for `problem`.
+    Each candidate has exactly one spelling, because ranks compare the names of pinned schedules: parameters in the order of
+    registration, without those that have the default value. Raise `ValueError` for any other spelling or an unknown name. The
+    text has the right spelling, the error, or the nearest names that support `problem`.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:
@@ -125,9 +126,9 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """Return (builder, values of its parameters) of `name`, with None for a part that is not listed.
+    """Return (builder, values of its parameters) for a name that `candidates` lists; None for what is unknown.
 
-    It does not iterate over all candidates, which would take milliseconds."""
+    It parses the name instead of comparing it with all candidates, which would take milliseconds."""
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)
     if entry is None:
@@ -144,7 +145,7 @@ def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any
 
 
 def _named_otherwise(problem: Problem, name: str) -> Candidate:
-    """Return the candidate of a name with values that are not listed; raise `ValueError` if there is none."""
+    """Return the candidate for a name that `candidates` does not list; raise `ValueError` if the name is invalid."""
     known = {candidate.name: candidate for candidate in candidates(problem)}
     if name in known:
         return known[name]
@@ -193,7 +194,7 @@ def _applies(candidate: Candidate) -> bool:
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
-    """Parse `text` as the value of a parameter."""
+    """Parse `text` as the value of a parameter with the registered values `listed`. where: the prefix of the error text."""
     for value in listed:
         if text == str(value):
             return value
@@ -209,7 +210,7 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     raise ValueError(f"{where} must be {' or '.join(known)}, not {text!r}")
 
 
-@lru_cache(maxsize=2)  # a first call builds each schedule twice: to check it, and to run it
+@lru_cache(maxsize=2)  # the first call builds a schedule twice: to check it and to run it
 def _built(function: Callable[..., Schedule], problem: Problem, given: tuple[tuple[str, Any], ...]) -> Schedule:
     chosen = dict(given)
     try:

@@ -8,16 +8,19 @@ from weft.builders.operands import split
 from weft.schedule.expr import Expr, Index, lookup
 from weft.schedule.kernels import TrackedMatmul
 
-_GROUP = 8  # row tiles that are computed column by column, so that their inputs stay in the cache
-_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast if the product is at least as large
+_GROUP = 8  # row tiles that are computed together, column by column, so that their inputs stay in the cache
+_TILE, _LEAST_TILE = (128, 256), 16  # (rows, columns) of a tile; smaller products get smaller tiles, of at least 16
 
 
 class TrackedTiles:
-    """Tile t of a tracked GEMM, whose result is one or more parts of m x n, each in `chunks` chunks of whole row tiles.
+    """The tiles of a tracked GEMM, as expressions of the tile's index t.
 
-    order: for each chunk in the order of production, its number in its part. Default: the chunks of one part, in order.
-    pieces: (first row, number of rows) of each chunk of a part. counts: the number of tiles of each chunk of a part.
-    extent: the number of values of t. rows, cols: (first, count) of the rows and columns of tile t, relative to the part."""
+    The GEMM computes one or more parts of shape [m, n]. Each part is cut into `chunks` chunks of whole row tiles.
+
+    order: for each chunk in the order of computation, its index in its part. Default: one part, chunk by chunk.
+
+    Attributes. pieces: (first row, number of rows) of each chunk of a part. counts: the number of tiles of each chunk of a part.
+    extent: the number of tiles of all parts. rows, cols: (first, count) of the rows and columns of tile t within its part."""
 
     def __init__(self, m: int, n: int, chunks: int, order: Sequence[int] | None = None) -> None:
         height, width = (
@@ -27,8 +30,8 @@ class TrackedTiles:
         tiles = split(down, chunks, what="row tiles of a rank's result")
         self.pieces = [(height * first, min(m - height * first, height * count)) for first, count in tiles]
         self.counts = [count * across for _, count in tiles]
-        # Indexed by t // across: each row tile counts as `across` tiles.
-        table: list[tuple[int, int, int, int]] = []  # chunk; first and count of its group; row tiles before the group
+        # Entry t // across: (chunk, first row tile of the group, row tiles of the group, row tiles before the group).
+        table: list[tuple[int, int, int, int]] = []
         for chunk, piece in enumerate(range(chunks) if order is None else order):
             first, rows = tiles[piece]
             for i in range(first, first + rows, _GROUP):
@@ -45,5 +48,5 @@ class TrackedTiles:
         self.cols = width * col, lookup([min(width, n - width * j) for j in range(across)], col)
 
     def by_chunk(self, values: Sequence[int]) -> Index:
-        """Return the value for the chunk that contains tile t. values: one for each chunk, in the order of production."""
+        """Return the expression for the value of tile t's chunk. values: a value per chunk, in the order of computation."""
         return lookup([values[chunk] for chunk in self._chunks], self._at)

@@ -1,6 +1,6 @@
-"""Schedules as values, without torch: which rank computes, copies, signals and waits for what, on which lane.
+"""The schedule language: a schedule lists what each rank computes, copies, signals and waits for, on which lane.
 
-This is the language; `weft.builders` has the operators' problems and the schedules for them.
+It does not import torch. `weft.builders` defines the problems of the operators and builds schedules for them.
 """
 
 import sys
@@ -60,7 +60,7 @@ _MOVED = {
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
         text = f"weft.schedule.{name} moved: use {_MOVED[name]}"
-        # `from weft.schedule import name` asks by hasattr, and would lose the text of an AttributeError.
+        # `from weft.schedule import name` would replace an AttributeError by its own ImportError, without this text.
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(text, name=f"weft.schedule.{name}")
         raise AttributeError(text, name=name)

@@ -1,14 +1,14 @@
-"""Integers that a schedule leaves open: the rank, the index of a loop, the contents of a buffer.
+"""Integer expressions over the rank, loop indices, and contents of buffers.
 
-A schedule is written once for all ranks. A number that depends on the rank is an `Expr`, made by ordinary arithmetic from
-variables. It becomes a number when the rank is substituted:
+A schedule is written once for all ranks. A number that depends on the rank is an `Expr`, made by ordinary arithmetic with
+variables such as `RANK`, and evaluated for each rank:
 
     peer = (RANK + 1) % 4
     value(peer, rank=3) == 0;  str(peer) == "(rank + 1) % 4";  Expr("(rank + 1) % 4") == peer
 
-Its text is also its form in JSON. `lookup((5, 3, 8), RANK)` is a number that follows no formula, such as the rows of uneven
-shards. `total("counts", 0, RANK)` is the sum of the first elements of this rank's buffer `counts` at the time of the run: it
-writes sizes that only the device knows.
+JSON files contain the text of an expression. Use `lookup((5, 3, 8), RANK)` for numbers without a formula, such as the rows of
+uneven shards. Use `total("counts", 0, RANK)` for sizes that are known only at run time: it is the sum of the first `RANK`
+elements of this rank's buffer `counts`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SIGNS: dict[type[ast.operator], tuple[ast.operator, str, int]] = {
     ast.Add: (ast.Add(), "+", 1), ast.Sub: (ast.Sub(), "-", 1), ast.Mult: (ast.Mult(), "*", 2),
     ast.FloorDiv: (ast.FloorDiv(), "//", 2), ast.Mod: (ast.Mod(), "%", 2),
 }  # fmt: skip
-"""For each operator: its node, its symbol and its precedence."""
+"""The AST node, symbol and precedence of each operator."""
 
 
 class Expr:
-    """An expression over variables with + - * // %, lookups in tables of numbers, and sums over contents of buffers."""
+    """An integer expression: + - * // % over variables, lookups in tables of numbers, and sums over contents of buffers."""
 
     __slots__ = ("_compiled", "_node", "text")
 
@@ -47,19 +47,19 @@ class Expr:
             SyntaxError,
             RecursionError,
             MemoryError,
-        ) as error:  # MemoryError: the parser's error for too deep nesting
-            raise ValueError(f"{str(source)[:80]!r} is not an expression of a schedule: {error}") from error
+        ) as error:  # the parser raises MemoryError if the nesting is too deep
+            raise ValueError(f"{str(source)[:80]!r} is not a valid schedule expression: {error}") from error
         self._node = node
         self._compiled: tuple[CodeType, frozenset[str]] | None = None
 
     def _code(self) -> tuple[CodeType, frozenset[str]]:
-        # Compiled on demand: large schedules have many expressions that are never evaluated one by one.
+        # Compiled on demand: a large schedule has many expressions that are only evaluated for all ranks at once.
         if self._compiled is None:
             self._compiled = _compiled(self.text)
         return self._compiled
 
     def variables(self) -> frozenset[str]:
-        """Return the names that need a value; for a summed buffer, the buffer's name."""
+        """Return the names of all variables. A sum over a buffer has the buffer's name as a variable."""
         return _names_in(self.text)
 
     def evaluate(self, values: Values) -> int:
@@ -73,10 +73,11 @@ class Expr:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
-        """Evaluate for many values at once: arrays in, an array out.
+        """Evaluate for arrays of values; return an array, or an int if no value is an array.
 
-        known: results of parts at these values, by the ids of the parts; the results of this call's parts are added. Expressions
-        that share parts, such as sums over the same ranks, are then evaluated once. They must outlive `known`.
+        known: a cache of subexpressions' results for the same `values`, keyed by the `id` of the AST node; this call adds to it.
+        Expressions with common parts, such as sums over the same ranks, then evaluate these parts once. The expressions must
+        outlive `known`, because ids are reused.
         """
         return nodes.evaluated_over(self._node, values, known)
 
@@ -85,18 +86,21 @@ class Expr:
         return _period_of(self, name)
 
     def parts_over(self, values: Mapping[str, Any], without: str, known: dict[int, Any]) -> None:
-        """Evaluate the largest subexpressions that do not depend on the variable `without`. Add their values to
-        `known`, whose keys are the ids of the subexpressions."""
+        """Evaluate the largest subexpressions that do not depend on the variable `without`.
+
+        Add their values to `known`, keyed by the `id` of each subexpression's AST node."""
         for part in _parts_without(self, without):
             if id(part) not in known:
                 known[id(part)] = nodes.evaluated_over(part, values)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
-        """Return (number, totals) of a sum of numbers and totals; raise `ValueError` for any other expression."""
+        """Split a sum of numbers and `total(...)` terms into (the sum of the numbers, the terms).
+
+        Raise `ValueError` for any other expression."""
         return nodes.totals_of(self._node)
 
     def partially_evaluated(self, values: Values) -> Index:
-        """Substitute some of the variables; return a plain number if none is left."""
+        """Substitute the variables that `values` has. Return an int if no variable is left."""
         given = tuple((name, values[name]) for name in self.variables() if name in values)
         may_be_kept = all(isinstance(one, int | tuple) for _, one in given)
         return _substitute_once(self, given) if may_be_kept else _substitute(self, given)
@@ -134,8 +138,9 @@ class Expr:
         )
 
     def __eq__(self, other: object) -> bool:
-        # False for a number. It cannot raise, since comparing steps and regions compares expressions with numbers. So
-        # `if RANK == 1:` is never taken; `require_index` refuses the bool of such a comparison.
+        # Comparing an expression with a number must not raise, because comparing steps compares their fields. So the
+        # body of
+        # `if RANK == 1:` never runs. `require_index` refuses the bool that such a comparison returns.
         return isinstance(other, Expr) and self.text == other.text
 
     def __hash__(self) -> int:
@@ -148,10 +153,10 @@ class Expr:
         return f"Expr({self.text!r})"
 
     def __reduce__(self) -> tuple[type[Expr], tuple[str]]:
-        return Expr, (self.text,)  # code objects cannot be pickled, and schedules travel to other processes
+        return Expr, (self.text,)  # code objects cannot be pickled, but schedules are sent to other processes
 
 
-@lru_cache(maxsize=1 << 13)  # as of `_joined`
+@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
 def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
     return compile(text, "<expr>", "eval"), _names_in(text)
 
@@ -159,9 +164,9 @@ def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
 _NAME = re.compile(r"\b[^\W\d]\w*")
 
 
-@lru_cache(maxsize=1 << 13)  # as of `_joined`
+@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
 def _names_in(text: str) -> frozenset[str]:
-    # Not from the compiled code: a sum over hundreds of ranks takes milliseconds to compile, and is mostly evaluated from its node.
+    # Reading the names from compiled code would take milliseconds for a sum over hundreds of ranks.
     return frozenset(_NAME.findall(text)) - {"sum"}
 
 
@@ -175,28 +180,30 @@ def _substitute(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
     return rest if rest.variables() else int(rest)
 
 
-_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # as of `_joined`
+_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # for the reason at `_joined`
 
 
 Index: TypeAlias = int | Expr
 Values: TypeAlias = Mapping[str, int | Sequence[int] | PrefixSums]
-"""Values of variables by name: numbers, and for buffers their contents, row by row."""
+"""The value of each variable, by name: a number, or the contents of a buffer, row by row."""
 
 
-_PER_RANK = "write a value that differs between ranks as lookup((0, 1), RANK), or as arithmetic with RANK"
+_PER_RANK = "for a value that differs between ranks, write lookup((0, 1), RANK) or arithmetic with RANK"
 
 
 INDEX_TYPES = frozenset({int, Expr})
-"""Types that need no further check to be an index."""
+"""Types that are always valid as an `Index`."""
 
 
 def require_index(index: Index, what: str) -> None:
-    """Raise `TypeError` for anything but an integer or an expression, and for bools.
+    """Raise `TypeError` unless `index` is an integer or an `Expr`.
 
-    Python evaluates `RANK == 1` to False when the schedule is written, for all ranks."""
+    A bool is refused too: it usually comes from `RANK == 1`, which Python evaluates to False for all ranks while the schedule is
+    being written."""
     if isinstance(index, bool):
         raise TypeError(
-            f"{what}={index}: Python compares expressions when the schedule is written, not on each rank: {_PER_RANK}"
+            f"{what}={index} must be an integer or an expression, not a bool. Python evaluates a comparison such as RANK == 1 "
+            f"once, while the schedule is being written, not on each rank: {_PER_RANK}"
         )
     if not isinstance(index, Expr) and not hasattr(index, "__index__"):
         raise TypeError(
@@ -205,16 +212,16 @@ def require_index(index: Index, what: str) -> None:
 
 
 def value(index: Index, **variables: int) -> int:
-    """Return the number that `index` has for these values of its variables."""
+    """Return `index` evaluated for these values of its variables, given by name; an int is returned as it is."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
 
 
 def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
-    """Return the sum of elements first, first + step, ... before `end` of this rank's `buffer`, counted row by row."""
+    """Return the expression for sum(buffer[first:end:step]), over this rank's `buffer` flattened row by row, at run time."""
     return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
 
 
-@lru_cache(maxsize=1 << 13)  # as of `_joined`
+@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
 def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
     part = ast.Slice(_node_of(first), _node_of(end), None if step == 1 else ast.Constant(step))
     held = ast.Subscript(ast.Name(buffer, ast.Load()), part, ast.Load())
@@ -222,7 +229,7 @@ def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
 
 
 def lookup(table: Sequence[int], index: Index) -> Index:
-    """Return `table[index]`; a plain number if all entries are equal."""
+    """Return the expression for `table[index]`; an int if `index` is an int or all entries are equal."""
     require_index(index, "index")
     if len(set(table)) == 1:
         return table[0]
@@ -231,7 +238,7 @@ def lookup(table: Sequence[int], index: Index) -> Index:
     return _looked_up(tuple(table), index)
 
 
-@lru_cache(maxsize=1 << 13)  # as of `_joined`
+@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
 def _looked_up(table: tuple[int, ...], index: Expr) -> Expr:
     return Expr(ast.Subscript(_tuple(table), index._node, ast.Load()))
 
@@ -244,9 +251,9 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
     return _joined(left, type(sign), right)  # type: ignore[arg-type]  # mypy takes the class's `__hash__` for its instances'
 
 
-@lru_cache(maxsize=1 << 14)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
+@lru_cache(maxsize=1 << 14)  # the candidates for dozens of ranks repeat a few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
-    made = Expr.__new__(Expr)  # its parts were checked when they were made: a long sum grows term by term
+    made = Expr.__new__(Expr)  # without `check`: both parts have been checked, and a long sum is joined term by term
     node, symbol, binds = _SIGNS[sign]
     made._node, made._compiled = ast.BinOp(_node_of(left), node, _node_of(right)), None
     made.text = f"{_operand(left, binds)} {symbol} {_operand(right, binds + 1)}"
@@ -254,7 +261,7 @@ def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
 
 
 def _operand(index: Index, binds: int) -> str:
-    """Return the text beside an operator, as `ast.unparse` writes it: in parentheses if the operand's own operator binds less."""
+    """Return the text of an operand as `ast.unparse` writes it: in parentheses if its operator has lower precedence."""
     sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
     return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)
 
@@ -275,12 +282,12 @@ def _sum(part: int | Sequence[int]) -> int:
 _GLOBALS = {"__builtins__": {}, "sum": _sum}
 
 
-@lru_cache(maxsize=1 << 12)  # the same for every rank
+@lru_cache(maxsize=1 << 12)  # all ranks have the same expressions
 def _period_of(expression: Expr, name: str) -> int:
     return nodes.period_of(expression._node, name) if name in expression.text else 1
 
 
-@lru_cache(maxsize=1 << 12)  # keeps the parts alive, so that no other part gets their identity
+@lru_cache(maxsize=1 << 12)  # also keeps the parts alive, so that no other part gets the same id
 def _parts_without(expression: Expr, name: str) -> tuple[ast.expr, ...]:
     parts: list[ast.expr] = []
     if nodes.split_without(expression._node, name, parts):
@@ -289,7 +296,7 @@ def _parts_without(expression: Expr, name: str) -> tuple[ast.expr, ...]:
 
 
 def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
-    """Substitute numbers for names, and fold the parts that have no name left."""
+    """Substitute values for names, and evaluate the subexpressions that have no name left."""
     match node:
         case ast.Name(id=name) if name in values:
             found = values[name]
@@ -321,7 +328,7 @@ def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
 
 
 def _folded(node: ast.expr) -> int:
-    """Evaluate an expression of numbers. Most are a sum or a product of two numbers, which need no compiler."""
+    """Evaluate an expression without variables. Sums and products of two numbers, the common case, are not compiled."""
     match node:
         case ast.BinOp(left=ast.Constant(value=int(left)), op=sign, right=ast.Constant(value=int(right))) if right:
             return int(nodes.OPERATORS[type(sign)](left, right))

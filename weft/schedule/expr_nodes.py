@@ -1,6 +1,6 @@
-"""Expressions as trees of `ast`: evaluation for many values at once, periods, limits of text, and sums over contents of buffers.
+"""Functions on the ASTs of expressions: parsing within limits, checks, evaluation for arrays of values, and periods.
 
-`weft.schedule.expr` makes these trees. All functions here allow arithmetic only, as `check` defines it.
+`weft.schedule.expr` builds these ASTs. They consist of arithmetic only, as `check` defines it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 << 20
-"""Limits of expressions that come as text. The depth of a sum is its number of terms."""
+"""Limits of expressions that are parsed from text. The depth of a sum is its number of terms."""
 
 
 class PrefixSums:
-    """The contents of a buffer, row by row, with cached prefix sums: sums from each element to the end."""
+    """The contents of a buffer, row by row, with cached suffix sums, so that the sum of any slice takes constant time."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """Return the sum of the elements in this slice, so that evaluating `sum(buffer[first:end])` adds nothing up."""
+        """Return the sum of the slice `part`, not the slice: `sum(buffer[first:end])` then adds no elements."""
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def sums(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """Return the sums of many slices at once; bounds are counted from the front."""
+        """Return the sums of the slices [first:end:step] for arrays of non-negative bounds."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
         found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
@@ -53,7 +53,7 @@ class PrefixSums:
 
 
 class Total(NamedTuple):
-    """The sum of elements first, first + step, ... before `end` of a buffer."""
+    """The term sum(buffer[first:end:step]) of an expression."""
 
     buffer: str
     first: int
@@ -62,7 +62,7 @@ class Total(NamedTuple):
 
 
 def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts: dict[int, Any] | None = None) -> Any:
-    """Evaluate a tree for many values at once. parts: see `Expr.evaluated_over`."""
+    """Evaluate an AST for arrays of values. parts: the cache that `Expr.evaluated_over` calls `known`."""
     match node:
         case ast.Name(id=name):
             return values[name]
@@ -97,7 +97,7 @@ def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts
     raise AssertionError(f"check lets no {ast.unparse(node)} in")
 
 
-@lru_cache(maxsize=64)  # tables of thousands of numbers, which many expressions have in common
+@lru_cache(maxsize=64)  # many expressions share a table, which may have thousands of numbers
 def numbers_of(table: ast.Tuple) -> np.ndarray | None:
     """Return the entries of a table as an array; None if some are not numbers."""
     if not all(isinstance(entry, ast.Constant) for entry in table.elts):
@@ -111,13 +111,13 @@ def _name(node: ast.expr) -> str:
 
 
 def known_bound(node: ast.expr | None) -> ast.expr:
-    """Return a bound of a slice, which is never omitted."""
+    """Return `node`, the bound of a slice. Bounds are never omitted."""
     assert node is not None  # check refuses slices without both bounds
     return node
 
 
 def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
-    """Return (number, totals) of a sum of numbers and totals; raise `ValueError` for any other tree."""
+    """Split the AST of a sum into (the sum of its numbers, its `Total` terms); raise `ValueError` for other ASTs."""
     match node:
         case ast.Constant(value=int(number)):
             return number, ()
@@ -131,7 +131,7 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
             bounds = [bound if isinstance(bound, int) else bound[0] for bound in numbers]
             if all(isinstance(bound, int) or not bound[1] for bound in numbers):
                 return 0, (Total(name, *bounds),)
-    raise ValueError(f"{ast.unparse(node)} is not a sum of numbers and totals")
+    raise ValueError(f"{ast.unparse(node)} must be a sum of numbers and sums over buffers")
 
 
 def period_of(node: ast.AST, name: str) -> int:
@@ -146,13 +146,15 @@ def period_of(node: ast.AST, name: str) -> int:
     period = 1
     for part in ast.iter_child_nodes(node):
         period = math.lcm(period, period_of(part, name))
-        if not period:  # 0 stays 0 for any other terms
+        if not period:  # the period is unknown, whatever the other terms are
             break
     return period
 
 
 def split_without(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
-    """True if `node` does not depend on `name`. Otherwise add to `parts` its largest independent parts, except constants."""
+    """True if `node` does not depend on the variable `name`.
+
+    Otherwise append to `parts` the largest subexpressions that do not depend on it, except constants."""
     match node:
         case ast.Name(id=found):
             return found != name
@@ -179,34 +181,33 @@ def split_without(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
 
 
 def parsed(text: str) -> ast.expr:
-    """Parse an expression that may come from a file; raise `SyntaxError` also beyond the limits on its length, depth and
-    numbers."""
+    """Parse an expression. Raise `SyntaxError` if it is invalid, or exceeds the limits on length, depth and numbers."""
     if len(text) > MOST_LETTERS:
-        raise SyntaxError(f"it has {len(text)} characters, but at most {MOST_LETTERS} are allowed")
+        raise SyntaxError(f"the expression has {len(text)} characters, but at most {MOST_LETTERS} are allowed")
     node = ast.parse(text, mode="eval").body
     left: list[tuple[ast.AST, int]] = [(node, 1)]
     while left:
         part, depth = left.pop()
         if depth > MOST_DEPTH:
             raise SyntaxError(
-                f"it is nested too deep: at most {MOST_DEPTH} levels are allowed (a sum has a level for each term)"
+                f"the expression is nested too deep: at most {MOST_DEPTH} levels are allowed (each term of a sum is a level)"
             )
         if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value > MOST_NUMBER:
             raise SyntaxError(
-                f"it has a number of {part.value.bit_length()} bits, and at most {MOST_NUMBER} is allowed"
+                f"the expression has a number of {part.value.bit_length()} bits, but numbers may be at most {MOST_NUMBER}"
             )
         left += [(inner, depth + 1) for inner in ast.iter_child_nodes(part)]
     return node
 
 
 def check(node: ast.expr) -> None:
-    """Allow arithmetic only: an expression from a file is evaluated."""
+    """Raise `ValueError` unless the AST is arithmetic. Expressions from files are passed to `eval`."""
     match node:
         case ast.Constant(value=bool()):
             raise ValueError(f"{ast.unparse(node)!r} is a bool: write a whole number or a variable of the schedule")
         case ast.Name(id="sum"):
             raise ValueError(
-                f"{ast.unparse(node)!r} is neither a number nor a variable of a schedule: write sums as sum(buffer[first:end])"
+                f"{ast.unparse(node)!r} cannot be a variable of a schedule: write sums as sum(buffer[first:end])"
             )
         case ast.Constant(value=int()) | ast.Name():
             return
@@ -232,9 +233,11 @@ def check(node: ast.expr) -> None:
                 and isinstance(part.step.value, int)
                 and 1 <= part.step.value <= MOST_STRIDE
             ):
-                raise ValueError(f"{ast.unparse(node)!r}: the step of a sum is a number between 1 and {MOST_STRIDE}")
+                raise ValueError(
+                    f"{ast.unparse(node)!r}: the step of a sum must be a number between 1 and {MOST_STRIDE}"
+                )
         case _:
             raise ValueError(
-                f"{ast.unparse(node)!r} is not an expression of a schedule: use + - * // %, variables, numbers, tables, and "
-                f"sum(buffer[first:end])"
+                f"{ast.unparse(node)!r} is not an expression of a schedule: use + - * // %, variables, whole numbers, tables "
+                f"such as (5, 3)[rank], and sum(buffer[first:end])"
             )

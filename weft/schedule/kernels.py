@@ -1,14 +1,15 @@
-"""Tile kernels: the kernel that executors run for the tiles of a step (`weft.schedule.steps.Tiles`), with its parameters, as a
-value.
+"""Tile kernels: descriptions of the GPU kernels that run all tiles of a step (`weft.schedule.steps.Tiles`).
 
-A step has its tiles written out too. These are verified and simulated, and CPU processes run them one after the other. An
-executor with a kernel for all tiles looks it up by the type of the value, and takes its arguments from the value. The builder
-that writes both must make them agree; tests/unit/test_tile_kernels.py checks every builder.
+A `Tiles` step contains its work twice. Its body lists the steps of one tile: `verify` checks them, the simulator times them, and
+CPU processes run the tiles one after the other. Its `kernel` is a `TileKernel` with the parameters of a GPU kernel; the executor
+finds the implementation by the type of `kernel`. The builder must make body and kernel agree.
+tests/unit/test_tile_kernels.py
+checks every builder.
 
-A new kernel is a frozen dataclass that derives from `TileKernel`, in any file, with words, numbers and expressions as fields. To
-run it, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`); GPUs refuse a
-kernel without an entry by name. The simulator assumes that its tiles are as fast as weft's own kernels, unless
-`weft.sim.costs.rates` has an entry.
+To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as fields. To
+run it, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`). The GPU
+executor refuses kernels without an entry. The simulator assumes that the tiles run as fast as those of weft's own kernels,
+unless `weft.sim.costs.rates` has an entry.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from weft.schedule.expr import Index
 SliceTransport: TypeAlias = Literal["direct", "put"]
 SliceOrder: TypeAlias = Literal["remote_first", "natural"]
 KERNELS: dict[str, type[TileKernel]] = {}
-"""Kernel classes by their name in files."""
+"""The kernel classes, by the name that JSON files use for them."""
 
 
 class TileKernel:
-    """A kernel with the defaults."""
+    """The base class of tile kernels."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -36,22 +37,27 @@ class TileKernel:
 
     @property
     def name(self) -> str:
-        """The name in timelines, tables and messages."""
+        """The kernel's name in timelines, tables and error texts."""
         return self.kind
 
     def continues(self, before: TileKernel | None) -> bool:
-        """True if the launch of `before` may also run these tiles, if only signals are between the two steps."""
+        """True if one launch may run the tiles of `before`, the kernel of the previous step, and then these tiles.
+
+        Only signals may be between the two steps. before: None if the previous step has no tiles."""
         return type(before) is type(self)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatmul(TileKernel):
-    """GEMMs of (source, expert) segments in the places where an exchange stored them (`weft.kernels.grouped_matmul`).
+    """Grouped GEMM over the received rows, with one group for each (source rank, local expert).
 
-    counts, tokens, inbox, weights, y: buffers. experts: number on each rank. slot_rows: rows of the inbox for each other rank.
-    Sources are `n_sources` ranks, starting `first_source` ranks after this rank (0: this rank). The kernel multiplies the rows for
-    `n_experts` local experts from `first_expert` on. k indexes the columns of tokens and the rows of weights; the kernel uses `n_k`
-    of them from `first_k` on. adds: accumulate into y.
+    The kernel reads the rows from where the exchange stored them, without sorting them (`weft.kernels.grouped_matmul`).
+
+    counts, tokens, inbox, weights, y: names of buffers. experts: the number of experts of each rank. slot_rows: the number of
+    inbox rows that are reserved for each other rank. first_source, n_sources: the kernel multiplies the rows of `n_sources`
+    ranks; the first of them is `first_source` ranks after this rank (0 is this rank). first_expert, n_experts: the range of
+    local experts. first_k, n_k: the range of k, which indexes the columns of tokens and the rows of weights. adds: accumulate
+    into y.
     """
 
     kind: ClassVar[str] = "grouped_matmul"
@@ -73,12 +79,14 @@ class GroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
-    """The reverse of `GroupedMatmul`: rows sorted by expert, then by source, are multiplied and stored by source.
+    """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
-    See `weft.kernels.grouped_matmul`. counts: a buffer [2 * ranks, experts]: rows from each source for each local expert, and
-    below this rank's tokens for each expert of each rank. h, weights, y, outbox: buffers. This rank's rows go to y, those of each
-    other rank to its slot in the outbox of rank `at`. The kernel takes all of k, and does not accumulate. The other fields are as
-    in `GroupedMatmul`.
+    It is the reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`). It uses all of k, and does not accumulate.
+
+    counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the rows from each rank for each local expert, its
+    second half the rows of this rank for each expert of each rank. h, weights, y, outbox: names of buffers. Products for this
+    rank are stored in y, products for another rank in that rank's slot of the outbox of rank `at`. The other fields are as in
+    `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"
@@ -98,21 +106,22 @@ class ReturningMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class TrackedMatmul(TileKernel):
-    """A GEMM that stores each tile where its step says, also in peers' memory, and signals finished tiles while it runs.
+    """A GEMM that signals finished tiles while it runs, and may store tiles in peers' memory
+    (`weft.kernels.tracked_matmul`).
 
-    See `weft.kernels.tracked_matmul`. A signal is set as soon as all tiles that set it are stored. A body is one matmul or addmm,
-    and sets.
+    The body of its step is one matmul or addmm, followed by sets. A signal is set as soon as all tiles that set it are stored.
 
-    rows, cols: the most of a tile; powers of two. If there are fewer tiles than compute units, several units share a tile. Each
-    then computes a part of k that is no shorter than `least_part`, and the last of them stores the tile.
+    rows, cols: the largest tile; powers of two. If there are fewer tiles than compute units, several units share a
+    tile: each
+    computes a part of k of at least `least_part`, and the last unit to finish stores the tile.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
-    """The smallest K for which the planner may select this kernel. For a smaller K, storing tiles at peers takes longer than
-    multiplying them. (2 x H100, K 512: GEMM + all-gather runs at 0.79 and GEMM + reduce-scatter at 0.84 of the speed of
-    NCCL and cuBLAS.)"""
+    """The smallest K for which the planner may select this kernel. For a smaller K, storing a tile in a peer's memory takes
+    longer than multiplying it. (With K = 512 on two H100, GEMM + all-gather reaches 0.79 of the speed of NCCL and cuBLAS, and
+    GEMM + reduce-scatter 0.84.)"""
     rows: int = 128
     cols: int = 256
 
@@ -122,23 +131,24 @@ class TrackedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class LibraryGroupedMatmul(TileKernel):
-    """cuBLAS's GEMMs of rows that are sorted by expert."""
+    """One cuBLAS GEMM per local expert, over rows sorted by expert."""
 
     kind: ClassVar[str] = "library_grouped_matmul"
 
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """A kernel that reorders rows from the order of source ranks to the order of experts."""
+    """A kernel that sorts rows by expert; its input is sorted by source rank."""
 
     kind: ClassVar[str] = "permute"
 
 
 @dataclass(frozen=True, slots=True)
 class PooledSlices(TileKernel):
-    """A kernel that pools embeddings and sends them to all ranks in `order`, a slice at a time.
+    """A kernel that pools embeddings and sends each slice to its rank as soon as it is pooled.
 
-    transport: "direct" stores slices at their destination; "put" stages slices and copies them."""
+    transport: "direct" stores vectors in the destination's memory; "put" pools a slice into local memory, then copies it.
+    order: "remote_first" pools the slices of other ranks first."""
 
     kind: ClassVar[str] = "embedding_all_to_all"
     transport: SliceTransport
@@ -152,13 +162,13 @@ class PooledSlices(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledBags(TileKernel):
-    """A kernel that pools embeddings and sends nothing."""
+    """A kernel that pools embeddings into this rank's memory."""
 
     kind: ClassVar[str] = "embedding_bag"
 
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """A kernel that reorders columns from the order of ranks to the order of the result, or back."""
+    """A kernel that permutes columns between the order of ranks and the order of the result."""
 
     kind: ClassVar[str] = "unpack"

@@ -1,18 +1,20 @@
-"""Launches: the steps of a lane that GPUs run as one operation. Only this file defines which steps these are.
+"""Launches: which consecutive steps of a lane become one kernel or one stream operation on GPUs.
 
-The GPU compiler issues launches. `verify` needs to know which launches poll on compute units, and the simulator which steps
-cost no launch.
+This file is the only definition. The GPU compiler issues launches, `verify` finds the launches that poll on compute units, and
+the simulator charges launch overhead once per launch.
 
-A copy by kernel polls and sets flags itself, so it is one launch with the signals between ranks around it:
+A copy by kernel polls and sets flags itself. So the signals between ranks around it become part of its launch:
 
-    sets_before  sets before its waits, if the rank has one lane: else a set must not wait for waits that other lanes may block
-    waits        waits before the copy: all its programs poll
-    body         the copy, and further copies of the same source, each with the sets after it. All of them write to fixed places
-                 in the schedule's own memory, at the same row pitch, and all or none accumulate
-    sets         sets after the copies: the last program sets them
-    waits_after  waits after the sets: the last program polls. Only if the sets may be issued as late as these waits
+    sets_before  sets before the waits. They are included only if the rank has a single lane: otherwise they would be delayed
+                 until the launch, which may be queued behind a wait of another lane
+    waits        waits before the copy. All programs of the kernel poll for them
+    body         the copy, and further copies of the same source with the sets between them. They must have fixed places in
+                 memory of the schedule (symmetric or scratch) and the same row pitch, and all or none must accumulate
+    sets         sets after a copy. The last program of the copy performs them
+    waits_after  waits after the sets. The last program polls for them. They are included only if the sets may be delayed until
+                 the last of these waits is issued
 
-Other steps are a launch each. Neighbouring waits between ranks are one operation of their stream, and so are neighbouring sets.
+Adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is its own launch.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from weft.schedule.schedule import Schedule
 from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, Lane, Set, Step, Wait, depends, walk
 
 Key: TypeAlias = tuple[str, int]
-"""A counter of a rank: the signals' name, and the index."""
+"""A counter of a rank: (name of its signals, index)."""
 
 
 class Launch(NamedTuple):
-    """Neighbouring steps of a lane that are one kernel, or one operation of a stream. See the top of this file.
+    """Consecutive steps of a lane that are one kernel or one stream operation. See the top of this file.
 
-    lane: the lane's number. first: the place of the first step in the lane. steps: all steps, in order. units: compute units that
-    its programs hold while they poll; 0 if it never polls. continues: True if the persistent kernel of the launch
-    before also computes this launch's tiles.
+    lane: the number of the lane. first: the position of the first step in the lane. steps: all steps, in order. units: the
+    number of compute units that are held while the launch polls; 0 if it does not poll. continues: True if the persistent
+    kernel of the previous launch also computes the tiles of this one.
     """
 
     lane: int
@@ -50,17 +52,17 @@ class Launch(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """True if the launch is a kernel that copies."""
+        """True if the launch is a copy by kernel."""
         return bool(self.body) and self.body[0].copies_by == "kernel"
 
     @property
     def first_wait(self) -> int:
-        """The place of the first wait, or of the body."""
+        """The position of the first wait in the lane, or of the body if there is no wait."""
         return self.first + len(self.sets_before)
 
     @property
     def begin(self) -> int:
-        """The place of the body."""
+        """The position of the body in the lane."""
         return self.first_wait + len(self.waits)
 
     @property
@@ -69,18 +71,20 @@ class Launch(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The place of the last step."""
+        """The position of the last step in the lane."""
         return self.first + len(self.steps) - 1
 
     @property
     def anchor(self) -> int:
-        """The place at which the launch is issued: its last step that is not a set. All steps that it waits for are issued then."""
+        """The position at which the host issues the launch: the position of its last step that is not a set.
+
+        All steps that the launch waits for have been issued by then."""
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield for each step True if a kernel that already runs performs it."""
+        """Yield for each step True if it runs in a kernel that an earlier step has started, so it costs no launch."""
         for place in range(self.first, self.last + 1):
             yield (
                 self.continues
@@ -101,25 +105,28 @@ def launches(
     may_answer: Callable[[int, int], bool] = lambda first, end: True,
     tiles_go_on: bool = False,
 ) -> list[Launch]:
-    """Return the launches of a lane in order, its loops unrolled.
+    """Return the launches of a lane, in order.
 
-    crossing: for each step, True if it is a signal between ranks. lane: the lane's number. alone: the rank has no other lane.
-    held: buffers whose contents are known only at run time; a copy whose size depends on them holds `dynamic_units`.
-    may_answer: True if the sets among the steps [first, end) may be issued as late as the last of these steps.
-    tiles_go_on: a kernel of tiles also sets the signals after them, and does later tiles if `TileKernel.continues`. The simulator
-    assumes so. The GPU compiler launches a kernel for each step, and its streams set the signals.
+    steps: the lane's steps, with loops unrolled. crossing: for each step, True if it is a signal between ranks. lane: the number
+    of the lane. alone: the rank has no other lane. held: buffers whose contents are known only at run time.
+    dynamic_units: the
+    compute units that a copy holds if its size depends on `held`. may_answer(first, end): returns True if the sets in
+    steps[first:end] may be issued as late as the last of these steps. tiles_go_on: assume that a tile kernel also sets the
+    signals after its step, and computes the tiles of the next step if `TileKernel.continues`. The simulator assumes this. The
+    GPU compiler does not: it launches a kernel for each step, and the stream sets the signals.
     """
     found: list[Launch] = []
-    kernel: TileKernel | None = None  # the persistent kernel that runs
+    kernel: TileKernel | None = None  # the persistent kernel of the previous launch
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
-        """Return the end of the signals of this kind from `at` on."""
+        """Return the first position from `at` on that is not a signal of this kind. Unless `local`, signals within a
+        rank end it."""
         while at < len(steps) and (local or crossing[at]) and isinstance(steps[at], kind):
             at += 1
         return at
 
     def copy(at: int, waits: int, body: int) -> Launch:
-        """Return the launch of the copy at `body`, whose waits begin at `waits`."""
+        """Return the launch of the copy at position `body`. It begins at `at`, and its waits begin at `waits`."""
         like = _fixed(steps[body], buffers, held)
         sets = behind(body + 1, Set)
         while like and sets < len(steps) and _fixed(steps[sets], buffers, held) == like:
@@ -163,7 +170,9 @@ def launches(
 
 
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
-    """Return (source, accumulates, row pitch of the target) of a copy by kernel between fixed places; None for other steps."""
+    """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
+
+    Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor."""
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
     copy = cast(Copy, step)
@@ -173,7 +182,7 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
 
 def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
-    """Return for each rank its counters that another rank or a kernel's tiles set, with the rank that sets them."""
+    """Return for each rank {counter: rank that sets it}, for the counters that another rank or a tile kernel sets."""
     found: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
         for step in (step for lane in lanes for step in lane.steps):
@@ -184,17 +193,17 @@ def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
 
 
 def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
-    """True if a step of `rank` is a signal between ranks. awaited: see `setters`."""
+    """True if a step of `rank` is a signal between ranks. awaited: this rank's entry of `setters`."""
     if wait := step.awaits:
         return (wait.signal, wait.index) in awaited
     return step.is_signal and any(at != rank for at, _, _ in step.sets())
 
 
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
-    """Return the most units of a copy by kernel of dynamic size on a lane of this resource.
+    """Return the maximum number of compute units for one copy by kernel with a dynamic size, on a lane of this resource.
 
-    On copy lanes it runs concurrently with GEMMs: all these lanes share `DYNAMIC_COPY_UNITS`. On a compute lane no GEMM runs at the
-    same time.
+    Copies on copy lanes run concurrently with GEMMs, so all copy lanes together get `DYNAMIC_COPY_UNITS`. A copy on a compute
+    lane gets `COPY_UNITS`.
     """
     if resource == "compute":
         return COPY_UNITS
@@ -217,12 +226,15 @@ def launches_of_rank(
 ) -> list[Launch]:
     """Return the launches of all lanes of a rank, in the order of issue.
 
-    lanes: names, by number. order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`). awaited: see `setters`.
-    Sets may be issued late, together with waits after them, unless another lane's wait for a peer is issued in between. In one
-    hardware queue the sets would be queued after that wait, and the peer would wait for the sets.
+    lanes: the names of the lanes, by number. order: (lane, step) in the order of issue
+    (`weft.schedule.verify.issue_order`).
+    awaited: this rank's entry of `setters`.
+
+    Sets may be delayed and issued together with the waits after them, unless another lane's wait for a peer is issued in
+    between. If the lanes share a hardware queue, the sets would be queued behind that wait, while the peer waits for the sets.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
-    places: dict[str, list[int]] = {name: [] for name in lanes}  # of each lane's steps, in the order
+    places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`
     for place, (name, step) in enumerate(order):
         steps[name].append(step)
         places[name].append(place)

@@ -1,11 +1,11 @@
-"""Limits on the numbers of a schedule from a file: a schedule that would take all memory or time is refused at once.
+"""Limits on the numbers of a schedule from a file, so that no file can use up all memory or time.
 
-| number | most |
+| number | limit |
 |---|---|
-| size, place, extent, count | 2^40, and at least 0 |
-| ranks | 4096 |
-| steps of a rank, loops unrolled | 100,000; tiles are one step, for any extent |
-| where ranks differ, these steps and sizes on all ranks together | 2^19 |
+| size, offset, extent, count | 0 to 2^40 |
+| ranks | at most 4096 |
+| steps of one rank after unrolling loops; a `Tiles` step of any extent is one step | at most 100,000 |
+| steps of all ranks together, and buffers of all ranks whose rows depend on the rank, if ranks differ | at most 2^19 |
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def check_number(number: int, where: str, most: int = MOST) -> int:
 
 
 def check_sizes(schedule: Schedule) -> None:
-    """Raise `ValueError` with the value and the limit. `verify` reports numbers without a value."""
+    """Raise `ValueError` for the first number beyond its limit. Expressions that cannot be evaluated are left to `verify`."""
     check_number(schedule.world_size, "schedule.world_size", MOST_RANKS)
     for i, held in enumerate(schedule.contents):
         if len(held.expected) != schedule.world_size:
             raise ValueError(
-                f"schedule.contents[{i}] has expected values for {len(held.expected)} ranks: give them for all "
-                f"{schedule.world_size}"
+                f"schedule.contents[{i}].expected has an entry for {len(held.expected)} ranks, but the schedule has "
+                f"{schedule.world_size}: give one for each"
             )
     alike = all(isinstance(step.extent, int) for step in schedule.walk() if isinstance(step, For | Tiles))
     formulas = [(i, buffer.rows) for i, buffer in enumerate(schedule.buffers) if isinstance(buffer.rows, Expr)]
@@ -49,14 +49,15 @@ def check_sizes(schedule: Schedule) -> None:
             on_all += steps
         if on_all > MOST_ON_ALL:
             raise ValueError(
-                f"schedule has more than {MOST_ON_ALL} steps and sizes on ranks 0 to {rank} together, because these "
-                "ranks differ: use fewer ranks"
+                f"the schedule's steps and sizes differ between ranks, and ranks 0 to {rank} together have more than "
+                f"{MOST_ON_ALL} of them: use fewer ranks"
             )
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps with loops unrolled. A loop itself counts as one step, and each iteration as at least
-    one, because both take time to unroll."""
+    """Return the number of steps after unrolling loops.
+
+    A loop counts as one step, and each iteration as at least one step, because even an empty iteration takes time to unroll."""
     count = 0
     for i, step in enumerate(steps):
         count += 1
@@ -79,7 +80,9 @@ def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
 
 def _check_steps(count: int, where: str) -> None:
     if count > MOST_STEPS:
-        raise ValueError(f"{where} has {count} steps or more with its loops unrolled: at most {MOST_STEPS} are allowed")
+        raise ValueError(
+            f"{where} has {count} steps or more after unrolling loops, but at most {MOST_STEPS} are allowed"
+        )
 
 
 def _number(index: Index, values: Values, where: str) -> int:

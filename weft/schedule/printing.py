@@ -1,4 +1,4 @@
-"""Readable text of steps, regions and buffers; schedules print themselves with it (`Schedule.table`)."""
+"""The text of steps, regions and buffers, as `Schedule.table` prints them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weft.schedule.expr import RANK, Index, Values
 from weft.schedule.steps import ITEM_BYTES, Buffer, For, Norm, Region, Set, Step, Tiles, at_text, substitute
 
 WIDTH = 132
-_TOGETHER = "\N{NO-BREAK SPACE}"  # marks where a line must not be broken; replaced by a space at the end
+_TOGETHER = "\N{NO-BREAK SPACE}"  # a space at which lines are not broken; `wrapped` replaces it after wrapping
 
 
 def describe(item: Step | Region, rank: int | None = None) -> str:
-    """Return a step or region as one line of text. rank: omit this rank's number from the regions of a step in numbers."""
+    """Return a step or region as one line of text. rank: omit "@rank" from regions of this rank."""
     return " ".join(str(_shown(item, rank, {})).split())
 
 
 def buffer_lines(buffers: Sequence[Buffer], values: Sequence[Values]) -> list[str]:
-    """Return the lines of a table of buffers. values: the values of the variables of expressions, on each rank."""
+    """Return the lines of a table of buffers. values: for each rank, the values of the variables (`Schedule.values`)."""
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in buffers:
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
@@ -58,7 +58,7 @@ def wrapped(head: str, text: str) -> str:
 
 
 def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
-    """Return a step with its regions as text. In a step in numbers, `rank` itself becomes "this rank" again."""
+    """Return `item` with its regions replaced by text. Regions of `rank` are printed without their rank."""
     if isinstance(item, tuple):
         return tuple(_shown(part, rank, buffers) for part in item)
     if isinstance(item, Region):
@@ -73,7 +73,7 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
 
 
 def _region(region: Region, at: Index, buffer: Buffer | None) -> str:
-    """Return the text of a region. A whole extent of its buffer is ":", and a whole buffer has no brackets."""
+    """Return the text of a region: all rows or all columns as ":", and a whole buffer without brackets."""
     whole = (0, buffer.rows, 0, buffer.cols) if buffer else (None,) * 4
     rows = ":" if (region.row, region.rows) == whole[:2] else f"{region.row}:+{region.rows}"
     cols = ":" if (region.col, region.cols) == whole[2:] else f"{region.col}:+{region.cols}"

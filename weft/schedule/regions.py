@@ -1,8 +1,8 @@
-"""Buffers, regions of buffers, and the kinds of access to a region.
+"""Buffers, regions of buffers, and the accesses of steps to regions.
 
-Numbers may be expressions of the rank; sizes and places may also depend on contents of buffers (`weft.schedule.expr`). Buffers
-are two-dimensional, rows x columns; a chunk is a region of one. Regions are of this rank's buffer unless `at` names another rank:
-then the buffer must be symmetric.
+Buffers are two-dimensional: rows x columns. A region is a rectangle of a buffer. It is in the memory of the step's own rank
+unless `at` gives another rank; the buffer must then be symmetric. All numbers may be expressions of the rank. Sizes and offsets
+may also depend on contents of buffers (`weft.schedule.expr`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from weft.schedule.expr import RANK, Expr, Index
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8, "fp8": 1, "int64": 8, "int32": 4}
 SUMMED = ("fp32", "bf16", "fp16", "fp64")
-"""The dtypes that are reduced: fp64 in fp64, the others in fp32."""
+"""The dtypes that can be reduced. fp64 is reduced in fp64, the others in fp32."""
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A matrix of rows x cols of one dtype on every rank.
+    """A matrix of rows x cols on every rank.
 
-    input, output: the caller's tensors, new at every run; only their own rank sees them. symmetric: kept by the executor, of one
-    size on all ranks, visible to all. scratch: kept by the executor, private to its rank.
+    role:
+        input, output  a tensor of the caller, another one in every run. Only its own rank can access it
+        symmetric      persistent memory with the same size on all ranks. All ranks can access it
+        scratch        persistent memory that only its own rank can access
     """
 
     name: str
@@ -39,7 +41,7 @@ class Buffer:
     def part(
         self, *, rows: tuple[Index, Index] | None = None, cols: tuple[Index, Index] | None = None, at: Index = RANK
     ) -> Region:
-        """Return the region (first, count) in rows and columns, of rank `at`; an omitted extent is whole."""
+        """Return a region of rank `at`. rows, cols: (first, count); all rows or columns if omitted."""
         try:
             row, n_rows = rows or (0, self.rows)
             col, n_cols = cols or (0, self.cols)
@@ -52,6 +54,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Region:
+    """Rows row .. row + rows - 1 and columns col .. col + cols - 1 of a buffer of rank `at`."""
+
     buffer: str
     row: Index
     rows: Index
@@ -65,10 +69,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The RMSNorm of rows that a step has made: out = row / sqrt(the mean of its squares + eps) * weight, a weight of one row.
+    """An RMSNorm of the rows that a step writes: out = row / sqrt(mean(row^2) + eps) * weight. weight: `[1, cols]`.
 
-    It is computed in fp32 (fp64 in fp64) from the rounded rows, and rounded once. Raises `ValueError` unless eps is finite and at
-    least 0."""
+    It reads the rows after they have been rounded to their dtype, computes in fp32 (fp64 for fp64), and rounds once. Raise
+    `ValueError` unless eps is finite and at least 0."""
 
     out: Region
     weight: Region
@@ -83,7 +87,7 @@ class Norm:
 
 
 def checked_eps(eps: Any) -> float:
-    """Return eps, which a norm adds to the mean of squares, as a float; raise `ValueError` unless it is finite and at least 0."""
+    """Return the eps of a norm as a float. Raise `ValueError` unless it is finite and at least 0."""
     if type(eps) is float and 0 <= eps < math.inf:
         return eps
     if isinstance(eps, numbers.Real) and not isinstance(eps, bool):
@@ -95,9 +99,9 @@ def checked_eps(eps: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The expected contents of `buffer` on each rank when it is read, row by row.
+    """The expected contents of a buffer that determines sizes at run time: for each rank, the numbers row by row.
 
-    Sizes that are not known before a run are simulated, verified and shown with these numbers."""
+    Simulation, verification and printing compute the sizes from these numbers."""
 
     buffer: str
     expected: tuple[tuple[int, ...], ...]
@@ -105,17 +109,17 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """`count` counters on every rank. They only grow: each Set adds one, so run n starts where run n - 1 ended."""
+    """`count` counters on every rank. Each `Set` adds one, and no run resets them: run n starts where run n - 1 ended."""
 
     name: str
     count: int
 
 
 class Access(NamedTuple):
-    """An access to a region.
+    """An access of a step to a region.
 
-    updates: adds to the contents, element by element, each addition atomic. Two steps may update one place in any order and
-    concurrently; a read or a write of it must be ordered with them."""
+    updates: the step adds to the elements, each addition atomic. Several steps may update an element concurrently. But reads and
+    other writes of the element must be ordered with every update."""
 
     region: Region
     reads: bool
@@ -134,7 +138,8 @@ def written(region: Region, update: bool = False) -> Access:
 class Declared(NamedTuple):
     """The names that a step of `rank` may refer to.
 
-    buffers: the buffers by name, for each rank, with sizes in numbers. held: buffers with declared contents."""
+    buffers: for each rank, its buffers by name, with evaluated sizes. signals: the number of counters, by name. held: names of
+    the buffers with declared contents."""
 
     rank: int
     buffers: Sequence[Mapping[str, Buffer]]
@@ -146,7 +151,7 @@ class Declared(NamedTuple):
 
 
 Box: TypeAlias = tuple[int, int, int, int]
-"""(first row, end row, first column, end column)"""
+"""(first row, end row, first column, end column); the ends are exclusive."""
 
 
 def box_of(region: Region) -> Box:
@@ -163,5 +168,5 @@ def is_empty(region: Region) -> bool:
 
 
 def at_text(at: Index) -> str:
-    """Return the rank of a region as text; empty for a step's own rank."""
+    """Return the rank `at` as a suffix, such as "@1" or "@(rank + 1)"; "" for the step's own rank."""
     return "" if at == RANK else f"@({at})" if isinstance(at, Expr) else f"@{at}"

@@ -1,9 +1,12 @@
-"""The schedule: every rank's steps, on lanes of its resources, in order; independent of the executor.
+"""The schedule: the steps of every rank, in order, on lanes. A lane is a queue on one resource of the rank.
 
-The same value runs on GPUs and CPU processes (`weft.runtime`) and in the simulator (`weft.sim`), is checked by
-`weft.schedule.verify`, and can be stored as JSON. It is written once for all ranks: numbers that differ are expressions of the
-rank. Steps of a lane run in order. Between lanes and between ranks, signals are the only order, with two exceptions. No lane
-starts a run before its rank has been called. A run ends on a rank when all its lanes have ended there.
+A schedule does not depend on an executor. GPUs and CPU processes run it (`weft.runtime`), the simulator predicts its time
+(`weft.sim`), `weft.schedule.verify` checks it, and `weft.schedule.text` stores it as JSON. It is written once for all
+ranks:
+a number that differs between ranks is an expression of the rank.
+
+The steps of a lane run in order. Only signals order steps of different lanes or ranks, with two exceptions. A lane starts a run
+after its rank has been called. The run ends on a rank when all lanes of the rank have ended.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -62,7 +65,9 @@ from weft.words import counted, kind
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of all ranks. A `Draft` makes it, or `weft.schedule.text` reads it from JSON."""
+    """The schedule of all ranks, built with a `Draft` or read from JSON by `weft.schedule.text`.
+
+    contents: for each buffer that determines sizes at run time, its expected contents."""
 
     name: str
     world_size: int
@@ -75,12 +80,12 @@ class Schedule:
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def values(self, rank: int) -> Values:
-        """Return the values of the variables of expressions on a rank: its number, and the expected contents of buffers."""
+        """Return the value of each variable in expressions on `rank`: "rank" itself, and the expected contents of buffers."""
         return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
 
     @property
     def reads_on_host(self) -> bool:
-        """True if the host reads sizes from the device during a run, which no CUDA graph can capture."""
+        """True if the host reads sizes from the device during a run. Such a run cannot be captured in a CUDA graph."""
         return not self._reads <= {"device"}
 
     @property
@@ -97,20 +102,20 @@ class Schedule:
         return any(step.tile_kernel for step in self.walk())
 
     def walk(self) -> Iterator[Step]:
-        """Yield each step of each lane once, loops before the steps inside them. Tiles are one step."""
+        """Yield each step of each lane once: a loop, then the steps inside it. A `Tiles` step is yielded without its body."""
         return walk(step for lane in self.lanes for step in lane.steps)
 
     def map_steps(self, change: Callable[[Step], Step | None]) -> Schedule:
-        """Return the schedule with `change(step)` for each step, also inside loops; None removes it.
+        """Return a copy of the schedule with each step replaced by `change(step)`, or removed if that is None.
 
-        Loops stay, and tiles are one step."""
+        `change` is called for the steps inside loops, not for the loops themselves. A `Tiles` step is passed as a whole."""
         return replace(self, lanes=tuple(replace(one, steps=map_steps(one.steps, change)) for one in self.lanes))
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
-        """Return the lanes of one rank in numbers, with loops unrolled and without steps on empty regions.
+        """Return the lanes of one rank with all expressions evaluated, loops unrolled, and steps on empty regions removed.
 
-        Tiles stay one step, in whose body the tile's number is the only variable. expected: substitute the expected contents of
-        buffers. Otherwise these stay variables, as executors need them.
+        A `Tiles` step keeps its body, in which the tile's index is the only variable. With `expected`, sizes that depend on
+        contents of buffers are computed from the expected contents. Without it they stay expressions, as executors need them.
         """
         expected = expected or not self.contents
         known = _known_lanes(self)
@@ -124,7 +129,9 @@ class Schedule:
         return tuple(Lane(lane.name, lane.resource, tuple(s for s in steps if not s.is_empty)) for lane, steps in lanes)
 
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
-        """Return the buffers of one rank with sizes in numbers; without `expected`, with the sizes that are known before a run."""
+        """Return the buffers of one rank with their sizes evaluated.
+
+        Without `expected`, sizes that depend on contents of buffers stay expressions."""
         expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}
         return tuple(
@@ -133,8 +140,9 @@ class Schedule:
         )
 
     def table(self, rank: int | None = None) -> str:
-        """Return the schedule as text of at most 132 columns: for all ranks, with expressions of the rank, or for one rank in
-        numbers."""
+        """Return the schedule as text of at most 132 columns, for all ranks or for one.
+
+        The text for all ranks has expressions of the rank. The text for one rank has their values."""
         whose = counted(self.world_size, "rank") if rank is None else f"rank {rank} of {self.world_size}"
         shown = self.buffers if rank is None else self.buffers_of_rank(rank)
         buffers = {b.name: b for b in shown}
@@ -161,8 +169,9 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 
 
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
-    """Return the cache of `of_rank` for this schedule object. Only the cache of the last schedule is kept, because checks,
-    ordering and runs follow each other."""
+    """Return the cache of `of_rank` for this schedule object.
+
+    Only the cache of the latest schedule is kept: one schedule is checked, ordered and run before the next."""
     global _last
     of, known = _last
     if of is None or of() is not schedule:
@@ -185,7 +194,7 @@ def _require_known(of: str, name: str, what: str, word: str, words: tuple[str, .
 
 
 class Draft:
-    """A schedule in the making: declare buffers and signals, then write lanes. See the top of this file."""
+    """Build a `Schedule`: declare buffers and signals, then append steps to lanes. See the example at the top of this file."""
 
     def __init__(self, name: str, world_size: int) -> None:
         if not isinstance(world_size, int):
@@ -212,14 +221,16 @@ class Draft:
         return made
 
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
-        """Declare that sizes depend on the contents of `buffer`, and the expected contents on each rank, row by row."""
+        """Declare that sizes in this schedule depend on the contents of `buffer` at run time.
+
+        expected: for each rank, the contents to simulate and verify with, row by row."""
         size = buffer.rows * buffer.cols
-        distinct = {id(of_rank): of_rank for of_rank in expected}  # mostly all ranks have the same contents
+        distinct = {id(of_rank): of_rank for of_rank in expected}  # usually all ranks have the same contents
         if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):
-            raise ValueError(f"buffer {buffer.name} must hold whole numbers of at least 0, but expected={expected}")
+            raise ValueError(f"buffer {buffer.name}: expected={expected}, but sizes must be integers of at least 0")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
-                f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected has "
+                f"buffer {buffer.name}: expected must have {size} numbers for each of {self.world_size} ranks, but it has "
                 f"{[len(of_rank) for of_rank in expected]}"
             )
         held = {key: tuple(map(int, of_rank)) for key, of_rank in distinct.items()}
@@ -232,7 +243,7 @@ class Draft:
         return made
 
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
-        """Return the lane of that name, made at the first use. Lanes are issued in the order of first use."""
+        """Return the lane `name`; create it at the first call. The host issues lanes in the order in which they were created."""
         _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
 
@@ -249,7 +260,7 @@ class Draft:
 
 
 class LaneDraft:
-    """A lane in the making; every method appends a step and returns the lane."""
+    """Build a lane: every method appends a step and returns the lane."""
 
     def __init__(self, name: str, resource: Resource) -> None:
         self.name, self.resource = name, resource
@@ -263,7 +274,7 @@ class LaneDraft:
         if op not in OPS:
             raise ValueError(f"lane {self.name}: op {op!r} is not known; use one of {', '.join(OPS)}")
         if not OPS[op].takes(len(inputs)):
-            raise ValueError(f"lane {self.name}: {op} takes {OPS[op].inputs} inputs and got {len(inputs)}")
+            raise ValueError(f"lane {self.name}: {op} takes {OPS[op].inputs} inputs, but got {len(inputs)}")
         return self.then(Compute(op, out, inputs, accumulate))
 
     def matmul(self, out: Region, a: Region, b: Region, accumulate: bool = False) -> LaneDraft:
@@ -306,7 +317,9 @@ class LaneDraft:
         return self.then(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
-        """Append `steps` for `index` = 0 .. extent - 1. An extent of lookup((0, 1), RANK) makes them on some ranks only."""
+        """Append a loop over `steps` with `index` = 0 .. extent - 1.
+
+        To run steps on some ranks only, use an extent that is 0 on the other ranks, such as lookup((0, 1), RANK)."""
         return self.then(For(index, extent, steps))
 
     def _require(self, wanted: type, given: Any, fix: str) -> None:
@@ -321,9 +334,10 @@ class LaneDraft:
 
 
 def _require_step(step: Any, *where: str) -> None:
-    """Raise `TypeError` unless `step` is a Step over regions and numbers.
+    """Raise `TypeError` unless `step` is a Step whose operands are regions and whose other numbers are int or Expr.
 
-    Large schedules have tens of thousands of steps, so texts are only built for errors."""
+    where: the parts of the place that the error names. They are joined only for an error, because a large schedule has tens of
+    thousands of steps."""
     if not isinstance(step, Step):
         hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is not a step{hint if isinstance(step, LaneDraft) else ''}")
@@ -344,7 +358,7 @@ def _require_step(step: Any, *where: str) -> None:
 
 @lru_cache(maxsize=256)
 def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
-    """Return (name, type) of the fields that have regions."""
+    """Return (name, type) of each field of the step class `of` that holds a region, regions or a norm."""
     return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
 
 
@@ -352,7 +366,7 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """Return the error text for an operand, including the fix. Return "" if the operand is valid."""
+    """Return what is wrong with an operand, and the fix; "" if the operand is valid. wanted: the type of its field."""
     if wanted == "Norm | None":
         if given is None:
             return ""

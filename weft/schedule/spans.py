@@ -1,6 +1,6 @@
-"""The name of a step in a timeline, the same for all executors: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]".
+"""Names of steps in timelines, such as "copy x_shard -> box@1", "matmul y0" or "wait arrived[0]".
 
-It has no rows and columns, so that a lane's many chunks share one name.
+All executors use them. A name has no rows and columns, so that all chunks of an operation have the same name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.schedule.steps import Step
 
 
 def span_name(step: Step, rank: int, numbers: Mapping[str, int] | None = None) -> str:
-    """Return the name of a step of `rank`, without that rank's own number. numbers: values of its variables, if any are left."""
+    """Return the name of a step of `rank`; regions of `rank` itself get no "@rank". numbers: values of the step's variables."""
     known = numbers or {}
 
     def at(where: Index) -> str:

@@ -2,9 +2,9 @@
 
     {"weft_schedule": 1, "name": ..., "world_size": ..., "buffers": [...], "signals": [...], "lanes": [...]}
 
-Every value of `weft.schedule.steps` is an object with its fields by name. A step also has the field "step" with its kind, and a
-tile kernel the field "kernel". An expression is its text. Unknown fields and values are refused, so that no part of a file is
-ignored.
+Buffers, signals, lanes and steps are objects with the fields of their dataclasses. A step also has a field "step" with its kind,
+and a tile kernel has a field "kernel" with its kind. An expression is a string. `from_json` refuses unknown fields and values, so
+that no part of a file is ignored.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def to_json(schedule: Schedule) -> str:
 
 
 def fingerprint(schedule: Schedule) -> str:
-    """Return a hash that is equal for equal schedules only, on every rank."""
-    # Not by `to_json`: json goes through tuples and numbers by itself, in C, and with `indent` it is slow.
+    """Return a hash of the schedule. Ranks compare it to find out if their schedules are equal."""
+    # `to_json` is slower: its `indent` makes json use Python code in place of C.
     return hashlib.sha256(json.dumps(schedule, default=_values).encode()).hexdigest()
 
 
 def _values(item: Any) -> Any:
-    """Return the fields, by position, of a value that json does not know."""
+    """Return a JSON value for an object that json cannot write: its kind, and its fields by position."""
     if isinstance(item, Expr):
         return {"": item.text}
     return {getattr(item, "kind", type(item).__name__): values_of(item)}
@@ -54,22 +54,22 @@ def _values(item: Any) -> Any:
 def from_json(text: str) -> Schedule:
     """Return the schedule that `to_json` wrote.
 
-    Raises `UnreadableError` for a text beyond the limits of `weft.reading`, and `ValueError` for anything else that is no
-    schedule or is beyond `weft.schedule.limits`. `verify` checks if the schedule is right."""
-    if (steps := text.count('"step"')) > MOST_STEPS:  # before they are parsed
+    Raise `UnreadableError` if `text` exceeds the limits of `weft.reading`. Raise `ValueError` if it is not a schedule, or exceeds
+    `weft.schedule.limits`. Hangs and races are not checked here, but by `weft.schedule.verify`."""
+    if (steps := text.count('"step"')) > MOST_STEPS:  # checked before parsing, which would take long
         raise UnreadableError(f"schedule has {steps} steps, and at most {MOST_STEPS} are allowed: write loops")
     found = parse_json(text, "schedule")
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None
     if version != VERSION:
-        raise UnreadableError(f"the schedule cannot be read: weft_schedule is {version!r}, and only {VERSION} is known")
+        raise UnreadableError(f"the schedule cannot be read: weft_schedule is {version!r}, but it must be {VERSION}")
     schedule: Schedule = _read(Schedule, found, "schedule")
     check_sizes(schedule)
     return schedule
 
 
 def _plain(item: Any) -> Any:
-    """Return a value in a form that json can write."""
-    if type(item) in (int, str):  # most are
+    """Return `item` as lists, dicts, strings and numbers, which json can write."""
+    if type(item) in (int, str):  # the most frequent types
         return item
     if isinstance(item, Expr):
         return item.text
@@ -83,7 +83,7 @@ def _plain(item: Any) -> Any:
 
 
 def _read(kind: Any, found: Any, where: str) -> Any:
-    """Return a value of type `kind` from parsed JSON; `where` is its place in the file, for messages."""
+    """Return a value of type `kind` from the parsed JSON `found`. where: its place in the file, for error texts."""
     if kind in _TAGGED:
         _expect(dict, found, where)
         word, known = _TAGGED[kind]
@@ -113,22 +113,24 @@ def _read_fields(kind: type, found: Any, where: str) -> Any:
         _one_of(hints, name, f"{where}, a field of {kind.__name__}")
     missing = [name for name in needed if name not in found]
     if missing:
-        raise ValueError(f"{where}: {kind.__name__} lacks {', '.join(missing)}; found {', '.join(found) or 'nothing'}")
+        raise ValueError(
+            f"{where}: {kind.__name__} must have {', '.join(missing)}, but has {', '.join(found) or 'no fields'}"
+        )
     for name in found:
         if (kind, name) in _KNOWN:
             _one_of(_KNOWN[kind, name], found[name], f"{where}.{name}")
     return kind(**{name: _read(hints[name], part, f"{where}.{name}") for name, part in found.items()})
 
 
-@lru_cache(maxsize=64)  # at least the number of kinds
+@lru_cache(maxsize=64)  # more than the number of dataclasses
 def _fields_of(kind: type) -> tuple[dict[str, Any], list[str]]:
-    """Return ({field: type}, names of the fields without default)."""
+    """Return ({field: type}, names of the fields that have no default)."""
     hints = typing.get_type_hints(kind)
     known = fields(kind)
     return {f.name: hints[f.name] for f in known}, [f.name for f in known if f.default is MISSING]
 
 
-@lru_cache(maxsize=1 << 13)  # a schedule has the same few many times
+@lru_cache(maxsize=1 << 13)  # a schedule repeats a few expressions many times
 def _expression(text: str) -> Expr:
     return Expr(text)
 
@@ -140,7 +142,7 @@ def _one_of(known: Collection[str], found: Any, where: str) -> str:
 
 
 def _expect(kind: type, found: Any, where: str) -> Any:
-    if kind is float and type(found) is int:  # Python writes 0 for the value 0 of a float field
+    if kind is float and type(found) is int:  # a float field may have been given an int, such as 0
         return float(found)
     if type(found) is not kind:
         raise ValueError(f"{where}: {found!r} is not of type {kind.__name__}")

@@ -1,25 +1,25 @@
-"""T3's output map: a data structure that says where each chunk of a GEMM's output goes. A schedule is built from it.
+"""T3's output map: the destination of each chunk of a GEMM's output. A schedule is built from it.
 
-A GEMM whose result goes into a collective computes its output chunk by chunk. An output map only gives the destination of each
-chunk. `weft.builders.output_map.steps` derives the waits, copies and sums from it.
+The GEMM before a collective computes its output chunk by chunk. The map only lists destinations;
+`weft.builders.output_map.steps` derives the waits, copies and sums.
 
-    local(c)                        the chunk stays
-    remote_map(c, to=, op=)         the GEMM stores the chunk straight to a peer: nothing is written here, unless it is local too
-    dma_map(c, to=, op=, after=)    the chunk stays until it has `after` updates, including the GEMM's own; then a copy engine
-                                    sends it
+    local(c)                        chunk c stays on this rank
+    remote_map(c, to=, op=)         the GEMM stores the chunk in the memory of rank `to`, and locally only with local(c) too
+    dma_map(c, to=, op=, after=)    the chunk is stored locally. When it has been written or updated `after` times, by the GEMM
+                                    and by peers, a copy engine sends it to rank `to`
 
-op="update" adds to the peer's product for the same chunk. op="store" writes the chunk at the peer, which has no product
-of its own for it. Chunks are numbered in the order in which their rank computes them. Ranks are staggered: rank r first
-computes the rows of rank r + 1, then of r + 2, and its own last. So the paper's ring reduce-scatter (section 4.4) on four
-ranks is
+op="update" adds to the peer's product for the same chunk. op="store" overwrites; the peer must not compute the chunk. Chunks are
+numbered in the order in which a rank computes them. Ranks are staggered: rank r computes the rows of rank r + 1 first, then those
+of rank r + 2, and so on, and its own rows last. The paper's ring reduce-scatter (section 4.4) on four ranks is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
     ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
     schedule = ring.schedule(MatmulReduceScatter(4, M, N, K, "bf16"))
 
-for every rank at once, because ranks are expressions. If ranks differ by more than their place in the ring, write a map for
-each: `schedule_of([mine(rank) for rank in range(4)], problem)`. The functions below are the paper's maps, and ours.
+One map describes all ranks, because ranks are expressions. If ranks differ by more than their position in the ring, write a map
+for each: `schedule_of([map_of(rank) for rank in range(4)], problem)`. The functions below return the maps of the paper and some
+more.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (figures 11 and 12), 4.2
 (triggers) and 7.1 (other collectives).
@@ -43,19 +43,19 @@ from weft.schedule.schedule import Schedule
 from weft.schedule.steps import CopyBy
 
 Sender: TypeAlias = Literal["store", "dma"]
-"""The sender of a chunk that only this rank computes: stores by the GEMM (remote_map), or a copy engine (dma_map)."""
+"""The sender of a chunk. "store": the GEMM stores it in the peer's memory (remote_map). "dma": a copy engine (dma_map)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulInto:
-    """The target of an output map without a problem of its own: y = the collective of every rank's x @ w.
+    """A problem for output maps of any collective: y = collective(x @ w).
 
         collective       x [.., k]      y [.., n]      result of rank r
         reduce_scatter   rows           rows / ranks   its rows of the sum of all ranks' products
         all_gather       rows / ranks   rows           all ranks' products, by rank
         all_to_all       rows           rows           the r-th part of each rank's product, by rank
 
-    rows are the map's; w is [k, n]."""
+    "rows" is `OutputMap.rows`. w is [k, n]."""
 
     collective: CollectiveName
     world_size: int
@@ -79,20 +79,20 @@ Target: TypeAlias = MatmulReduceScatter | MatmulAllGather | MatmulInto
 
 @dataclass(frozen=True, slots=True)
 class OutputMap:
-    """The destination of each chunk of a GEMM's output, as T3 configures it. Each call returns a larger map.
+    """The destination of each chunk of a GEMM's output. Each method call returns a new map with one more entry.
 
         left = (RANK + 3) % 4
         ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
         ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
 
-    rows: the number of rows of the whole output, with all ranks' parts.
-    chunks: the number of chunks of the whole output. Each rank's rows are cut into the same number of chunks.
-    order: the place of chunk 0, 1, ... in the whole output, `owner * c + piece`, where each rank's rows are c chunks.
-        Default: the staggered order. Other ranks' chunks have numbers too, even if this rank does not compute them, as in an
-        all-gather.
+    rows: the number of rows of the output of all ranks.
+    chunks: the number of chunks of these rows; a multiple of the world size.
+    order: for chunk 0, 1, ..., its position in the output: `owner * chunks_per_rank + piece`. Default: the staggered order.
+    Chunks
+        that this rank does not compute, as in an all-gather, have numbers too.
     entries: the calls so far.
 
-    Impossible maps raise `ValueError`, at the call or in `schedule`, with the chunk, the value and the fix.
+    The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4, figures 11 and 12.
     """
@@ -111,17 +111,17 @@ class OutputMap:
             )
 
     def local(self, chunk: int) -> OutputMap:
-        """Keep this rank's product of the chunk: it is, or is part of, this rank's result."""
+        """Keep the chunk on this rank: it is this rank's result, or an addend of it."""
         return self._with(Entry("local", chunk))
 
     def remote_map(self, chunk: int, *, to: Index, op: StoreOp = "store") -> OutputMap:
-        """Let the GEMM store the chunk in the memory of rank `to`."""
+        """Store the chunk in the memory of rank `to` by the GEMM itself. Return the extended map."""
         return self._with(Entry("remote_map", chunk, to, op))
 
     def dma_map(self, chunk: int, *, to: Index, op: StoreOp = "store", after: int = 1) -> OutputMap:
-        """Let a copy engine send the chunk to rank `to` when it has been written or updated `after` times.
+        """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times.
 
-        The writers are this rank's GEMM, if it computes the chunk, and each rank that sends the chunk here."""
+        `after` counts this rank's GEMM, if it computes the chunk, and each rank that sends the chunk to this rank."""
         if not isinstance(after, int) or after < 1:
             raise ValueError(
                 f"chunk {chunk}: after={after!r} must be at least 1, because a chunk must be written before it is sent"
@@ -145,17 +145,18 @@ class OutputMap:
         self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
         by: CopyBy = "dma", engines: int = 1, name: str = "output map",
     ) -> Schedule:  # fmt: skip
-        """Return the schedule in which every rank's output follows this map.
+        """Return the schedule in which all ranks follow this map.
 
-        gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
-        add: what adds the updates of a reduce-scatter. "gemm": the GEMM that computes the same chunk, after a wait for the
-            updates. "reduce": a kernel concurrent with the GEMMs, which do not wait; required for a tracked GEMM.
-        by: the kind of copy for dma-mapped chunks, a copy engine or a kernel.
-        engines: number of chunks that a rank copies at a time, each to another rank. Use 1 if one peer can have all of
-            a GPU's bandwidth (a switch), world_size - 1 if each link leads to one peer (a mesh).
+        Args:
+            gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
+            add: how the updates of a reduce-scatter are added. "gemm": the GEMM of the same chunk waits for the updates and
+                accumulates into them. "reduce": a kernel adds them and the GEMMs do not wait; required for gemm="tracked".
+            by: how dma-mapped chunks are copied: by copy engine ("dma") or by kernel.
+            engines: the number of chunks that a rank sends concurrently, each to another rank. Use 1 if a single peer can
+                receive at the GPU's full bandwidth (a switch), world_size - 1 if there is a link to each peer (a mesh).
 
-        Raises `ValueError` for an impossible map, and `NotApplicableError` if there is nothing to compute, or fewer rows than
-        chunks.
+        Raise `ValueError` for an impossible map. Raise `NotApplicableError` if there is nothing to compute, or there are fewer
+        rows than chunks.
         """
         return schedule_of([self] * problem.world_size, problem, gemm=gemm, add=add, by=by, engines=engines, name=name)
 
@@ -167,7 +168,7 @@ def schedule_of(
     maps: Sequence[OutputMap], problem: Target, *, gemm: Gemm = "chunks",
     add: Add | None = None, by: CopyBy = "dma", engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
-    """Return the schedule of `OutputMap.schedule`, with one map for each rank."""
+    """Return the schedule of one map for each rank. The other arguments are those of `OutputMap.schedule`."""
     p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     add = add or ("reduce" if gemm == "tracked" else "gemm")
     for key, value, known in (("gemm", gemm, Gemm), ("add", add, Add), ("by", by, CopyBy)):
@@ -226,7 +227,7 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
 
 
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
-    """Return the problem as a MatmulInto, and the rows of the whole output."""
+    """Return (the problem as a MatmulInto, the rows of the output of all ranks)."""
     if isinstance(p, ScaledMatmulReduceScatter):
         raise NotApplicableError("output maps do not support scaled (fp8) GEMMs")
     if isinstance(p, MatmulReduceScatter):
@@ -236,18 +237,17 @@ def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInt
     return MatmulInto("all_gather", p.world_size, p.n, p.k, p.dtype), p.world_size * p.m
 
 
-# --- the paper's maps, and ours. per_rank: chunks of each rank's rows. rank: a number makes the map of one rank ---
+# --- Maps. per_rank: the number of chunks of each rank's rows. rank: a number, to return the map of that rank only ---
 
 
 def ring_reduce_scatter(
     rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", to: Literal["left", "right"] = "left",
     rank: Index = RANK,
 ) -> OutputMap:  # fmt: skip
-    """Return the map of figures 7, 11 and 12: sums travel to the left, and each rank adds its own product to the sum
-    from the right.
+    """Return the map of a ring reduce-scatter (figures 7, 11 and 12): sums travel to the left, and each rank adds its product.
 
-    The first chunk receives nothing. With first="store" the GEMM stores it straight into the neighbour's memory; with first="dma"
-    a copy engine sends it like the others."""
+    first: how the first chunk, which gets no updates, is sent. "store": the GEMM stores it in the neighbour's memory. "dma": a
+    copy engine sends it, like the other chunks."""
     made, neighbour = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     if to == "right":
         owners = [(rank + world - distance) % world for distance in range(1, world + 1)]
@@ -267,27 +267,28 @@ def ring_reduce_scatter(
 def direct_reduce_scatter(
     rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
 ) -> OutputMap:
-    """7.1: each chunk goes straight to the rank that owns its rows.
+    """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
-    sliced: one chunk for every peer before a second for any, so that all links are busy from the first chunk on. Otherwise all of
-    a peer's rows come before those of the next peer."""
+    sliced: compute the first chunk for every peer before the second chunk for any, so that all links are busy from the
+    start. Otherwise compute all rows for one peer before the rows for the next."""
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 
 
 def all_to_all(
     rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
 ) -> OutputMap:
-    """7.1: the direct reduce-scatter without the reduction."""
+    """Return the map of an all-to-all (section 7.1): the direct reduce-scatter without the reduction."""
     return _to_owners(rows, world, per_rank, by, "store", sliced, rank)
 
 
 def ring_all_gather(
     rows: int, world: int, *, per_rank: int = 1, first: Sender = "dma", rank: Index = RANK
 ) -> OutputMap:
-    """7.1: "reuses ring-RS's configuration", with stores for updates.
+    """Return the map of a ring all-gather (section 7.1): the configuration of the ring reduce-scatter, with stores.
 
-    This rank's chunks stay and are also sent to the left. Chunks from the right are sent on, except the last chunk, which
-    the left neighbour has computed. A GEMM stores once, so with first="store" a kernel after it stores again."""
+    This rank's chunks stay and are also sent to the left. Chunks from the right are forwarded, except the last, which the left
+    neighbour has computed. With first="store" a kernel after the GEMM stores this rank's chunks again, because a GEMM stores
+    once."""
     made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     for chunk in range(world * per_rank):
         distance = chunk // per_rank
@@ -301,7 +302,7 @@ def ring_all_gather(
 
 
 def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
-    """7.1: this rank's chunks stay, and go straight to every other rank."""
+    """Return the map of a direct all-gather (section 7.1): this rank's chunks stay and are sent to every other rank."""
     made = OutputMap(rows, world * per_rank)
     for chunk in range((world - 1) * per_rank, world * per_rank):
         made = made.local(chunk)

@@ -1,4 +1,4 @@
-"""The memory and signals of an output map's schedule, which all ranks share. `steps` writes the steps that use them."""
+"""The buffers and signals of an output map's schedule. `weft.builders.output_map.steps` appends the steps that use them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from weft.schedule.steps import Buffer, CopyBy, Resource, Signals
 
 Gemm: TypeAlias = Literal["chunks", "tracked"]
 LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums": "copy", "to y": "copy"}
-"""The resources of lanes by name; lanes to peers are copy lanes."""
+"""The resource of each lane, by name. Lanes to peers are copy lanes."""
 
 
 class SharedMemory:
-    """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
+    """The buffers and signals that are the same on all ranks, and the last readers of slots.
 
-    m: rows that a rank owns. times, slots, made_slots, by node of `routes.ranks`: the time at which it may be sent on, the
-    first part in `box` of its arriving updates, and the first part in `made` of its product. Parts count m rows.
+    m: the number of rows that a rank owns. Buffers consist of parts of m rows. A node is a (rank, place of a chunk).
+    times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
+    slots: for each node, the first part of `box` for its arriving updates.
+    made_slots: for each node, the part of `made` for its product.
     """
 
     def __init__(
@@ -42,14 +44,14 @@ class SharedMemory:
         self.box = self._memory("box", boxes + scratch * shared, "symmetric")
         self.made = self.box if shared else self._memory("made", scratch, "scratch")
         self.made_first = boxes * shared
-        # The fetching ranks read `y` chunk by chunk, while this rank's own product may be added in one piece.
+        # Peers copy `y` chunk by chunk, so this rank's product, which one GEMM may compute for all chunks, must not be in `y`.
         self.own = o.parts("own", 1, "scratch") if fetched and add == "reduce" and not self.tiles else None
         begin = self.made_first * routes.per_rank
         self.kept = [
             {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
             for rank in routes.ranks
         ]
-        """The number of the signal of each tracked chunk that stays here at first, by rank and place."""
+        """For each rank, the index of the signal of each tracked chunk that is first stored locally, by place."""
         sent = 1 + max(
             (routes.number[rank][place] for rank in routes.ranks for place in self._by(rank, "dma_map")), default=0
         )
@@ -74,22 +76,24 @@ class SharedMemory:
         self._signals: dict[str, Signals] = {}
 
     def _by(self, rank: int, how: str) -> set[int]:
-        """Return the places of the chunks that a rank sends in this way."""
+        """Return the places of the chunks that a rank sends by `how`, a remote_map or a dma_map."""
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (number of the signal, lane) of each lane that signals to `rank` that its slots at that distance are free."""
+        """Return (index of the credit signal, lane) of each lane that signals to `rank` that its slots are free.
+
+        distance: from `rank` to the rank that has the slots."""
         return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
     def signals(self, name: str) -> Signals:
-        """Return the signals of this name, declared at first use."""
+        """Return the signals `name`; declare them at the first call."""
         if name not in self._signals:
             self._signals[name] = self.d.signals(name, self._counts[name])
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """True if the node's product is kept in `made` to be sent, not in a slot or in the result."""
+        """True if the GEMM stores this chunk in `made`, to be sent or added; False if it stores in a slot or in the result."""
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
         if self.tiles is not None:
@@ -99,15 +103,15 @@ class SharedMemory:
         return by_engine and self.routes.collective == "all_to_all"
 
     def slot(self, rank: int, place: int, nth: int) -> int:
-        """Return the number of the slot for the chunk that the nth source sends there."""
+        """Return the index of the slot for the chunk that the nth source sends to (rank, place)."""
         return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
-        """Return the lane on which a rank's engines send to rank `to`; targets are spread over the lanes in order."""
+        """Return the lane on which a rank's copy engines send to rank `to`. Targets take the lanes round-robin."""
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes that read last the slot that the nth source of a node fills."""
+        """Return the lanes with the last reads of the slot that the nth source of (rank, place) fills."""
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
@@ -120,7 +124,7 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the own GEMM adds to the only update of a chunk, once it is copied into the result."""
+        """True if the chunk's only update is copied into the result, and the GEMM accumulates into it."""
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
 
@@ -129,7 +133,9 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Return (first part of each node, most parts on a rank). Pieces of one owner's rows are side by side."""
+        """Return ({node: its first part}, the largest number of parts on a rank). counts: the number of parts of each node.
+
+        The chunks of one owner's rows share their parts."""
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in routes.ranks:
             begin = 0

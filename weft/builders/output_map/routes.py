@@ -1,15 +1,15 @@
-"""The combined output maps of all ranks: where each chunk goes, what it receives, and a check that every result is complete.
+"""The output maps of all ranks together: the destinations and sources of each chunk, and a check that every result is complete.
 
-Maps are written rank by rank, and an error in a rank's map causes a hang or a wrong sum on another rank. This module
-compares the evaluated maps before a schedule is made from them. Errors name the chunk, the value and the fix.
+An error in one rank's map causes a hang or a wrong sum on another rank. This module checks the maps of all ranks against each
+other before a schedule is built from them. Errors name the chunk, the value and the fix.
 
-    reduce_scatter   every rank computes every chunk. Each chunk is sent on once, to a rank that adds its own product, until the
-                     owner of the rows has the sum: so the chunks of one owner's rows form a tree, with the owner at its root
-    all_gather       a rank computes its own chunks, and stores of them reach every other rank once
-    all_to_all       every rank computes every chunk, and stores it on the rank that owns it; nothing is reduced
+    reduce_scatter   every rank computes every chunk. A rank sends each chunk once, to a rank that adds its own product, until
+                     the sum reaches the owner of the rows: the paths of a chunk are a tree with the owner as its root
+    all_gather       a rank computes its own chunks, and each chunk is stored on every other rank exactly once
+    all_to_all       every rank computes every chunk, and stores it on the rank that owns it. Nothing is reduced
 
-A chunk is named here by its place in the whole output: `owner * per_rank + piece`; maps number chunks in the order of
-computation.
+Here a chunk is identified by its place, the position in the output of all ranks: `owner * per_rank + piece`. In maps it is
+identified by its number in the order of computation.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"
 MapKind: TypeAlias = Literal["local", "remote_map", "dma_map"]
 StoreOp: TypeAlias = Literal["store", "update"]
 ChunkOrder: TypeAlias = tuple[Index, ...] | None
-"""Places in the order of production; None: the next rank's first, this rank's last."""
+"""The places of the chunks in the order of computation. None: the staggered order, the next rank's first, this rank's last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One call of a map."""
+    """One entry of a map: a call of `local`, `remote_map` or `dma_map`."""
 
     how: MapKind
     chunk: int
@@ -62,16 +62,16 @@ Node: TypeAlias = tuple[int, int]
 def routes_of(
     collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
 ) -> Routes:
-    """Return the routes of these maps, one for each rank or one for all; raise `ValueError` for impossible maps."""
+    """Return the routes of these maps: one for each rank, or one for all. Raise `ValueError` for impossible maps."""
     return Routes(collective, world, chunks, maps)
 
 
 class Routes:
-    """The routes of all ranks, in numbers.
+    """The evaluated maps of all ranks.
 
-    alike: True if ranks differ only by their place in the ring. ranks: the ranks that are evaluated; rank 0 represents all ranks
-    that are alike, so that the work does not grow with the ranks. order: the places of such a rank's chunks by their numbers.
-    number: the reverse.
+    alike: True if ranks differ only by their position in the ring. Then only rank 0 is evaluated, and represents all.
+    ranks: the ranks that are evaluated.
+    order: for each of these ranks, the places of its chunks, in the order of computation. number: the inverse of `order`.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class Routes:
         return self.collective != "all_gather" or self.owner(place) == rank
 
     def computed(self, rank: int) -> list[int]:
-        """Return the places of a rank's GEMM, in the order of production."""
+        """Return the places of the chunks that a rank computes, in the order of computation."""
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place of the chunk at its receiver. In an all-to-all this is the place for its source rank."""
+        """Return the place at which the receiver stores a chunk. In an all-to-all it depends on the source rank."""
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
-        """Return the sends of this chunk by the rank's GEMM or copy engines."""
+        """Return how and to which ranks `rank` sends the chunk."""
         found = self._sends.get(self.representative(rank, place), ())
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
@@ -145,7 +145,7 @@ class Routes:
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
 
     def nth(self, source: int, rank: int, place: int) -> int:
-        """Return how many of the sources of a place are before `source`."""
+        """Return the index of `source` among the sources of (rank, place)."""
         if self.alike:
             source = (source - rank) % self.world
         node = self.representative(rank, place)
@@ -154,17 +154,17 @@ class Routes:
         return self._nth[node][source]
 
     def targets(self, rank: int) -> list[int]:
-        """Return the ranks to which the rank's engines send."""
+        """Return the ranks to which the copy engines of `rank` send."""
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks that send this chunk here.
+        """Return the ranks whose sends of this chunk `rank` must wait for before it forwards or adds the chunk.
 
-        Empty for an all-to-all: the results of other ranks have their own places."""
+        It is empty for an all-to-all, because results of other ranks have their own places."""
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the node of `ranks` that stands for this node."""
+        """Return the evaluated node that represents (rank, place)."""
         return (0, self._seen(rank, place)) if self.alike else (rank, place)
 
     def _seen(self, rank: int, place: int) -> int:
@@ -172,10 +172,10 @@ class Routes:
         return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
-        """Return the time at which each chunk of `ranks` may be sent on, counted in chunks: later than all that it waits for.
+        """Return {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk.
 
-        in_turn: a GEMM that adds to an arriving chunk waits for it, and later GEMMs of the rank wait with it. Raises `ValueError`
-        if a chunk waits for itself."""
+        in_turn: a GEMM that accumulates into an arriving chunk waits for it, and delays the later GEMMs of its rank. Raise
+        `ValueError` if chunks wait for each other."""
         if in_turn not in self._times:
             before, least = self._waits(self.ranks, in_turn)
             if self.alike:
@@ -191,7 +191,7 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return, for each chunk of `ranks`, the nodes that it waits for, and its own number among the rank's GEMMs."""
+        """Return ({node: nodes that it waits for}, {node: its index in its rank's order of computation})."""
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
         for rank in ranks:
@@ -212,7 +212,7 @@ class Routes:
         return [self._seen(-rank, place) for place in self.order[0]]
 
     def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if all ranks share one map, differ only by their place in the ring, and use legal ranks and places."""
+        """True if all ranks and places in the map are valid, and depend on the rank only by rotation."""
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
         return None not in distances
@@ -232,7 +232,7 @@ class Routes:
         return places
 
     def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return a rank's entries by place, with ranks as numbers."""
+        """Return {place: entries} of a rank, with evaluated ranks."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -240,7 +240,7 @@ class Routes:
         return found
 
     def _seen_from(self, rank: int) -> list[tuple]:
-        """Return a rank's entries, with ranks as distances from it."""
+        """Return the entries of `rank` with all ranks relative to it, so that they can be compared between ranks."""
 
         def from_here(place: int) -> tuple[int, int]:
             return (self.owner(place) - rank) % self.world, place % self.per_rank
@@ -268,7 +268,7 @@ class Routes:
             self._sends[rank, place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Return the fault in a single call."""
+        """Return what is wrong with a single entry; "" if nothing is."""
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":
@@ -308,7 +308,7 @@ class Routes:
         if twice:
             self._refuse(rank, place, f"it is written twice, by {said}: remove one of them")
         if own and not any(e.how == "local" for e in entries):
-            self._refuse(rank, place, f"it belongs to this rank but stays nowhere: add local({c})")
+            self._refuse(rank, place, f"it belongs to this rank but is not kept: add local({c})")
         if not entries and self.computes(rank, place):
             self._refuse(
                 rank,
@@ -349,7 +349,7 @@ class Routes:
                     )  # fmt: skip
 
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
-        """Raise the error for a cycle of waits. waiting: nodes that wait for other nodes among these."""
+        """Raise `ValueError` for a cycle of waits. waiting: {node: the nodes with unmet waits that it waits for}."""
         node, path = min(waiting), list[Node]()
         while node not in path:
             path.append(node)
@@ -372,7 +372,7 @@ class Routes:
         return self.number[0][self._seen(rank, place)] if self.alike else self.number[rank][place]
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, place there, number of earlier sources, source) of the arrivals at `ranks`."""
+        """Yield (rank, place, index of the source, source) of each chunk that arrives on an evaluated rank."""
         for (rank, place), sources in self._sources.items():
             for nth, source in enumerate(sources):
                 yield rank, place, nth, source
@@ -383,7 +383,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
-    """Return the time of each node outside of wait cycles: at least `least`, and later than the nodes that it waits for."""
+    """Return {node: time}: at least `least[node]`, and later than the nodes that it waits for. Nodes in cycles are omitted."""
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
         for one in earlier:
@@ -400,16 +400,16 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
 
 
 def _from(rank: int, to: Index, world: int) -> int:
-    """Return the distance to a rank; the number itself if it is not a rank, which is refused later."""
+    """Return the distance from `rank` to `to`; `to` itself if it is not a rank, which `_trouble` refuses later."""
     number = int(to)
     return (number - rank) % world if 0 <= number < world else number
 
 
-@lru_cache(maxsize=1 << 12)  # the maps of all candidates have the same few thousand
+@lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return how far `number`, one of `count` places, lies from the first place of each rank.
+    """Return the offset of place `number` from the first place of the rank, modulo `count`, if it is the same on all ranks.
 
-    None if that depends on the rank, or if the number is not a place at some rank."""
+    Return None if it differs between ranks, or if `number` is not a place on some rank."""
     ranks = np.arange(world)
     try:
         found = np.asarray(number.evaluated_over({"rank": ranks}) if isinstance(number, Expr) else number)

@@ -1,24 +1,24 @@
-"""The schedule of an output map: the map gives only the destination of each chunk, and this file adds GEMMs, copies, sums and
-waits.
+"""The steps of an output map's schedule: GEMMs, copies, sums and waits, derived from the destinations of the chunks.
 
-    compute     GEMMs, chunk by chunk in the order of production. Remote-mapped chunks are stored in the peer's slot. A chunk that
-                stays too is stored here, and a kernel after the GEMM stores it there
-    to peers    copy engines send dma-mapped chunks on, in the order in which they complete; one lane, or several
-    sums        add=reduce: adds arriving updates to chunks that are sent on, beside the GEMMs
-    to sums     copies the only update of a chunk that stays into the result, where the GEMM adds its own product
+The schedule has these lanes:
+
+    compute     GEMMs, chunk by chunk. They store remote-mapped chunks in the peer's slot. If such a chunk also stays, the GEMM
+                stores it locally, and a kernel then copies it into the peer's slot
+    to peers    copy engines send dma-mapped chunks in the order of completion. There are one or more such lanes
+    sums        with add=reduce: adds arrived updates to chunks that are forwarded, concurrently with the GEMMs
+    to sums     copies a chunk's only update into the result, where the GEMM accumulates its product
     to y        copies arrived chunks from slots into the result
 
-T3's memory adds updates in place, and today's memory cannot. So every update is a store into a slot of the receiver, with a
-slot for each arriving chunk, and the receiver adds. add=gemm: the GEMM that computes the same chunk adds (beta = 1, in
-place on the arrived chunk), and waits for it. add=reduce: a kernel after the GEMM adds, and the GEMM does not wait.
-Updates from several peers are reduced in fp32, in ring order, starting with the rank before the receiver, so that equal calls
-give equal bits.
+T3's memory adds updates in place. Today's memory cannot, so every update is a store into a slot on the receiver, which has a slot
+for each arriving chunk, and the receiver adds. With add=gemm, the GEMM of the same chunk waits for the update and accumulates
+into it (beta = 1). With add=reduce, a kernel after the GEMM adds, and the GEMM does not wait. Updates from several peers are
+reduced in fp32 in ring order, starting with the rank before the receiver, so that the bits are reproducible.
 
-gemm=tracked: one kernel computes all chunks in the order of production: T3's tracker in software. It sets a chunk's
-signal when all its tiles are stored, here or in a peer's slot. The kernel does not wait, so it needs add=reduce.
+With gemm=tracked, one kernel computes all chunks in order: T3's tracker in software. It sets a chunk's signal when all its
+tiles are stored, locally or in a peer's slot. The kernel does not wait, so it requires add=reduce.
 
-A slot is filled again when its last reader signals it (`credit`) to each rank that fills slots here. The signal covers all slots of
-that rank, since a run of other sizes may place its chunks differently.
+A slot is reused only after its last reader has signaled this (`credit`) to the ranks that fill it. A signal covers all slots that
+a rank fills, because the next run may have other sizes and other chunks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def write(
     o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Write the steps of these routes into the draft of `o`; return the chunks of a rank's rows.
+    """Append the steps of these routes to the draft of `o`. Return (first row, rows) of each chunk of a rank's rows.
 
-    y: this rank's result. sender: the name of the lanes of copy engines. fetched: all ranks fetch the sums from `y` afterwards,
-    chunk by chunk, and its signals also say that slots are free.
+    y: the buffer of this rank's result. sender: the name of the lanes of copy engines. fetched: an all-gather in which all ranks
+    copy the sums from `y`; its signals also release the slots.
 
-    Raises `ValueError` if GEMMs that add to arriving chunks would wait for one another, and `NotApplicableError` for fewer rows
-    than pieces."""
+    Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError` if there
+    are fewer rows than chunks."""
     plan = SharedMemory(
         o, routes, y, gemm, add, by, [sender] if engines == 1 else [f"{sender} {i}" for i in range(engines)], fetched
     )
@@ -78,7 +78,9 @@ def _resource(lane: str) -> Resource:
 
 
 class _RankLanes:
-    """The lanes of one rank. at: the index of another rank: its number, or its place in the ring relative to this rank."""
+    """Append the steps of one rank.
+
+    at: a function that returns the expression for a rank's number: a constant, or relative to this rank."""
 
     def __init__(
         self, plan: SharedMemory, rank: int, at: Callable[[int], Index], lane: Callable[[str, Resource], LaneDraft]
@@ -95,9 +97,9 @@ class _RankLanes:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Return groups of chunks that stay on this rank and are processed together, by the first chunk of each group.
-        Peers get no signals for single chunks of a group. Adjacent chunks form one group if none of their GEMMs waits
-        for an arriving chunk."""
+        """Group the chunks that stay on this rank; each group is computed by one GEMM. Return {first chunk: chunks of the group}.
+
+        Adjacent chunks are grouped if no GEMM waits for an arriving chunk and no peer is signaled per chunk."""
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]
@@ -129,7 +131,7 @@ class _RankLanes:
         self._grant_credit()
 
     def _compute_gathered(self, place: int) -> None:
-        """Compute a chunk that stays and that other ranks get too."""
+        """Append the GEMM of an all-gather's chunk, which stays on this rank and is sent to others."""
         compute, sends = self._multiply(place, self._result(place)), self.routes.sends(self.rank, place)
         if any(send.how == "dma_map" for send in sends):
             compute.set(self.plan.signals("computed"), self._number(place))
@@ -139,9 +141,11 @@ class _RankLanes:
                 self._sent(compute.copy(self._result(place), self._slot_at(place, send), "kernel"), place, send)
 
     def _compute_sent(self, place: int, send: Send) -> None:
-        """Compute a chunk that goes to one other rank."""
+        """Append the GEMM of a chunk that is sent to another rank."""
         plan, compute, sources = self.plan, self.lane("compute"), self._sources(place)
-        if send.to in self._sent_by_gemm:  # engines that send there too run after this chunk
+        if (
+            send.to in self._sent_by_gemm
+        ):  # copy engines that also send to this rank wait for this GEMM, not for the credit
             self._open(compute, send.to)
         if send.how == "remote_map":
             self._sent(self._multiply(place, self._slot_at(place, send)), place, send)
@@ -156,7 +160,7 @@ class _RankLanes:
         compute.set(plan.signals("computed"), self._number(place))
 
     def _compute_tracked(self, kernel: TrackedMatmul) -> None:
-        """Compute all chunks in one launch. Each is stored at its destination, or kept until an engine sends it."""
+        """Append one tracked GEMM for all chunks. It stores chunks in a peer's slot, in the result, or locally to be sent."""
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends(rank, p) if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
@@ -186,7 +190,7 @@ class _RankLanes:
         compute.tiles(kernel, "t", tiles.extent, matmul, Set(plan.signals("done").name, tiles.by_chunk(numbers), at))
 
     def _ranks(self, tiles: TrackedTiles, ranks: list[int]) -> Index:
-        """Return the rank of each tile, from a rank for each chunk."""
+        """Return the expression for the rank of tile t. ranks: the rank of each chunk, in the order of computation."""
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
         if self.routes.alike:
@@ -196,7 +200,7 @@ class _RankLanes:
         return tiles.by_chunk(ranks)
 
     def _compute_own(self, place: int, rows: Chunk) -> None:
-        """Compute a chunk that stays; with add=gemm, add the updates of other ranks to it."""
+        """Append the GEMM of chunks that stay on this rank; with add=gemm, it accumulates into the updates of other ranks."""
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
             self._multiply(place, self._kept(place, rows) if plan.own else result, rows)
@@ -212,13 +216,12 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Signal the ranks that fetch this rank's sums that a chunk is complete."""
+        """Signal to the ranks that copy this rank's sums that a chunk is complete."""
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
     def _add_up(self) -> None:
-        """Reduce arrived updates after the GEMMs. Chunks that are sent on use a lane of their own, so that no GEMM waits for
-        them."""
+        """Append the reductions of arrived updates. Chunks that are forwarded use the lane `sums`, so that no GEMM waits."""
         plan, rank, compute = self.plan, self.rank, self.lane("compute")
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
             if not self._sources(place):
@@ -236,7 +239,7 @@ class _RankLanes:
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
-        """Send a chunk by copy engine when it is complete."""
+        """Append the copies that send a chunk by copy engine when it is complete."""
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
         for send in self.routes.sends(self.rank, place):
@@ -257,7 +260,7 @@ class _RankLanes:
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
 
     def _receive(self) -> None:
-        """Copy the chunks that others computed and this rank keeps into the result."""
+        """Append the copies into the result of chunks that other ranks have computed."""
         routes, rank, receiver = self.routes, self.rank, self.lane("to y")
         came = [(place, source) for place in routes.order[rank] for source in routes.sources(rank, place)]
 
@@ -285,11 +288,11 @@ class _RankLanes:
                 self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Wait until the slots on rank `to` are free. Do this once per lane and run.
+        """Append a wait until the slots on rank `to` are free, once per lane.
 
-        Only one lane waits for this credit: `compute` if its GEMMs fill some of the slots. With two waiting lanes, the reader could
-        grant the next credit before the second lane has seen this one. Lanes that forward chunks then wait for the signal `opened`.
-        Lanes that send GEMM output need no wait, because they run after the GEMMs."""
+        Only one lane waits for the credit: `compute`, if its GEMMs fill some of the slots. If two lanes waited, the reader could
+        signal again before the second lane has seen the first signal. Lanes that forward chunks then wait for the signal
+        `opened` of `compute`. Lanes that send output of GEMMs need no wait, because they run after the GEMMs."""
         if (lane.name, to) in self._opened:
             return
         self._opened.add((lane.name, to))
@@ -315,7 +318,7 @@ class _RankLanes:
         lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
-        """Return the slots of adjacent chunks, on a lane that has waited for all of them."""
+        """Append waits until adjacent chunks have arrived. Return the region of their slots for each source."""
         slots = range(len(self.routes.sources(self.rank, places[0])))
         for place in places:
             for nth in slots:
@@ -323,7 +326,7 @@ class _RankLanes:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """Wait for the chunk from the nth source; if a tracked GEMM stores it, for all its tiles."""
+        """Append a wait until the chunk from the nth source has arrived: for all its tiles, if a tracked GEMM stores it."""
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]
         sends = routes.sends(source, routes.landing(self.rank, place))
@@ -333,7 +336,7 @@ class _RankLanes:
             lane.wait(plan.signals("there"), number)
 
     def _after_gemm(self, name: str, place: int) -> LaneDraft:
-        """Return the lane of that name, after it waits for this rank's product."""
+        """Append to lane `name` a wait for the GEMM of this chunk. Return the lane."""
         lane, plan = self.lane(name), self.plan
         if plan.tiles:
             count = plan.tiles.counts[place % self.routes.per_rank]
@@ -352,7 +355,7 @@ class _RankLanes:
         return pieces[0][0], sum(count for _, count in pieces)
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
-        """Return the number of the signal for the chunk that the nth source sends there."""
+        """Return the index of the signal for the chunk that the nth source sends to (rank, place)."""
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
     def _owner(self, place: int) -> Index:
@@ -367,7 +370,7 @@ class _RankLanes:
         return self._slot(send.to, landing, nth)
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
-        """Return the place of a sent chunk at its receiver, and the number of sources before this rank there."""
+        """Return (place of a sent chunk on its receiver, index of this rank among the sources of that place)."""
         landing = self.routes.landing(self.rank, place)
         return landing, self.routes.nth(self.rank, send.to, landing)
 
@@ -379,7 +382,7 @@ class _RankLanes:
         return plan.o.part(plan.made, number, self._owner(place), rows)
 
     def _complete(self, place: int) -> Region:
-        """Return the region of a chunk that this rank computes and an engine sends on."""
+        """Return the region that a copy engine sends: a chunk that this rank has computed."""
         if self.plan.has_scratch((self.rank, place)):
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)

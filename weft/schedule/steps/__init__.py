@@ -1,4 +1,4 @@
-"""The kinds of steps, one file each, and lanes of steps. `weft.schedule.steps.base` says what a kind defines."""
+"""The kinds of steps, and lanes of steps. `weft.schedule.steps.base` describes how to add a kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Resource: TypeAlias = Literal["compute", "copy"]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A sequence of steps on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
+    """Steps in order on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
 
     name: str
     resource: Resource

@@ -1,4 +1,4 @@
-"""The comparison of the sizes that both sides of an exchange expect."""
+"""A step that compares the sizes that the sender and the receiver of an exchange expect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Agree(Step):
-    """A step that fills the rows from ranks whose sent sizes differ from the expected sizes with NaN.
+    """Fill the rows received from a rank with NaN if that rank sent other sizes than this rank expected. W is the world size.
 
-    expected [W, counts]: row r holds the counts that this rank expects from rank r. sent [W * W, counts]: W stacked tables of W
-    rows; row `row` of rank r's table holds the counts that rank r sent to this rank. out: the received rows by source rank; the
-    sum of a source's expected counts is its number of rows. If the two rows of counts differ, that source's rows become NaN.
+    expected: `[W, counts]`. Row r has the counts that this rank expects from rank r.
+    sent: `[W * W, counts]`, a table of W rows for each rank. Row `row` of rank r's table has the counts that rank r sent to this
+    rank.
+    out: the received rows, grouped by source rank. Rank r's group has as many rows as the sum of its expected counts.
     """
 
     kind: ClassVar[str] = "agree"
@@ -37,7 +38,10 @@ class Agree(Step):
         yield from differing([where.dtype(self.expected), where.dtype(self.sent), "int64"])
         (ranks, counts), told = (self.expected.rows, self.expected.cols), (self.sent.rows, self.sent.cols)
         if told != (ranks * ranks, counts):
-            yield f"sent is {list(told)}: for expected {[ranks, counts]} give {[ranks * ranks, counts]}, a table of each rank"
+            yield (
+                f"sent has shape {list(told)}, but with expected of shape {[ranks, counts]} it must have "
+                f"{[ranks * ranks, counts]}: a table for each rank"
+            )
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"compare {self.sent.buffer}"

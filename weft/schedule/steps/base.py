@@ -1,10 +1,13 @@
-"""The base class of steps. A kind of step defines its properties once; checks, simulator, printing and storage use them.
+"""The base class of steps. Each kind of step overrides its properties; checks, simulator, printing and storage read them.
 
-A new kind is a frozen dataclass that derives from `Step`, in a file of its own. Its fields are the regions that it touches, and
-numbers or expressions. To run it, add an entry to each executor (`weft.runtime.cpu.steps.bind`,
-`weft.runtime.cuda.compile.emit`). A step of serial schedules also needs an entry in `weft.runtime.unfused.serial.bind`, which
-calls NCCL and cuBLAS directly. An executor without an entry refuses the step by name. The simulator prices the memory that a step
-moves; to change that, register a cost with `weft.sim.costs.price`.
+To add a kind, derive a frozen dataclass from `Step`, in a new file. Its fields are the regions that it accesses, numbers, and
+expressions. To run it, add an entry to each executor: `weft.runtime.cpu.steps.bind` and
+`weft.runtime.cuda.compile.emit`. If
+serial schedules use it, also add an entry to `weft.runtime.unfused.serial.bind`, which calls NCCL and cuBLAS. An executor without
+an entry refuses the step. The simulator derives a step's time from the bytes that it reads and writes, unless a cost is
+registered with `weft.sim.costs.price`.
+
+A step "in numbers" is one whose expressions have been evaluated for a rank.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import Access, Declared, Norm, Region, is_empty
 
 CounterId: TypeAlias = tuple[Index, str, Index]
-"""(rank that owns the counter, signals' name, index), in numbers."""
+"""(rank that owns the counter, name of its signals, index), all evaluated."""
 Counters: TypeAlias = Counter[CounterId]
 KINDS: dict[str, type[Step]] = {}
-"""Kinds of steps by their name in files."""
+"""The step classes, by the name that JSON files use for them."""
 _NOTHING_SET: Mapping[CounterId, int] = MappingProxyType({})
-_PLAIN = (Region, Norm, TileKernel)  # values that consist of their fields only
+_PLAIN = (Region, Norm, TileKernel)  # classes whose values are defined by their fields
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A wait for `count` sets of a counter of this rank; with `previous`, for sets of the previous run."""
+    """A wait until a counter of this rank has been set `count` times: in this run, or with `previous` in the previous run."""
 
     signal: str
     index: Index
@@ -40,7 +43,7 @@ class Awaited:
 
 
 class Step:
-    """A step with the defaults: work for the device that touches no memory, sets no signal and waits for none."""
+    """The base class of steps. Its defaults describe a step that occupies its lane, but has no memory accesses and no signals."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -52,16 +55,16 @@ class Step:
             KINDS[cls.kind] = cls
 
     def accesses(self) -> tuple[Access, ...]:
-        """Return the regions that the step reads, writes or updates, its operands in order."""
+        """Return an access for each region that the step reads, writes or updates, in the order of its operands."""
         return ()
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the accesses, in order."""
+        """The regions of `accesses()`, in order."""
         return tuple([access.region for access in self.accesses()])
 
     def sets(self) -> Mapping[CounterId, int]:
-        """Return, for each counter, how often a step in numbers increments it."""
+        """Return {counter: how often the step increments it}, for a step in numbers."""
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
@@ -75,23 +78,24 @@ class Step:
 
     @property
     def meets(self) -> bool:
-        """True if the step begins only when all ranks have reached it."""
+        """True if the step begins only when all ranks have reached it, like a collective."""
         return False
 
     @property
     def occupies(self) -> bool:
-        """True if the step keeps a queue or the host busy. The host then issues steps of other lanes before it
-        continues with this lane."""
+        """True if the step keeps a queue or the host busy for a while, unlike signals.
+
+        After such a step the host issues steps of other lanes before it continues with this lane."""
         return True
 
     @property
     def needs_unit(self) -> bool:
-        """True if the step takes a compute unit."""
+        """True if the step runs on compute units."""
         return False
 
     @property
     def copies_by(self) -> str:
-        """The engine of a copy: "dma" or "kernel"; empty for other steps."""
+        """The engine of a copy: "dma" or "kernel"; "" if the step is not a copy."""
         return ""
 
     @property
@@ -101,43 +105,43 @@ class Step:
 
     @property
     def tile_kernel(self) -> TileKernel | None:
-        """The kernel that does all tiles of the step; None if the step has no tiles."""
+        """The kernel that computes all tiles of the step; None if the step has no tiles."""
         return None
 
     @property
     def in_place(self) -> bool:
-        """True if the step may write exactly the region that it reads."""
+        """True if the step may write to the same region that it reads. Partial overlaps are never allowed."""
         return False
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The numbers of the operands that decide if there is work: if one of them is empty, the step does nothing."""
+        """The indices of operands without which there is no work: if one of their regions is empty, the step does nothing."""
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 
     @property
     def is_empty(self) -> bool:
-        """True if a step in numbers has nothing to do."""
+        """True if there is no work. The step must be in numbers."""
         accesses = self.accesses()
         return any(is_empty(accesses[number].region) for number in self.decisive)
 
     @property
     def sizes(self) -> tuple[Index, ...]:
-        """The rows that go to each rank, if they differ from rank to rank."""
+        """The number of rows that the step sends to each rank; () if all ranks get equally many."""
         return ()
 
     @property
     def inner(self) -> tuple[Step, ...]:
-        """The repeated steps of a loop or a kernel."""
+        """The steps in the body of a loop or a tile kernel; () for other steps."""
         return ()
 
     @property
     def own_variables(self) -> frozenset[str]:
-        """The variables that have a value only in the step's body."""
+        """The variables that are defined only in the step's body: the index of a loop or of tiles."""
         return frozenset()
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """The fields that are not places. Steps with equal settings and operands of equal sizes cost the same."""
+        """The fields that are not regions. Steps with equal settings and equal operand sizes take equal time."""
         return tuple(one for one in self.values() if isinstance(one, str | bool | float | None))
 
     def values(self) -> tuple[Any, ...]:
@@ -149,17 +153,17 @@ class Step:
         return type(self)(*[change(getattr(self, name)) for name in _names_of(type(self))])
 
     def substitute(self, values: Values, partially_evaluated: bool) -> Step:
-        """Substitute values for the step's variables; with `partially_evaluated`, leave variables without a value."""
+        """Evaluate the step's expressions. With `partially_evaluated`, variables that `values` lacks stay; without, they raise."""
         return _fields_substituted(self, values, partially_evaluated)
 
     def faults(self, where: Declared) -> Iterator[str]:
-        """Yield the errors of a step in numbers whose regions are all inside their buffers."""
+        """Yield a text for each error in the step. It must be in numbers, with all regions inside their buffers."""
         yield from ()
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        """Return the name in a timeline, without rows and columns.
+        """Return the step's name in a timeline, without rows and columns.
 
-        at: returns "@2" for rank 2, "" for the step's own rank. number: returns an index's value."""
+        at: a function that returns "@2" for rank 2, and "" for the step's own rank. number: a function that evaluates an index."""
         return " ".join([self.kind, *(f"{a.region.buffer}{at(a.region.at)}" for a in self.accesses() if a.writes)])
 
     def __str__(self) -> str:
@@ -168,9 +172,10 @@ class Step:
 
 
 def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) -> Any:
-    """Substitute values for the variables of a step, region, kernel or index. With `partially_evaluated`, leave variables without
-    a value."""
-    if type(item) in (int, str):  # most are
+    """Evaluate the expressions of a step, region, kernel or index.
+
+    With `partially_evaluated`, variables that `values` lacks stay. Otherwise they raise `ValueError`."""
+    if type(item) in (int, str):  # the most frequent types
         return item
     if isinstance(item, Expr):
         return item.partially_evaluated(values) if partially_evaluated else item.evaluate(values)
@@ -182,10 +187,10 @@ def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) 
 
 
 def _fields_substituted(item: Any, values: Values, partially_evaluated: bool) -> Any:
-    """Substitute values in the fields of `item`; return `item` itself if nothing changes."""
+    """Evaluate the fields of `item`. Return `item` itself if nothing changes."""
     kind = type(item)
     old = values_of(item)
-    # This repeats `substitute` for the common types, since a large schedule has a million values.
+    # The common types are evaluated here, without calling `substitute`, because a large schedule has a million fields.
     new = [
         one
         if (of := type(one)) is int or of is str or of is bool
@@ -219,21 +224,23 @@ def values_of(item: Any) -> tuple[Any, ...]:
 
 
 def getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that gets these attributes as a tuple. It is fast: a large schedule has a million of them."""
+    """Return a function that returns the attributes `names` of an object as a tuple.
+
+    `operator.attrgetter` is used for speed: a large schedule has a million fields."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda item: tuple([getattr(item, name) for name in names])
 
 
 def variables_of(item: Any) -> Set[str]:
-    """Return the variables in all expressions of a step, region or index, without the variables of its own loop."""
+    """Return the variables in all expressions of a step, region or index, except the step's own loop index."""
     found = set[str]()
     _add_variables(item, found)
     return found
 
 
 def depends(item: Any, names: Collection[str]) -> bool:
-    """True if an expression of a step, region or index has one of these variables. Faster than listing all variables."""
+    """True if an expression of a step, region or index uses one of the variables `names`. It is faster than `variables_of`."""
     kind = type(item)
     if kind is int or kind is str:
         return False
@@ -250,7 +257,7 @@ def depends(item: Any, names: Collection[str]) -> bool:
 
 def _add_variables(item: Any, found: set[str]) -> None:
     kind = type(item)
-    if kind is int or kind is str:  # most are
+    if kind is int or kind is str:  # the most frequent types
         return
     if isinstance(item, Expr):
         found |= item.variables()
@@ -265,7 +272,7 @@ def _add_variables(item: Any, found: set[str]) -> None:
 
 
 def totals_of(item: Any) -> list[Total]:
-    """Return the sums over contents of buffers that a rank's step has."""
+    """Return the sums over contents of buffers in a step of one rank."""
     if type(item) in (int, str):
         return []
     if isinstance(item, Expr):

@@ -1,4 +1,4 @@
-"""NCCL's and gloo's collectives."""
+"""Steps that call a collective of NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ _REDUCING = ("reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Collective(Step):
-    """A collective of torch.distributed over all ranks. All ranks call their collectives in one order.
+    """A collective of torch.distributed over all ranks. All ranks must call their collectives in the same order.
 
-    all_gather      every rank's `src` into every rank's `dst`, one below the other
-    all_to_all      the rows of `src` in blocks, one for each rank, with as many rows as that rank's `dst` has; `dst` holds all
-                    ranks' blocks side by side
-    exchange        the first sent[0] rows of `src` to rank 0, the next sent[1] to rank 1, ...; `dst` holds received[0] rows of
-                    rank 0, then received[1] rows of rank 1, ...
-    reduce_scatter  of the sum of all ranks' `src` the first dst.rows rows to rank 0, the next rows to rank 1, ...
-    all_reduce      the sum of all ranks' `src` in every rank's `dst`
+    all_gather      `dst` is the concatenation of all ranks' `src` along rows
+    all_to_all      `src` is split along rows, one block for each rank; the block for a rank has as many rows as that rank's
+                    `dst`. `dst` is the concatenation of the received blocks along columns
+    exchange        the first sent[0] rows of `src` are sent to rank 0, the next sent[1] rows to rank 1, and so on. `dst` is
+                    the received[0] rows from rank 0, then the received[1] rows from rank 1, and so on
+    reduce_scatter  the sum of all ranks' `src` is split along rows: its first rows are the `dst` of rank 0, the next rows the
+                    `dst` of rank 1, and so on
+    all_reduce      `dst` is the sum of all ranks' `src`
 
-    CPU ranks on several hosts gather and reduce in two levels, within a host and between hosts (`weft.runtime.two_levels`).
+    If CPU ranks are on several hosts, gathers and reductions run within each host and then between hosts
+    (`weft.runtime.two_levels`).
     """
 
     kind: ClassVar[str] = "collective"
@@ -62,7 +64,7 @@ class Collective(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         if (self.src.at, self.dst.at) != (where.rank, where.rank):
-            yield "a collective may only use buffers of the rank that calls it"
+            yield "src and dst of a collective must be buffers of the rank that calls it: omit `at`"
         if self.op in _REDUCING and where.dtype(self.src) not in SUMMED:
             yield f"{where.dtype(self.src)} cannot be reduced: use one of {', '.join(SUMMED)}"
 
@@ -78,7 +80,7 @@ class Collective(Step):
 
 
 def disagreement(steps: Sequence[Collective]) -> str:
-    """Return the mismatch between all ranks' calls of one collective, in numbers; "" if they match."""
+    """Return how all ranks' calls of one collective mismatch; "" if they match. steps: each rank's call, evaluated."""
     rows = [cast(int, step.src.rows) for step in steps]
     into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]
     if len({step.op for step in steps}) > 1:
@@ -91,14 +93,14 @@ _Shapes: TypeAlias = list[tuple[int, int]]
 
 def _all_gather(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     if any(shape != (sum(rows), step.src.cols) for step, shape in zip(steps, into, strict=True)):
-        return f"the ranks contribute {rows} rows of {steps[0].src.cols} columns, but gather into {into}"
+        return f"the ranks contribute {rows} rows of {steps[0].src.cols} columns, but the shapes of dst are {into}"
     return ""
 
 
 def _all_to_all(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     cols = [cast(int, step.src.cols) for step in steps]
     if {sum(n for n, _ in into)} != set(rows) or {n for _, n in into} != {sum(cols)}:
-        return f"the ranks contribute {rows} rows of {cols} columns, but receive into {into}"
+        return f"the ranks contribute {rows} rows of {cols} columns, but the shapes of dst are {into}"
     return ""
 
 
@@ -107,9 +109,9 @@ def _exchange(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> st
     sent = [tuple(map(int, step.sent)) for step in steps]
     received = [tuple(map(int, step.received)) for step in steps]
     if len(set(cols)) > 1 or [sum(r) for r in received] != [n for n, _ in into] or [sum(s) for s in sent] != rows:
-        return f"the ranks send {sent} of their {rows} rows, and receive {received} rows into {into}"
+        return f"the ranks send {sent} of their {rows} rows, and receive {received}, but the shapes of dst are {into}"
     if sent != list(zip(*received, strict=True)):
-        return f"the ranks send {sent}, and receive {received}"
+        return f"the ranks send {sent} rows, but expect to receive {received}"
     return ""
 
 
@@ -117,8 +119,8 @@ def _reduce_scatter(steps: Sequence[Collective], rows: list[int], into: _Shapes)
     cols = {step.src.cols for step in steps} | {n for _, n in into}
     if {sum(n for n, _ in into)} != set(rows) or len(cols) > 1:
         return (
-            f"the ranks contribute {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, but receive "
-            f"{into} of the sum"
+            f"the shapes of src are {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, so their sum cannot be split "
+            f"into dst of {into}"
         )
     return ""
 
@@ -126,7 +128,7 @@ def _reduce_scatter(steps: Sequence[Collective], rows: list[int], into: _Shapes)
 def _all_reduce(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     shapes = [(r, cast(int, s.src.cols)) for r, s in zip(rows, steps, strict=True)]
     return (
-        "" if len({*shapes, *into}) == 1 else (f"the ranks reduce {shapes} into {into}, but all shapes must be equal")
+        "" if len({*shapes, *into}) == 1 else (f"shapes of src are {shapes} and of dst {into}, but all must be equal")
     )
 
 

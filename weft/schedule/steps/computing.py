@@ -1,4 +1,4 @@
-"""Arithmetic steps: operations on whole regions, and sums of several regions."""
+"""Steps that compute: GEMMs, elementwise operations and pooling (`Compute`), and sums of regions (`Reduce`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation as executors and cost models see it: inputs, number of optional inputs (the last), and flops per output
-    element."""
+    """The signature and cost of an operation.
+
+    inputs: the maximum number of inputs. optional: how many of the last inputs may be omitted. flops_per_element: operations
+    per output element, for operations other than GEMMs."""
 
     inputs: int
     flops_per_element: float = 0.0
@@ -24,12 +26,16 @@ class Op:
         return self.inputs - self.optional <= inputs <= self.inputs
 
 
-# matmul: [m, k] x [k, n] -> [m, n], 2k flops per element. addmm: inputs a, b, and c [m, n], not the output: c + a @ b, rounded
-# once.
-# scaled_matmul: fp8 operands a and b, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n], and an optional bias [1, n] in the
-# output's dtype: (a * scale) @ (b * scale) + bias. scaled_matmul_fast: with cuBLAS's fast accumulation.
-# embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: the sum of on average `rows` rows, which the ids select, of tables whose
-# columns lie side by side. The other operations work element by element.
+# matmul: a [m, k] @ b [k, n] -> [m, n], 2k flops per element.
+# addmm: a, b, c [m, n] -> a @ b + c, rounded once. c must not be the output.
+# scaled_matmul: fp8 a and b, then fp32 scale_a and scale_b, then an optional bias [1, n] in the output's dtype ->
+#     (a * scale_a) @ (b * scale_b) + bias. The scales are [1, 1] and [1, 1] (tensor-wise), or [m, 1] and [1, n]
+#     (row-wise).
+# scaled_matmul_fast: the same, with cuBLAS's fast accumulation.
+# embedding_bag: ids [m, bags], tables [rows, n] -> [m, n]. The tables are concatenated along columns. A bag sums `rows`
+# rows on
+#     average, selected by its ids.
+# The other operations are elementwise.
 OPS = {
     "matmul": Op(2),
     "addmm": Op(3),
@@ -48,7 +54,7 @@ MATMULS = (*PLAIN_MATMULS, *SCALED_MATMULS)
 
 @dataclass(frozen=True, slots=True)
 class Compute(Step):
-    """out = op(*inputs), or out += op(*inputs) with `accumulate`. See `OPS` for the operations."""
+    """out = op(*inputs), or out += op(*inputs) with `accumulate`. The comment above `OPS` defines the operations."""
 
     kind: ClassVar[str] = "compute"
     op: str
@@ -60,7 +66,7 @@ class Compute(Step):
         return *map(read, self.inputs), written(self.out, self.accumulate)
 
     def on(self, regions: Sequence[Region]) -> Compute:
-        """Return the operation with other operands."""
+        """Return a copy of the step with the operands `regions`: the inputs, then the output."""
         *inputs, out = regions
         return Compute(self.op, out, tuple(inputs), self.accumulate)
 
@@ -88,15 +94,15 @@ class Compute(Step):
         elif self.op in PLAIN_MATMULS:
             (m, k), (k2, n), *added, out = shapes
             if k != k2 or out != (m, n):
-                yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+                yield f"[{m}, {k}] @ [{k2}, {n}] -> {list(out)} must have shapes [m, k] @ [k, n] -> [m, n]"
             if added and added != [out]:
-                yield f"the third input of addmm is {list(added[0])}: it must be {list(out)}, like the product"
+                yield f"the third input of addmm has shape {list(added[0])}: it must have the shape of out, {list(out)}"
             if added and self.accumulate:
                 yield ("addmm already adds its third input, so it cannot accumulate: use matmul with accumulate=True")
         elif self.op == "embedding_bag":
             (m, _), (_, n), out = shapes
             if out != (m, n):
-                yield f"the bags of {m} rows and {n} columns of tables do not fit into {list(out)}"
+                yield f"out has shape {list(out)}: for {m} rows of bags and {n} columns of tables it must be [{m}, {n}]"
         elif len(set(shapes)) > 1:
             yield f"shapes differ: {shapes}"
 
@@ -104,19 +110,19 @@ class Compute(Step):
         (m, k), (k2, n), *scales, out = shapes
         bias, scales = scales[2:], scales[:2]
         if k != k2 or out != (m, n):
-            yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+            yield f"[{m}, {k}] @ [{k2}, {n}] -> {list(out)} must have shapes [m, k] @ [k, n] -> [m, n]"
         if scales not in ([(1, 1), (1, 1)], [(m, 1), (1, n)]):
-            yield f"scales of [{m}, {k}] x [{k2}, {n}] are {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
+            yield f"scales of [{m}, {k}] @ [{k2}, {n}] are {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
         if bias not in ([], [(1, n)]):
-            yield f"a bias of {list(bias[0])} does not fit to {list(out)}: give [1, {n}]"
+            yield f"the bias of an output of shape {list(out)} has shape {list(bias[0])}: give [1, {n}]"
         wanted = ["fp8", "fp8", "fp32", "fp32", *["bf16" if dtypes[-1] == "fp8" else dtypes[-1]] * len(bias)]
         if dtypes[:-1] != wanted or dtypes[-1] not in ("bf16", "fp16", "fp32", "fp8"):
             yield (
-                f"dtypes are {', '.join(dtypes)}: fp8 operands with fp32 scales, and a bias as the output, in bf16, fp16 or "
-                "fp32, or an output in fp8 and a bias in bf16"
+                f"the dtypes are {', '.join(dtypes)}: use fp8 for the operands, fp32 for the scales, and bf16, fp16 or fp32 for "
+                "the output and the bias. If the output is fp8, use bf16 for the bias"
             )
         if self.accumulate:
-            yield "a scaled matmul does not accumulate"
+            yield "a scaled matmul does not accumulate: omit accumulate=True, and add its output in another step"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"{self.op} {self.out.buffer}{at(self.out.at)}"
@@ -128,10 +134,10 @@ class Compute(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
-    """out = the sum of `parts`, reduced in order in fp32 (fp64 in fp64) and rounded once; or out += with `accumulate`.
+    """out = sum(parts), or out += sum(parts) with `accumulate`. Parts are added in order, in fp32 (fp64 for fp64), rounded once.
 
-    A part of one row, if it is not the first, is added to each row of out. norm: also write the norm of out, as rounded. A step
-    whose only part is its own out writes only its norm."""
+    A part with one row, except the first part, is broadcast over the rows of out. norm: also write an RMSNorm of the rounded
+    out. If out is the only part, only the norm is written."""
 
     kind: ClassVar[str] = "reduce"
     out: Region
@@ -141,7 +147,7 @@ class Reduce(Step):
 
     @property
     def norms_only(self) -> bool:
-        """True if there is nothing to reduce, only a norm to compute."""
+        """True if the step only computes a norm: out is the only part."""
         return self.norm is not None and self.parts == (self.out,) and not self.accumulate
 
     def accesses(self) -> tuple[Access, ...]:
@@ -175,17 +181,17 @@ class Reduce(Step):
         normed, shape = (norm.out.rows, norm.out.cols), (self.out.rows, self.out.cols)
         weight = (norm.weight.rows, norm.weight.cols)
         if normed != shape:
-            yield f"the norm's out is {list(normed)}: it must be {list(shape)}, like the sum"
+            yield f"the norm's out has shape {list(normed)}: it must be {list(shape)}, the shape of the sum"
         if weight != (1, self.out.cols):
-            yield f"the norm's weight is {list(weight)}: it must be [1, {self.out.cols}]"
+            yield f"the norm's weight has shape {list(weight)}: it must be [1, {self.out.cols}]"
         if (norm.out.buffer, norm.out.at) == (self.out.buffer, self.out.at) and overlap(
             box_of(norm.out), box_of(self.out)
         ):
-            yield "the sum and its norm are written to the same place: write them to different places"
+            yield "out and the norm's out overlap: use different regions"
         if self.accumulate:
             yield (
-                "an accumulating sum cannot have a norm, because other steps may still add to it: apply the "
-                "norm after the last one"
+                "an accumulating reduce cannot have a norm, because other steps may add to its out later: compute the norm "
+                "in a step after the last of them"
             )
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:

@@ -12,18 +12,19 @@ from weft.schedule.steps.base import Step, differing
 
 CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
-"""The most compute units that a copy by kernel takes."""
+"""The largest number of compute units for a copy by kernel."""
 DYNAMIC_COPY_UNITS = 16
-"""The most compute units, over all lanes, for copies by kernel with dynamic sizes that run concurrently with GEMMs. They reach four
-fifths of a port's rate, and a GEMM that fills the GPU soon frees so few units."""
+"""The compute units that all lanes together use for copies by kernel of dynamic size, which run concurrently with GEMMs. 16 units
+reach 80% of a port's bandwidth, and a GEMM on all units soon frees 16 of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy(Step):
     """dst = src, or dst += src with `accumulate`.
 
-    The copy is a put if `dst` is a peer's, a get if `src` is, a gather or scatter if both are this rank's. by "dma": a copy
-    engine. by "kernel": loads and stores of the compute units, at most COPY_UNITS of them.
+    src or dst may be in a peer's memory: the copy is then a get or a put.
+
+    by: "dma" for a copy engine, "kernel" for loads and stores on at most COPY_UNITS compute units.
     """
 
     kind: ClassVar[str] = "copy"
@@ -36,7 +37,7 @@ class Copy(Step):
         return read(self.src), written(self.dst, self.accumulate)
 
     def on(self, regions: Sequence[Region]) -> Copy:
-        """Return the copy with other operands."""
+        """Return a copy of the step with the operands `regions`: (src, dst)."""
         src, dst = regions
         return Copy(src, dst, self.by, self.accumulate)
 
@@ -56,7 +57,7 @@ class Copy(Step):
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
         if given != wanted:
-            yield f"a copy of {list(given)} does not fit into {list(wanted)}"
+            yield f"src has shape {list(given)}, but dst has {list(wanted)}"
         if self.accumulate and where.dtype(self.dst) not in SUMMED:
             yield f"{where.dtype(self.dst)} cannot be accumulated: use one of {', '.join(SUMMED)}"
 

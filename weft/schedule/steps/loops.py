@@ -1,4 +1,4 @@
-"""Repeated steps: loops, which are unrolled before a run, and the tiles of a persistent kernel, which are not."""
+"""Steps with a body: loops, which are unrolled before a run, and tiles of a persistent kernel, which are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = TypeVar("Kind", bound=Step)
 
 
 class _Repeated(Step):
-    """A step with a body, in which its index is a variable."""
+    """A step that repeats its body. In the body its index is a variable."""
 
     __slots__ = ()
     index: str
@@ -39,7 +39,7 @@ class _Repeated(Step):
 
 @dataclass(frozen=True, slots=True)
 class For(_Repeated):
-    """`body` for `index` = 0 .. extent - 1, one iteration after the other. Steps of the body may use Expr(index)."""
+    """A loop: run `body` for `index` = 0 .. extent - 1, in order. In the body, the expression Expr(index) is the index."""
 
     kind: ClassVar[str] = "for"
     index: str
@@ -47,10 +47,10 @@ class For(_Repeated):
     body: tuple[Step, ...]
 
     def substitute(self, values: Values, partially_evaluated: bool) -> Step:
-        return self  # `unrolled` replaces it by its iterations
+        return self  # `unrolled` evaluates the steps of each iteration
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        raise ValueError(f"a loop has no name in a timeline, but its steps do: unroll the loop first: {self}")
+        raise ValueError(f"a loop has no name in a timeline: unroll it with Schedule.of_rank first: {self}")
 
     def __str__(self) -> str:
         return f"for {self.index} in 0..{self.extent}: {_inside(self.body)}"
@@ -58,13 +58,13 @@ class For(_Repeated):
 
 @dataclass(frozen=True, slots=True)
 class Tiles(_Repeated):
-    """A persistent kernel: `body` for `index` = 0 .. extent - 1, started in that order, many at a time.
+    """The tiles of a persistent kernel: run `body` for `index` = 0 .. extent - 1, many tiles at a time.
 
-    The steps of one tile follow each other; tiles are not ordered. All tiles begin after the steps before them on the lane, and
-    the lane goes on when all have ended. Bodies copy, compute and set. They do not wait: the number of tiles that run at once is
-    unknown, so a waiting tile may keep the tile that it waits for from starting.
+    Tiles start in order of their index, but nothing else orders them. The steps of one tile run in order. All tiles begin after
+    the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and `Set` steps. It cannot
+    wait: the number of concurrent tiles is unknown, so a waiting tile could keep the tile that it waits for from starting.
 
-    kernel: the kernel and its parameters, for executors that run all of `body` at once (`weft.schedule.kernels`).
+    kernel: the GPU kernel that runs all tiles, with its parameters (`weft.schedule.kernels`).
     """
 
     kind: ClassVar[str] = "tiles"
@@ -115,7 +115,7 @@ class Tiles(_Repeated):
         return replace(self, kernel=kernel, extent=extent, body=substitute(self.body, values, partially_evaluated=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
-        """Return the body of one tile, of tiles in numbers."""
+        """Return the steps of tile `number`, evaluated. The step must be in numbers."""
         body: tuple[Step, ...] = substitute(self.body, {self.index: number})
         return body
 
@@ -127,15 +127,16 @@ class Tiles(_Repeated):
 
 
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
-    """Return (values of `numbers`, number of `tiles` that have these values), by rising values, for an extent in numbers.
+    """Count the tiles by the values of some expressions. The extent must be a number.
 
-    values: the values of other variables than the tile's index, if the body is not in numbers."""
+    Return a list of (values of `numbers`, number of tiles with these values), sorted by values. values: the values of variables
+    other than the tile's index, if the body is not in numbers."""
     extent = cast(int, tiles.extent)
     if extent == 0:
         return []
     if not any(isinstance(number, Expr) for number in numbers):
         return [(cast(tuple[int, ...], numbers), extent)]
-    # Most depend on a tile's place within its sample only, so one sample is enough.
+    # Expressions are usually periodic in the tile's index, so it is enough to evaluate one period.
     period = math.lcm(*(n.period(tiles.index) for n in numbers if isinstance(n, Expr)))
     at = np.arange(min(period, extent) or extent)
     turns = extent // len(at) + (at < extent % len(at))
@@ -153,7 +154,7 @@ def _inside(body: tuple[Step, ...]) -> str:
 
 
 def walk(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield each step once, loops before the steps inside them. Tiles are one step."""
+    """Yield each step once: a loop, then the steps inside it. A `Tiles` step is yielded without its body."""
     for step in steps:
         yield step
         if isinstance(step, For):
@@ -161,12 +162,14 @@ def walk(steps: Iterable[Step]) -> Iterator[Step]:
 
 
 def of_kind(steps: Iterable[Step], kind: type[Kind]) -> list[Kind]:
-    """Return the steps of a kind."""
+    """Return the steps that are instances of `kind`."""
     return [step for step in steps if isinstance(step, kind)]
 
 
 def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> tuple[Step, ...]:
-    """Return `change(step)` for each step, also inside loops; None removes a step. Loops stay, and tiles are one step."""
+    """Return `steps` with each step replaced by `change(step)`, or removed if that is None.
+
+    `change` is called for the steps inside loops, not for the loops themselves. A `Tiles` step is passed as a whole."""
     changed = (
         replace(step, body=map_steps(step.body, change)) if isinstance(step, For) else change(step) for step in steps
     )
@@ -176,9 +179,10 @@ def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> t
 def flattened(
     steps: Iterable[Step], state: State, turns: Callable[[For, State], Iterable[State]]
 ) -> Iterator[tuple[Step, State]]:
-    """Yield each execution of each step with its state: `state` outside of loops, and in a loop one of `turns(loop, outer state)`.
+    """Yield (step, state) for each execution of each step, loops unrolled.
 
-    Tiles are one step."""
+    Outside of loops the state is `state`. Inside, each iteration has one of the states `turns(loop, outer state)`. A `Tiles`
+    step is yielded without its body."""
     for step in steps:
         if isinstance(step, For):
             for inside in turns(step, state):
@@ -188,7 +192,9 @@ def flattened(
 
 
 def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Values]]:
-    """Yield each execution of each step, and the values of its variables: `values` itself outside of loops. Tiles are one step."""
+    """Yield (step, values of its variables) for each execution of each step, loops unrolled.
+
+    The values are `values` and the indices of the loops around the step. A `Tiles` step is yielded without its body."""
 
     def turns(loop: For, around: Values) -> Iterator[Values]:
         return ({**around, loop.index: i} for i in range(substitute(loop.extent, around)))
@@ -197,7 +203,9 @@ def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Va
 
 
 def unrolled(steps: Iterable[Step], values: Values, *, partially_evaluated: bool = False) -> tuple[Step, ...]:
-    """Return `steps` in numbers, with loops unrolled and tiles kept. With `partially_evaluated`, leave other variables."""
+    """Return `steps` with loops unrolled and expressions evaluated. `Tiles` steps are kept.
+
+    With `partially_evaluated`, variables that `values` lacks stay."""
     return tuple(
         substitute(step, known, partially_evaluated=partially_evaluated) for step, known in iterations(steps, values)
     )

@@ -1,4 +1,4 @@
-"""Reads of sizes that are known only during a run (dynamic sizes)."""
+"""A step that reads dynamic sizes: sizes that are known only during a run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Read(Step):
-    """Read the numbers in `region`, a whole buffer: steps after it on this lane may have sizes and places that depend on them.
+    """Read the numbers in a buffer, so that later steps of this lane may have sizes and offsets that depend on them.
 
-    `weft.schedule.expr.total` writes such sizes. They keep the values at the time of the read, even if the buffer changes
-    later.
+    `weft.schedule.expr.total` makes the expressions for such sizes. They keep the values that were read, even if the buffer
+    changes later. region: the whole buffer, int64. by: who reads the numbers.
 
-        device     kernels know the numbers
-        host       the host knows them too, and waits for them; an output whose size depends on them is allocated then. Copy engines
-                   need this: they take sizes from the host only
-        meanwhile  kernels know them at once, and the host learns them while the lane goes on; an output whose size depends on
-                   them is allocated with room for more rows, and cut
+        device     kernels. The host never learns the numbers
+        host       kernels and the host, which waits for them. It then allocates the outputs whose size depends on them. Copy
+                   engines need this, because the host passes them the sizes
+        meanwhile  kernels, and the host without waiting. Outputs whose size depends on the numbers are allocated with rows to
+                   spare, and narrowed when the host has the numbers
     """
 
     kind: ClassVar[str] = "read"
@@ -43,7 +43,7 @@ class Read(Step):
         if self.region.buffer not in where.held:
             yield f"the contents of {self.region.buffer} are not declared: call Draft.holds"
         elif buffer.dtype != "int64" or box_of(self.region) != (0, buffer.rows, 0, buffer.cols):
-            yield f"read needs a whole buffer of int64, but {self.region} is {buffer.dtype}"
+            yield f"read takes a whole int64 buffer, but got {self.region} of {buffer.dtype}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"read {self.region.buffer}"

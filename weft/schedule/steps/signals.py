@@ -1,4 +1,4 @@
-"""Setting signals and waiting for signals: the only order across lanes and ranks."""
+"""Steps that set signals and wait for signals. Only signals order steps of different lanes or ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weft.schedule.steps.base import Awaited, CounterId, Step
 
 @dataclass(frozen=True, slots=True)
 class Set(Step):
-    """Add one to a counter of rank `at`, with release semantics: a waiter sees everything that this lane did before.
+    """Add one to a counter of rank `at`, with release semantics: the waiting lane sees all earlier writes of this lane.
 
-    signal: the name, or the `Signals` value."""
+    signal: the name of the signals, or a `Signals`."""
 
     kind: ClassVar[str] = "set"
     is_signal: ClassVar[bool] = True
@@ -49,8 +49,8 @@ class Set(Step):
 class Wait(Step):
     """Wait until this rank's counter has been set `count` times in this run, with acquire semantics.
 
-    With `previous`: `count` times in the previous run; the first run waits for nothing. This tells a producer that the
-    reader has finished with a buffer, which may then be filled again.
+    With `previous`, wait until it has been set `count` times in the previous run; the first run does not wait. A producer waits
+    this way before it overwrites a buffer, until the reader of the previous run has finished with it.
     """
 
     kind: ClassVar[str] = "wait"
@@ -75,8 +75,8 @@ class Wait(Step):
         yield from _wrong_signal(self.signal, self.index, where)
         if cast(int, self.count) < 1:
             yield (
-                f"count={self.count} must be at least 1. To wait on some ranks only, repeat the wait lookup((0, "
-                "1), RANK) times"
+                f"count={self.count} must be at least 1. To wait on some ranks only, put the wait into a loop with 0 iterations "
+                "on the other ranks, such as an extent of lookup((0, 1), RANK)"
             )
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:

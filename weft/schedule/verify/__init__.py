@@ -1,21 +1,23 @@
-"""Static checks of a schedule, before anything runs it: hangs, races, and reads of unwritten memory.
+"""Static checks of a schedule before it runs: hangs, races, and reads of unwritten memory.
 
-`verify` checks all ranks in numbers, over three consecutive runs, since a peer that is a run ahead may refill a persistent
-buffer. It finds
+`verify` checks the steps of all ranks in three consecutive runs. Several runs are needed because a rank may begin its next run
+while a peer still reads a persistent buffer. It reports
 
-    misfits              regions outside their buffer, shapes, dtypes, indices, writes to inputs, peers' private memory
-    hangs                waits for more sets than a run makes; waits for sets that come only after them (`issue_order`);
-                         lanes that poll on all compute units for a step that needs one (`occupancy`)
-    races                two accesses to one place, at least one of them a write, and neither certain to be before the other
-                         (`happens_before`); two updates do not race, an update and a read or a write do
-    unwritten reads      reads of elements that no step of the same run has written
-    incomplete outputs   elements that no step writes
+    misfits              regions outside their buffer; wrong shapes, dtypes and indices; writes to inputs; accesses to private
+                         memory of peers
+    hangs                waits for more sets than a run makes; waits for sets that are only made after the wait (`issue_order`);
+                         kernels that poll on all compute units for a step that needs a unit (`occupancy`)
+    races                two unordered accesses to an element, at least one of them a write (`happens_before`). Two updates
+                         do not race with each other, but an update races with a read or another write
+    unwritten reads      reads of elements that no step has written in the same run
+    incomplete outputs   elements of outputs that no step writes
 
-Dynamic sizes are the expected ones here (`weft.schedule.steps.Contents`). Each lane must have read the buffers that its sizes
-depend on.
+Dynamic sizes are computed from the expected contents of their buffers (`weft.schedule.steps.Contents`). Each lane must have read
+the buffers that its sizes depend on.
 
-At most SAMPLE tiles of a step (`weft.schedule.steps.Tiles`) are checked: the first, the last, every k-th between them, and their
-neighbours. Faults of other tiles alone are not found, nor are unwritten reads and holes in the buffers that such steps write.
+Of each `Tiles` step at most SAMPLE tiles are checked: the first, the last, every k-th tile between them, and their neighbours.
+If tiles are left out, faults that only these tiles have are not found. Unwritten reads and incomplete outputs are then not
+checked for the buffers that the step writes.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ SAMPLE = 64
 
 
 def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
-    """Raise `ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and fault.
+    """Raise `ScheduleError` if `schedule` has faults. The text gives rank, lane, step and region of the first ten.
 
-    compute_units: the fewest of any GPU that it may run on.
+    compute_units: the number of compute units of the smallest GPU that may run the schedule.
     """
     if schedule.world_size < 1:
         raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
@@ -87,8 +89,8 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
 def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
     """Raise `ScheduleError` with the first ten errors in the declarations, steps and collectives of `schedule`.
 
-    This is the part of `verify` that is fast enough to precede every simulation. Steps are checked on `most_ranks` ranks, the
-    first and the last ones, and collectives on all. It does not look for hangs, races, and reads of unwritten memory.
+    Every simulation calls this fast part of `verify`. It does not find hangs, races, or reads of unwritten memory. Steps are
+    checked on the first and last `most_ranks // 2` ranks, collectives on all ranks.
     """
     world = schedule.world_size
     if world < 1:
@@ -116,7 +118,8 @@ def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
 
 
 class _Faults:
-    """The faults found. The same fault of the same steps on other ranks and in later runs is counted, not repeated."""
+    """The faults found so far. A fault that the same steps have on several ranks or in several runs is listed once,
+    with a count."""
 
     def __init__(self, name: str, ranks: Mapping[int, Lanes]) -> None:
         self.name, self.ranks = name, ranks
@@ -179,16 +182,16 @@ class _StepAccess(NamedTuple):
 
 @dataclass(slots=True)
 class _Accesses:
-    """The accesses to one buffer of one rank: event numbers (rising) and their runs, boxes, and kinds (reads, writes, updates)."""
+    """The accesses to one buffer of one rank. how: (reads, writes, updates) of each access."""
 
-    events: list[int] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)  # numbers of events, in rising order
     runs: list[int] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     how: list[tuple[bool, bool, bool]] = field(default_factory=list)
 
 
 class _AccessArrays(NamedTuple):
-    """`_Accesses` as arrays."""
+    """`_Accesses` as arrays, with an element or row for each access."""
 
     events: np.ndarray
     runs: np.ndarray
@@ -203,17 +206,17 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
         text = (
-            f"it may never get a compute unit, because lanes that poll ({names}) for steps that need one may "
-            f"occupy all {compute_units}"
+            f"this step may never get a compute unit: kernels of other lanes ({names}) may occupy all {compute_units} while "
+            f"they poll for steps that need a unit"
         )
         faults.add(
-            "polling", f"{text}: use copy engines on these lanes, or let their copies wait for fewer signals", event
+            "polling", f"{text}. Use copy engines on these lanes, or let their copies wait for fewer signals", event
         )
 
 
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
-    """Find races, unwritten reads and holes. sampled: buffers that omitted tiles write too."""
-    # The caller's tensors are new in every run: an instance is (rank, buffer, run); run is 0 for persistent buffers.
+    """Add races, unwritten reads and incomplete outputs to `faults`. sampled: buffers that unchecked tiles write."""
+    # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers get run 0.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
     of_ranks = [[[_accesses(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
     for number, (run, rank, lane, step) in enumerate(happened.events):
@@ -228,7 +231,7 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
         where = f"{name}@{rank}"
         table = _AccessArrays(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
         if not table.writes.any() and buffers[rank][name].role == "input":
-            continue  # an input, which all steps may read
+            continue  # inputs that are only read have no races and no unwritten elements
         common = _overlaps(table.boxes)
         _check_races(faults, happened, where, table, common)
         if buffers[rank][name].role != "input" and name not in sampled:
@@ -246,7 +249,7 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
 
 
 def _accesses(step: Step) -> list[_StepAccess]:
-    """Return the accesses of a step in numbers, without empty regions."""
+    """Return the accesses of a step in numbers, except accesses to empty regions."""
     every = [
         _StepAccess(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
         for region, reads, writes, updates in step.accesses()
@@ -258,16 +261,16 @@ def _check_races(
     faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
 ) -> None:
     writes, updates = found.writes, found.updates
-    conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # updates may come in any order
+    conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # two updates may run in any order
     i, j = np.triu(common & conflict, 1).nonzero()
     first, second = found.events[i], found.events[j]
     unordered = (first != second) & ~happened.each_before(first, second)
     for pair in np.stack([i, j], 1)[unordered].tolist():
         a, b = (happened.events[found.events[n]] for n in pair)
         does = ["writes" if writes[n] else "reads" for n in pair]
-        early = ", a run early" if a.run != b.run else ""
+        early = ", possibly a run early" if a.run != b.run else ""
         text = (
-            f"race on {where}: the first step {does[0]} and the second {does[1]} there{early}, and no signal "
+            f"race on {where}: the first step {does[0]} and the second {does[1]} the same elements{early}, and no signal "
             "orders them"
         )
         faults.add("race", text, a, b)
@@ -276,12 +279,13 @@ def _check_races(
 def _check_reads(
     faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
 ) -> None:
-    """Find reads of elements that no step has written in this run.
+    """Add reads of elements that no step has written in this run.
 
-    Unordered steps have been reported already, so a write that may come before a read counts. Updates are not ordered, and
-    something must have been written before the first of them: for an update, only writes that are certain to be before it count.
+    A write that may happen before a read counts as written before: if the two are unordered, the race has been reported. An
+    update reads too. For an update, other updates count only if they are certain to happen before it, so that the first of
+    several unordered updates needs a write before it.
     """
-    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # the j-th may write elements that the i-th reads
+    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
     number, other = found.events[i], found.events[j]
     counts = (
         (other != number)
@@ -291,7 +295,7 @@ def _check_reads(
     )
     i, j = i[counts], j[counts]
     covered = np.zeros(len(found.reads), bool)
-    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # most reads are covered by one step
+    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # the common case: one step has written all that is read
     for read in np.flatnonzero(found.reads & ~covered).tolist():
         written = [_box(found.boxes[n]) for n in j[i == read]]
         if hole := _hole(_box(found.boxes[read]), written):
@@ -300,14 +304,14 @@ def _check_reads(
 
 
 def _overlaps(boxes: np.ndarray) -> np.ndarray:
-    """Return [n, n] bool: True if two boxes have an element in common."""
+    """Return a bool array [n, n]: True where boxes i and j have a common element. boxes: [n, 4]."""
     row, end_row, col, end_col = boxes.T
     rows = (row[:, None] < end_row) & (row < end_row[:, None])
     return rows & (col[:, None] < end_col) & (col < end_col[:, None])
 
 
 def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    """Return for each pair of boxes True if the first lies in the second."""
+    """Return a bool array [n]: True where inner[i] is inside outer[i]."""
     begins, ends = [0, 2], [1, 3]
     return np.logical_and((outer[:, begins] <= inner[:, begins]).all(1), (inner[:, ends] <= outer[:, ends]).all(1))
 
@@ -318,7 +322,7 @@ def _box(row: np.ndarray) -> Box:
 
 
 def _hole(whole: Box, boxes: list[Box]) -> Box | None:
-    """Return a part of `whole` that no box covers; None if all is covered."""
+    """Return a part of `whole` that no box covers; None if the boxes cover it."""
     if any(b[0] <= whole[0] and whole[1] <= b[1] and b[2] <= whole[2] and whole[3] <= b[3] for b in boxes):
         return None
     table = np.array([whole, *boxes])

@@ -1,11 +1,11 @@
-"""Rewrites the tiles of persistent kernels as lanes, ordered by signals.
+"""Replace each `Tiles` step by lanes with one tile each, so that checks need to handle only lanes and signals.
 
-A kernel runs many of its n tiles at a time. Its steps have the same order as the steps of n lanes that wait for one signal at the
-start, and each set a signal at the end. `forked` adds these lanes. Then all code for lanes and signals (`issue_order`,
-`happens_before`, `verify`) handles tiles too:
+Tiles of a kernel run concurrently, like lanes. `forked` replaces a step of n tiles by signals `begin` and `end[0 .. n - 1]`:
 
-    lane                             set begin, wait until end[0], ..., end[n - 1] are set
-    n more lanes of one tile each    wait for begin, the tile's body, set its end
+    the step's lane      set begin; wait for end[0], ..., end[n - 1]
+    n added lanes        wait for begin; the body of tile i; set end[i]
+
+`issue_order`, `happens_before` and `verify` then handle the result like any other schedule.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of for
 def forked(
     schedule: Schedule, most: int, ranks: Iterable[int] | None = None
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """Return (`schedule` with the added signals, the lanes of all ranks or of `ranks` in numbers, buffers that omitted tiles
-    write).
+    """Return (`schedule` with the added signals, the lanes of each rank in numbers, buffers that omitted tiles write).
 
-    At most `most` of a step's tiles become lanes: the first, the last, every k-th, and the neighbours of these. Waits then count
-    without the omitted sets: a wait for T of N sets, D of them omitted, becomes a wait for T - D of N - D.
+    most: the maximum number of tiles of a step that become lanes: the first, the last, every k-th, and their neighbours. If the
+    omitted tiles make D of the sets that a wait counts, its count is reduced by D. ranks: all ranks if None.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks
     forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in ranks]
@@ -44,7 +43,7 @@ def forked(
 
 
 def step_number(lane: Lane, step: int) -> int:
-    """Return the number, from 1, of a forked lane's step in the schedule: in its lane, or in the body of its tile."""
+    """Return the number of a forked lane's step in the original lane or tile body, counted from 1, for error texts."""
     return sum(
         not (isinstance(s, Wait | Set) and s.signal.startswith(_END))
         and not (isinstance(s, Wait) and s.signal.startswith(_BEGIN))
@@ -53,7 +52,7 @@ def step_number(lane: Lane, step: int) -> int:
 
 
 class _Fork:
-    """The lanes of one rank."""
+    """The forked lanes of one rank, the added signals, and what the omitted tiles set (`dropped`) and write (`left_out`)."""
 
     def __init__(self, rank: int, lanes: tuple[Lane, ...], most: int) -> None:
         self.rank, self.most = rank, most
@@ -70,7 +69,7 @@ class _Fork:
         extent = cast(int, step.extent)
         chosen = _sample(extent, self.most)
         name = f"{lane.name}/{step.kernel.name}/{len(self._more)}"
-        # The longest sample gives the number of signals, so that all ranks declare the same number.
+        # The number of `end` signals is `most` on all ranks, because signals have one size on all ranks.
         begin, end = Signals(_BEGIN + name, 1), Signals(_END + name, self.most)
         self.signals += [begin, end]
         for i, number in enumerate(chosen):

@@ -1,21 +1,21 @@
-"""The happens-before relation of steps, for any speed of ranks, links and lanes.
+"""The happens-before relation of steps. It holds for any speed of ranks, links and lanes.
 
-A step is before another if the other can never begin without it. A step begins when the step before it on its lane has happened,
-and besides
+Step a happens before step b if b cannot begin without a. A step begins when the previous step of its lane has ended, and
 
-    first step of a lane    when all lanes of its rank have ended the previous run
-    wait for a count of T   when T of the sets of that counter have happened: of any run, so that a fast rank's second set may stand
-                            in for a slow rank's first
-    collective              when all ranks have reached it
+    the first step of a lane  when all lanes of its rank have ended the previous run
+    a wait for T sets         when T sets of its counter have happened. They may be of any run: the second set of a fast rank may
+                              count in place of the first set of a slow rank
+    a collective              when all ranks have reached it
 
-Hence, for the set `ancestors` of all steps that are before a step, itself among them (its ancestors):
+The ancestors of a step are the step itself and all steps that happen before it:
 
-    ancestors(step) = step + ancestors(predecessor) + for a wait with n sets on its counter: all steps in n - T + 1 of the sets'
-                      ancestors
+    ancestors(step) = {step} + ancestors(previous step of the lane)
+                      + if the step waits for T of the n sets of a counter: the steps that are ancestors of at least n - T + 1 sets
+                      + if it is a collective: the ancestors of the collective on all ranks
 
-(without one of those, fewer than T sets can happen). The solution is the greatest fixed point: it leaves out only the steps that
-some execution can do without. Start with all steps, and apply the equation until nothing changes. Sets are bits; a Python
-integer holds one.
+(If a step is an ancestor of n - T + 1 sets, only T - 1 sets can happen without it.) The solution is the greatest fixed point,
+because only steps that some execution can do without may be left out. The computation starts with all steps, and applies the
+equation until nothing changes. A set of steps is a Python integer with a bit for each step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from weft.schedule.verify.issue_order import Counted, Event, Lanes, Move, Moves,
 
 
 class HappensBefore:
-    """All steps of some runs, in a possible order, and their happens-before relation."""
+    """The happens-before relation of all steps of several runs. `events` lists the steps in a possible order."""
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
-        """Record the order of these ranks. moves: their moves, if computed already."""
+        """Compute the relation. ranks: the lanes of each rank. moves: `Moves(ranks)`, if the caller has it already."""
         self.ranks = ranks
         moves = moves or Moves(ranks)
         self.events, stuck = play(ranks, runs, moves)
@@ -57,21 +57,21 @@ class HappensBefore:
         return self.ranks[event.rank][event.lane].steps[event.step]
 
     def ancestors(self, number: int) -> int:
-        """Return the bit set of all events that are certain to happen before event `number`, and of itself."""
+        """Return the bit set of event `number` and all events that happen before it."""
         return self._ancestors[number]
 
     def before(self, first: int, second: int) -> bool:
-        """True if event number `first` is certain to happen before event number `second`."""
+        """True if event number `first` happens before event number `second` in every execution."""
         return first != second and bool(self._ancestors[second] >> first & 1)
 
     def each_before(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Return `before` for many pairs of numbers at once."""
+        """Return the array of `before(first[i], second[i])`."""
         found: np.ndarray = (first != second) & (self._bits[second, first >> 3] >> (first & 7) & 1).astype(bool)
         return found
 
     @cached_property
     def _bits(self) -> np.ndarray:
-        """All ancestors as an array [events, bytes]."""
+        """The bit sets of all events' ancestors: uint8, [events, ceil(events / 8)]."""
         width = -(-len(self.events) // 8)
         whole = b"".join([steps.to_bytes(width, "little") for steps in self._ancestors])
         return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
@@ -95,7 +95,7 @@ class HappensBefore:
                 past |= self._ancestors_of_wait(event, move)
             elif move.nth is not None:
                 here = (event.run, event.lane, move.nth)
-                if here not in met:  # all ranks have reached it, and none has gone on
+                if here not in met:  # all ranks have reached the collective, and no rank has passed it
                     for rank in range(len(self.ranks)):
                         begin(rank, event.run)
                     met[here] = _union([lanes[event.lane] for lanes in now])
@@ -110,12 +110,12 @@ class HappensBefore:
         sets = self._sets[move.counter]
         count = len(sets) - needed(event.run, move.wait, self._per_run[move.counter]) + 1
         if count > len(sets):
-            return 0  # it waits for nothing
+            return 0  # the wait needs no set
         if count == len(sets):
             return reduce(and_, [self._ancestors[number] for number in sets])
         if count == 1:
             return _union([self._ancestors[number] for number in sets])
-        # in_some[k]: the steps that are in at least k of the pasts seen so far
+        # in_some[k]: the steps that are ancestors of at least k of the sets seen so far
         in_some = [(1 << len(self.events)) - 1] + [0] * count
         for number in sets:
             for k in range(count, 0, -1):

@@ -1,17 +1,16 @@
-"""The order in which one host thread may issue a rank's steps, over all its lanes.
+"""A deadlock-free order in which one host thread issues the steps of all lanes of a rank.
 
-Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks everything issued
-after it, on any lane. If rank 0 issues a wait for rank 1 before a set for rank 1, and rank 1 does the same, both hang, though
-each lane alone is right.
+Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks everything that
+is issued after it, on any lane. If each of two ranks issues a wait for the other before its set for the other, both hang, even
+if wait and set are on different lanes.
 
-So all ranks are simulated at once, in rounds, with steps that take no time. A step is issued in the first round in
-which all sets that it waits for have been made. Other ranks have made them in earlier rounds, or its own rank before
-it. Sorted by round, the steps of all ranks are one sequence in which every wait follows its sets, and each rank's order
-is its part of the sequence. So everything that a queue blocks comes after what it waits for, on all ranks together.
-Steps never hinder one another, so if a lane gets stuck here, no other order helps.
+To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the first
+round in which all sets that it waits for have been made. Other ranks' sets count from the next round on, those of its own rank
+at once. Sorted by round, the steps of all ranks are one sequence in which every wait follows its sets. So a queue never blocks a
+step that its blocking wait needs. Issuing a step never prevents another step, so if a lane gets stuck here, every order hangs.
 
-In a round lanes alternate, copy lanes first; a lane issues one copy or GEMM at a time, with its waits and sets. First chunks
-leave for all peers before second chunks, and kernels that need nothing from others are not queued after all copies.
+Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets. This way the
+first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind all copies.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from weft.schedule.verify.forked_tiles import step_number
 
 Lanes: TypeAlias = tuple[Lane, ...]
 Counted: TypeAlias = tuple[Index, str, Index]
-"""A counter: the rank that owns it, its signals' name, its index."""
+"""A counter: (rank that owns it, name of its signals, index)."""
 CollectiveId: TypeAlias = tuple[int, int, int]
-"""A collective on all ranks: run, lane, its number on that lane."""
+"""A collective on all ranks: (run, lane, its number among the collectives of the lane)."""
 
 
 class Event(NamedTuple):
-    """One execution of a step: `lane` and `step` are its places among the rank's lanes and in that lane; runs count from 1."""
+    """One execution of a step. run: counted from 1. lane: its index among the rank's lanes. step: its index in the lane."""
 
     run: int
     rank: int
@@ -44,17 +43,17 @@ class Event(NamedTuple):
 
 
 def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
-    """Return for each rank (lane, step) in an order that is safe for one in-order queue a rank.
+    """Return {rank: [(lane, step), ...]}, an order without deadlock even if each rank has only one in-order queue.
 
-    Raises `ScheduleError` with the waits that never end if there is no such order. Waits for the previous run count as done: all
-    steps of that run are in the queues already.
+    Raise `ScheduleError` with the waits that never end if there is no such order. Waits for the previous run are treated as
+    satisfied, because all steps of that run have been issued before.
     """
-    # Expected contents must not decide which steps there are.
+    # Not the expected sizes: a step that is empty for them would be missing if the actual size differs.
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     events, stuck = play(ranks)
     if stuck:
         raise ScheduleError(
-            f"schedule {schedule.name} deadlocks; these lanes wait forever (add or correct the set of each signal):\n"
+            f"schedule {schedule.name} deadlocks. These lanes wait forever; add or correct the sets of their signals:\n"
             + "\n".join(explain(ranks, stuck))
         )
     order: dict[int, list[tuple[str, Step]]] = {rank: [] for rank in range(schedule.world_size)}
@@ -65,13 +64,13 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
 
 
 class Move(NamedTuple):
-    """The properties of a step that its order depends on, looked up once."""
+    """The properties of a step that determine when it may be issued."""
 
     wait: Awaited | None
     counter: Counted | None
-    """The counter that it waits for."""
+    """The counter that the step waits for."""
     sets: tuple[tuple[Counted, int], ...]
-    """(counter, number of sets)"""
+    """(counter, how often the step sets it)"""
     nth: int | None
     """The number of a collective on its lane; None for other steps."""
     occupies: bool
@@ -79,7 +78,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """The moves of all ranks, by rank, lane and step, and the number of sets of each counter in a run."""
+    """The moves of all ranks: of_ranks[rank][lane][step]. per_run: how often a run sets each counter."""
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -101,9 +100,10 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 
 
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
-    """Return (all events of `runs` runs, in a possible order; {event at which a lane is stuck: sets of its counter}).
+    """Simulate `runs` runs in which steps take no time. moves: `Moves(ranks)`, if the caller has it already.
 
-    moves: the moves of these ranks, if computed already."""
+    Return (all issued events in a possible order, {event at which a lane is stuck: number of sets of its counter, or of ranks
+    that have reached its collective})."""
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
         pass
@@ -119,7 +119,7 @@ def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
 
 
 def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
-    """Return one line for each stuck lane, with the signal that it waits for."""
+    """Return a line for each stuck lane, with the signal that it waits for. stuck: see `play`."""
     per_run = sets_per_run(ranks)
     lines = []
     for event, count in stuck.items():
@@ -151,7 +151,7 @@ class _Play:
         self._new_come: list[tuple[CollectiveId, int]] = []
 
     def round(self) -> bool:
-        """Play one round; return True if anything happened."""
+        """Simulate one round. Return True if a step was issued or a rank reached a collective."""
         before = len(self.events)
         for rank, turns in enumerate(self._turns):
             while sum([self._turn(rank, lane) for lane in turns]) or self._next_run(rank):
@@ -179,9 +179,9 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue as many of the lane's next steps as possible: waits; one copy, GEMM or host wait; then sets.
+        """Issue the next steps of lane `i`: waits, then one copy, GEMM or host read, then sets, as far as they may be issued.
 
-        Return True if any step was issued."""
+        Return True if a step was issued."""
         moves, run = self._moves[rank][i], self._run[rank]
         first = at = self._at[rank][i]
         worked = False
@@ -218,6 +218,6 @@ class _Play:
 
 
 def needed(run: int, wait: Awaited, per_run: int) -> int:
-    """Return the count that a counter with `per_run` sets in every run must reach for `wait` to end in this run."""
+    """Return the value that a counter must reach for `wait` to end in run `run`. per_run: how often each run sets the counter."""
     before = run - 2 if wait.previous else run - 1
     return 0 if before < 0 else before * per_run + cast(int, wait.count)

@@ -1,23 +1,24 @@
-"""Occupancy deadlocks: lanes that poll may hold all compute units of a rank while the step that they wait for needs one.
+"""Occupancy deadlocks: kernels that poll may hold all compute units of a rank, while the step that they wait for needs a unit.
 
-On GPUs most waits are stream waits, and hold no unit. But a copy by kernel polls for the waits between ranks around it
-in its own launch (`weft.schedule.launches`). All its programs poll for the waits before it, on up to COPY_UNITS compute
-units. Its last program polls for the waits after its sets. NCCL's collectives poll until all ranks have reached them.
-Such a launch is open from the end of the step before it on its lane until its waits have ended. A step that computes,
-copies by kernel, or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
+On GPUs most waits are stream waits, which hold no compute unit. Two kinds of launches poll:
 
-A set of steps Y can never be scheduled under one condition. For each y in Y, all units are held by launches that may be
-open when y is to begin, and that all wait for some step of Y:
+    copies by kernel    for the waits between ranks around them (`weft.schedule.launches`). All programs poll for the waits
+                        before the copy, on up to COPY_UNITS compute units. The last program polls for the waits after the sets
+    NCCL's collectives  until all ranks have reached them
 
-    open    in y's run on its rank, on other lanes; not certain to begin after y, nor to have ended before it
-    waits   for a step that is certain to come before the waits end, and not certain to have come before the launch begins
+Such a launch is open from the end of the previous step of its lane until its waits have ended. Computing steps, copies by kernel
+and collectives need a unit. A step gets a unit if the launches that are open on its rank leave one free.
 
-The largest such Y is the greatest fixed point: start with all steps that need a unit, and remove those that get one, until
-nothing changes. If Y is empty, there is no deadlock. Launches that are never open together count as open together, which errs on
-the safe side.
+The check computes Y, the largest set of steps that may never run. For each step y in Y, launches that may be open when y is to
+begin, and that wait for steps in Y, can hold all compute units. A launch may be open then if it is in the run of y, on the same
+rank, on another lane, and if it need not begin after y or end before y. A launch waits for the steps that happen before the end
+of its waits, but not before its begin.
 
-Waits for the previous run are harmless, for any number of polling lanes. In run e they wait for steps of run e - 1, and
-so on down to the first run, which waits for nothing.
+Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get one until nothing changes. If Y is
+empty, there is no deadlock. The check is conservative: it treats launches as open together even if they never are.
+
+Waits for the previous run (`previous=True`) cannot cause a deadlock. In run e they wait for steps of run e - 1, and those of the
+first run wait for nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from weft.schedule.verify.issue_order import Event
 
 
 class _Polling(NamedTuple):
-    """A launch that polls. begun: bit set of events before it begins; wanted: bit set of events it waits for. last: number of its
-    last event."""
+    """A launch that polls.
+
+    units: the compute units that it holds. begun: bit set of the events that happen before it begins. wanted: bit set of the
+    events that it waits for. last: the number of its last event."""
 
     lane: int
     units: int
@@ -47,8 +50,9 @@ class _Polling(NamedTuple):
 def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
-    """Return, by number of event, the steps that may never get a compute unit, and the lanes of their rank that then hold all
-    units. buffers: the buffers by name, for each rank."""
+    """Return {number of an event whose step may never get a compute unit: lanes that then hold all units of its rank}.
+
+    buffers: for each rank, its buffers by name."""
     polling = _polling(happened, buffers, compute_units)
     if not polling:
         return {}
@@ -72,7 +76,7 @@ def occupancy_deadlock(
 def _polling(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[tuple[int, int], list[_Polling]]:
-    """Return the polling launches by run and rank, for ranks whose lanes together can hold `compute_units` units."""
+    """Return {(run, rank): polling launches}, for ranks whose lanes together can hold `compute_units` compute units."""
     found: dict[tuple[int, int], list[_Polling]] = defaultdict(list)
     awaited = setters(happened.ranks)
     polled = [
@@ -100,7 +104,8 @@ def _polled(
 ) -> set[tuple[int, int, int]]:
     """Return (units, first step, last polling step) of each polling launch of a lane.
 
-    Waits between two launches belong to either, depending on the order of issue. Both cases count.
+    Waits between two copies by kernel belong to the launch of one or the other, depending on the order of issue. The launches of
+    both cases are returned.
     """
     found = set()
     crossing = [crosses(step, rank, awaited) for step in lane.steps]

@@ -1,4 +1,4 @@
-"""Checks of a schedule's declarations and of its single steps, without regard to order."""
+"""Checks of a schedule's declarations and of each step by itself, without regard to the order of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.schedule.steps.collectives import disagreement
 from weft.schedule.verify.issue_order import Event, Lanes
 
 Buffers = Sequence[dict[str, Buffer]]
-"""For each rank, its buffers by name, with their sizes in numbers."""
+"""For each rank, its buffers by name, with evaluated sizes."""
 
 
 def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
@@ -25,16 +25,18 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
     for buffer in schedule.buffers:
         sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
         if min(map(min, sizes)) < 0:
-            yield f"buffer {buffer.name} has the sizes {sizes} on the ranks: sizes must not be negative"
+            yield f"buffer {buffer.name} has shapes {sizes} on the ranks: sizes must not be negative"
         if buffer.role == "symmetric" and len(set(sizes)) > 1:
             yield (
-                f"buffer {buffer.name}: symmetric memory must have the same size on all ranks, but its rows are "
-                f"{buffer.rows}"
+                f"buffer {buffer.name}: symmetric memory must have the same size on all ranks, but rows={buffer.rows} differs "
+                "between ranks"
             )
 
 
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
-    """Yield the steps of `rank` whose sizes depend on a buffer that their lane, or for copy engines the host, has not read."""
+    """Yield an error for each step of `rank` whose sizes depend on a buffer that its lane has not read before.
+
+    Sizes of copies by copy engine must have been read by the host."""
     held = {contents.buffer for contents in schedule.contents}
     if not held and not schedule.has_tiles:  # `of_rank` has substituted all variables
         return
@@ -47,26 +49,32 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
                 buffer = schedule.buffer(part.buffer) if part.buffer in held else None
                 size = buffer.rows * buffer.cols if buffer and isinstance(buffer.rows, int) else part.end
                 if not 0 <= part.first <= part.end <= size:
-                    text = f"elements {part.first} to {part.end} of {part.buffer} are out of range: it has {size}"
+                    text = (
+                        f"elements [{part.first}:{part.end}] of {part.buffer} are out of range: it has {size} elements"
+                    )
                     yield f"lane {lane.name}: {describe(step, rank)}: {text}"
             for name in sorted(variables_of(step)):
                 where = f"lane {lane.name}: {describe(step, rank)}"
                 if name not in held:
-                    yield f"{where}: {name} has no value: declare the buffer's contents with Draft.holds"
+                    yield f"{where}: {name} has no value: if it is a buffer, declare its contents with Draft.holds"
                 elif name not in known:
-                    yield f"{where}: the lane uses {name} without reading it first"
+                    yield f"{where}: a size depends on {name}, which the lane has not read: add read({name}) before this step"
                 elif step.copies_by == "dma" and known[name] != "host":
-                    yield f"{where}: a copy engine gets its size from the host, but the host has not read {name}"
+                    yield (
+                        f"{where}: a copy engine gets its size from the host, but the host has not read {name}: use "
+                        f'read({name}, by="host") before this step, or copy by="kernel"'
+                    )
 
 
 def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
-    """Return the buffers and signals that steps may refer to, by rank."""
+    """Return for each rank the buffers and signals that its steps may refer to."""
     signals, held = {s.name: s.count for s in schedule.signals}, {c.buffer for c in schedule.contents}
     return [Declared(rank, buffers, signals, held) for rank in range(schedule.world_size)]
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield the faults of a step in numbers. Tiles come as single tiles (`weft.schedule.verify.forked_tiles.forked`)."""
+    """Yield the faults of a step in numbers. Tiles have been replaced by lanes
+    (`weft.schedule.verify.forked_tiles`)."""
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
@@ -85,7 +93,7 @@ def wrong_step(where: Declared, step: Step) -> Iterator[str]:
 
 
 def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
-    """Yield (fault, the collective on the first rank that reaches it)."""
+    """Yield (text, event) for each collective that the ranks call differently; the event is the call of the first rank."""
     meetings: dict[tuple, dict[int, Event]] = {}
     for rank, lanes in enumerate(ranks):
         for i, lane in enumerate(lanes):
@@ -113,7 +121,7 @@ def _misplaced(where: Declared, access: Access) -> Iterator[str]:
         buffer = buffers[at][region.buffer]
         row, end_row, col, end_col = box_of(region)
         if not (0 <= row <= end_row <= cast(int, buffer.rows) and 0 <= col <= end_col <= buffer.cols):
-            yield f"{describe(region, where.rank)} is outside its buffer of {buffer.rows} x {buffer.cols}"
+            yield f"{describe(region, where.rank)} is outside its buffer of {buffer.rows} x {buffer.cols} elements"
         if at != where.rank and buffer.role != "symmetric":
             yield (
                 f"{describe(region, where.rank)} belongs to a peer, so {region.buffer} must be symmetric, but "
