@@ -1,4 +1,5 @@
-"""The kernel that stores embeddings' gradients at the owners of tables, under Triton's interpreter: one process plays all ranks."""
+"""The kernels that bring embeddings' gradients to the owners of tables (stores into their memory, and blocks for an all-to-all)
+under Triton's interpreter: one process plays all ranks."""
 
 from __future__ import annotations
 
@@ -73,6 +74,9 @@ class Ranks:
 
 
 def play(case: Case) -> None:
+    from weft.runtime.cpu.embedding_backward import by_owner as on_cpu
+    from weft.runtime.cuda.embedding_backward import by_owner
+
     ranks = Ranks(case)
     code = ranks.code
     for epoch in range(1, case.calls + 1):
@@ -92,6 +96,8 @@ def play(case: Case) -> None:
         if case.poisoned is not None:
             return
         for rank in range(ranks.world):
+            sent = by_owner(whole[case.p.rows_of(rank)], ranks.sharding, ranks.dtype)
+            assert torch.equal(sent, on_cpu(whole[case.p.rows_of(rank)], ranks.sharding, ranks.dtype))
             columns = [whole[:, slot.column : slot.column + slot.dim] for slot in ranks.sharding.local_slots(rank)]
             wanted = torch.cat(columns, 1) if columns else whole[:, :0]
             assert torch.equal(ranks.received(rank), wanted.to(ranks.dtype))

@@ -31,6 +31,10 @@ TABLE_FIELDS = 8
 NUMBERS = 10
 FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
 
+# A line of the table of columns by owner (int64): see `by_owner_kernel`.
+OWNER_FIELDS = 4
+
+_OWNER_FIELDS = tl.constexpr(OWNER_FIELDS)
 _TABLE_FIELDS = tl.constexpr(TABLE_FIELDS)
 _FACTOR = tl.constexpr(FACTOR)
 _EPS = tl.constexpr(EPS)
@@ -340,3 +344,30 @@ def gradients_of_weights_kernel(
         place = tl.load(places + at, mask=there, other=0)
         g = tl.load(grads + place[:, None] + columns[None, :], mask=mask, other=0).to(tl.float32)
         tl.store(out + at, tl.sum(w * g, axis=1), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "chunks"])
+def by_owner_kernel(
+    grad, send, table, rows, stride, chunks, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Write the gradients for each rank in one block [rows, columns of its tables], a rank's block behind the other.
+
+    grad: rows are stride * WIDTH elements apart. table [chunks, OWNER_FIELDS], int64, a line for each WIDTH columns in the order of
+    the blocks: first column in grad; columns of all blocks before; columns of the block; first column in the block. All are
+    multiples of WIDTH. Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    line = table + chunk * _OWNER_FIELDS
+    is_chunk = chunk < chunks
+    source = tl.load(line, mask=is_chunk, other=0)
+    before = tl.load(line + 1, mask=is_chunk, other=0)
+    columns = tl.load(line + 2, mask=is_chunk, other=0)
+    column = tl.load(line + 3, mask=is_chunk, other=0)
+    there = ((row < rows)[:, None] & is_chunk[None, :])[:, :, None]
+    at = tl.multiple_of((row * stride * WIDTH)[:, None] + source[None, :], [WIDTH, WIDTH])
+    to = before[None, :] * rows + row[:, None] * columns[None, :] + column[None, :]
+    to = tl.multiple_of(to, [WIDTH, WIDTH])
+    element = tl.arange(0, WIDTH)[None, None, :]
+    g = tl.load(grad + at[:, :, None] + element, mask=there)
+    tl.store(send + to[:, :, None] + element, g.to(send.dtype.element_ty), mask=there)

@@ -30,7 +30,6 @@ from weft import env, symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.check import check_weights
 from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, Tables, joined_calls
-from weft.embedding.tables import column_runs
 from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single, all_to_all_single
@@ -248,15 +247,9 @@ def to_owners(
     world = sharding.world_size
     if world == 1:
         return grad.to(dtype).contiguous()
-    columns, runs = sharding.columns_of_ranks, column_runs(sharding)
-    pieces: list[list[torch.Tensor]] = [[] for _ in range(world)]
-    for (r, _, _), piece in zip(runs, grad.split([end - begin for _, begin, end in runs], dim=1), strict=True):
-        pieces[r].append(piece)
+    columns = sharding.columns_of_ranks
+    send = device_code(grad.device).by_owner(grad, sharding, dtype)
     leaving = [batch_sizes[rank] * count for count in columns]
-    send = grad.new_empty(sum(leaving), dtype=dtype)
-    for part, of_rank, count in zip(send.split(leaving), pieces, columns, strict=True):
-        if of_rank:
-            torch.cat(of_rank, dim=1, out=part.view(batch_sizes[rank], count))
     arriving = [size * columns[rank] for size in batch_sizes]
     received = send.new_empty(sum(arriving))
     turn.run("all_to_all of gradients", all_to_all_single, received, send, arriving, leaving, group=group)

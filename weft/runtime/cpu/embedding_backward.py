@@ -14,6 +14,7 @@ from weft import _core
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.embedding.optimizers import seed_of_update
+from weft.embedding.tables import column_runs
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and sums of their squares
@@ -45,6 +46,22 @@ def update(
     skipped = _updated(of, rows, received, memory, optimizer.rule, given, skip, of.plan.sharding.dtype, random)
     torch.autograd.graph.increment_version(tables.tensors)
     return skipped
+
+
+def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gradients for each rank's tables, [samples, columns of its tables], one behind the other, as `dtype`.
+
+    grad: [samples, columns of all tables]."""
+    samples, runs = len(grad), column_runs(sharding)
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(sharding.world_size)]
+    for (rank, _, _), piece in zip(runs, grad.split([end - begin for _, begin, end in runs], dim=1), strict=True):
+        pieces[rank].append(piece)
+    send = grad.new_empty(grad.numel(), dtype=dtype)
+    columns = sharding.columns_of_ranks
+    for part, of_rank, count in zip(send.split([samples * count for count in columns]), pieces, columns, strict=True):
+        if of_rank:
+            torch.cat(of_rank, dim=1, out=part.view(samples, count))
+    return send
 
 
 _memories: dict[Any, np.ndarray[Any, Any]] = {}

@@ -7,6 +7,7 @@ The host never waits for the device, except for sparse gradients, whose sizes it
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.embedding import JaggedInput
+from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.tables import column_runs
 from weft.kernels import embedding_backward as device_code
 from weft.runtime.capture import keep_for_graphs
 from weft.runtime.cuda.direct import launch
@@ -25,6 +27,7 @@ from weft.symm.lasting import lasting
 
 __all__ = [
     "add_each",
+    "by_owner",
     "gradients_of_tables",
     "gradients_of_weights",
     "sort_ahead",
@@ -33,6 +36,7 @@ __all__ = [
     "update",
 ]
 
+_OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program puts in order
 _GROUP = 512  # elements of the rows that a warp updates at once
 _ROWS = 8192  # elements of the sums that a program adds at once, of the longest runs
 _GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and sums of their squares
@@ -214,6 +218,39 @@ def _launched(
         **of_tile,
     )  # fmt: skip
     return skipped
+
+
+def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gradients for each rank's tables, [samples, columns of its tables], one behind the other, as `dtype`.
+
+    grad: [samples, columns of all tables]. One launch, however many tables there are."""
+    width, table = _columns_by_owner(sharding, grad.device)
+    samples, columns = grad.shape
+    if grad.stride(1) != 1 or grad.stride(0) % width:
+        grad = grad.contiguous()
+    send = torch.empty(samples * columns, dtype=dtype, device=grad.device)
+    if send.numel():
+        chunks = len(table)
+        of_tile = max(1, _OWNER_TILE // width)
+        grid = -(-samples // _OWNER_ROWS), -(-chunks // of_tile)
+        given = grad, send, table, samples, grad.stride(0) // width, chunks
+        launch(device_code.by_owner_kernel, grid, given, WIDTH=width, ROWS=_OWNER_ROWS, CHUNKS=of_tile)
+    return send
+
+
+@functools.lru_cache(maxsize=64)
+def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
+    """Return the number of columns that move together, and the table of `by_owner_kernel`."""
+    runs, counts = column_runs(sharding), sharding.columns_of_ranks
+    width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
+    before = [0, *itertools.accumulate(counts)]
+    lines, column = list[list[int]](), 0
+    for rank, begin, end in runs:
+        lines += [[column + at - begin, before[rank], counts[rank], at] for at in range(begin, end, width)]
+        column += end - begin
+    lines.sort(key=lambda line: line[1] + line[3])
+    table = lasting(device, lambda: torch.tensor(lines, dtype=torch.int64, device=device))
+    return width, table
 
 
 @functools.cache
