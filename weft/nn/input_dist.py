@@ -8,6 +8,7 @@ samples in rank order, as the operator reads them.
 On GPUs one kernel writes a message for each destination, and another kernel unpacks the received messages
 (`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every
 reordering is a concatenation of slices.
+
 A rank that refuses its input says so in its header, so its peers raise too and do not wait for its ids.
 """
 
