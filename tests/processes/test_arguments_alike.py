@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators_called import OPERATORS, Arguments, leaves, mapped, set_to
+from support.slow import in_turn
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.launch import Pool
@@ -185,17 +186,15 @@ def counted_by_one(group: dist.ProcessGroup, operator: str, known: bool) -> None
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize(
-    "operator",
-    [
-        "all_gather_matmul",
-        "matmul_reduce_scatter",
-        "matmul_all_reduce",
-        "matmul_all_gather",
-        "all_to_all_matmul",
-        "matmul_all_to_all",
-    ],
-)
+    ("operator", "known"),
+    in_turn(
+        [
+            "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather", "all_to_all_matmul",
+            "matmul_all_to_all",
+        ],
+        [True, False],
+    ),
+)  # fmt: skip
 def test_a_mode_of_torchs_on_one_rank_makes_the_same_call(pool: Pool, operator: str, known: bool) -> None:
     pool.run(counted_by_one, operator, known, ranks=2, timeout_s=60)

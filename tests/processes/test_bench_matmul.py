@@ -302,7 +302,7 @@ def _too_large(group: dist.ProcessGroup, op: str, preset: str) -> str:
 
 @pytest.mark.parametrize(
     ("op", "preset"),
-    [("all_gather_matmul", "1000000000000x8x8"), ("all_to_all_matmul", "100000000000x8x8-e2-top1")],
+    [slow("all_gather_matmul", "1000000000000x8x8"), ("all_to_all_matmul", "100000000000x8x8-e2-top1")],
 )
 def test_a_shape_for_which_there_is_no_memory_is_refused(pool: Pool, op: str, preset: str) -> None:
     for found in pool.run(_too_large, op, preset, ranks=2):

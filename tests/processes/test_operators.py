@@ -13,7 +13,7 @@ import pytest
 from support.operators import suite
 from support.operators.call import Case
 from support.operators.cases import ROWS
-from support.slow import slow
+from support.slow import mostly, slow
 
 import weft
 import weft.ops
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come(pool: Pool, operator: str, case: Case) -> Non
     assert operator in told
 
 
-@pytest.mark.parametrize("operator", GRADIENTS)
+@pytest.mark.parametrize("operator", mostly(GRADIENTS, "all_gather_matmul", "matmul_all_reduce", "matmul_all_to_all"))
 def test_backward_waits_as_long_as_the_call_says(pool: Pool, operator: str) -> None:
     case = replace(ROWS[operator].late[0], schedule=None)
     told, _ = pool.run(suite.never_comes, operator, case, True, ranks=2, timeout_s=60)
