@@ -127,11 +127,11 @@ def test_conclusions_name_the_assumptions_that_reverse_t3_and_mca_and_what_more_
 def test_figure_20_is_shown_with_other_memory_and_links(rows: t3_hardware.Rows) -> None:
     readings = dict(rows.figures["20"]["readings"])
     assert readings["as it is"] == {
-        key: list(of) for key, of in figures.gain_with_more_units(rows.figures["20"]).items()
+        key: list(of) for key, of in t3_figures.gain_with_more_units(rows.figures["20"]).items()
     }
     compute_bound = readings["links of 150 GB/s in each direction"]["ideal"]
     assert compute_bound[0] > readings["as it is"]["ideal"][0], "faster links leave more FC-2 layers to their GEMMs"
-    shown = figures.more_units_readings_table(rows.figures["20"])
+    shown = t3_figures.more_units_readings_table(rows.figures["20"])
     assert [line[0] for line in shown.cells] == list(readings)
 
 
