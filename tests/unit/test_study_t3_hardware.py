@@ -124,6 +124,17 @@ def test_conclusions_name_the_assumptions_that_reverse_t3_and_mca_and_what_more_
     assert "Here 0 of 1 FC-2 layers gain more with T3-MCA (1 with the ideal), and 1 of 1 OP layers," in said
 
 
+def test_figure_20_is_shown_with_other_memory_and_links(rows: t3_hardware.Rows) -> None:
+    readings = dict(rows.figures["20"]["readings"])
+    assert readings["as it is"] == {
+        key: list(of) for key, of in t3_figures.gain_with_more_units(rows.figures["20"]).items()
+    }
+    compute_bound = readings["links of 150 GB/s in each direction"]["ideal"]
+    assert compute_bound[0] > readings["as it is"]["ideal"][0], "faster links leave more FC-2 layers to their GEMMs"
+    shown = t3_figures.more_units_readings_table(rows.figures["20"])
+    assert [line[0] for line in shown.cells] == list(readings)
+
+
 def test_splitting_units_slows_both_sides(rows: t3_hardware.Rows) -> None:
     """Figure 6, by hand: a ring of 8 units moves 3 bytes for each that the reduce-scatter sends, and 2 of the all-gather."""
     gpu, cells = t3_gpu(), rows.figures["6"]["cells"]

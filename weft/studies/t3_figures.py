@@ -25,6 +25,7 @@ from weft.sim.memory_controller import (
     dram,
     fused,
     fused_on_all,
+    other_reading,
     reduce_scatter,
     t3_gpu,
 )
@@ -163,13 +164,34 @@ def draw_traffic(directory: Path, record: Record) -> Path:
 
 
 def simulate_more_units(gpu: TrackingGpu) -> Record:
-    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units."""
-    found = {}
+    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units, also with more memory and links."""
+    units = {str(times): _with_units(gpu, times) for times in (1, MORE_UNITS)}
+    other = other_reading()
+    readings = {
+        "as it is": units,
+        "and twice the memory's rate": {
+            **units, str(MORE_UNITS): _with_units(gpu.scaled("memory.effective", MORE_UNITS), MORE_UNITS),
+        },
+        "links of 150 GB/s in each direction": {str(times): _with_units(other, times) for times in (1, MORE_UNITS)},
+    }  # fmt: skip
+    lines = [[name, gain_with_more_units({"units": of})] for name, of in readings.items()]
+    return {"figure": "20", "units": units, "readings": lines}
+
+
+def _with_units(gpu: TrackingGpu, times: int) -> list[list[Any]]:
     which = [one for large in (False, True) for one in sublayers(large) if one[2] in ("OP", "FC-2")]
-    for times in (1, MORE_UNITS):
-        rows = rows_on(gpu.with_values({"gpu.units": times * gpu.count("gpu.units")}), which)
-        found[str(times)] = [[row.name, row.speedup("ideal"), row.speedup("t3-mca")] for row in rows]
-    return {"figure": "20", "units": found}
+    rows = rows_on(gpu.with_values({"gpu.units": times * gpu.count("gpu.units")}), which)
+    return [[row.name, row.speedup("ideal"), row.speedup("t3-mca")] for row in rows]
+
+
+def more_units_readings_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "with twice the units": lambda line: line[0],
+        "FC-2 gains more by T3-MCA": lambda line: "{} of {}".format(*line[1]["FC-2"]),
+        "in the ideal": lambda line: "{} of {}".format(*line[1]["ideal"]),
+        "OP gains more by T3-MCA": lambda line: "{} of {}".format(*line[1]["OP"]),
+    }
+    return table("Twice the units, with more memory or links besides (figure 20)", record["readings"], columns)
 
 
 def more_units_table(record: Record) -> ResultTable:

@@ -112,6 +112,7 @@ def other_tables(rows: Rows, gpu: sub.TrackingGpu) -> list[ResultTable]:
         figures.step_table(),
         figures.ring_table(rows.figures["14"]),
         figures.more_units_table(rows.figures["20"]),
+        figures.more_units_readings_table(rows.figures["20"]),
         figures.direct_table(rows.figures["7.1"]),
         figures.stagger_table(rows.figures["4.4"]),
     ]
@@ -162,7 +163,7 @@ def _differs(rows: Rows) -> str:
     said = (
         "With twice the compute units, the paper's FC-2 layers gain more and its OP layers less. "
         f"Here {more['FC-2'][0]} of {more['FC-2'][1]} FC-2 layers gain more with T3-MCA ({more['ideal'][0]} with the ideal), "
-        f"and {more['OP'][0]} of {more['OP'][1]} OP layers, because memory bandwidth stays the same."
+        f"and {more['OP'][0]} of {more['OP'][1]} OP layers, because memory and links stay the same."
     )
     off = iteration.largest_deviation({False: rows.small["75"], True: rows.large["75"]})
     return f"{said} {off}"
