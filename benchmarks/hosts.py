@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="N of experts, in turn")
     parts = ["gemm", "experts", "embedding"]
     parser.add_argument(
-        "--only", nargs="+", choices=[*parts, "curves"], default=parts,
-        help="what to measure (default: all but the curves of embeddings over ratios and slice sizes)",
+        "--only", nargs="+", choices=[*parts, "curves", "links"], default=parts,
+        help="what to measure (default: all but the curves of embeddings, and predictions from links)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="file for the records of curves")
+    parser.add_argument("--json", type=Path, help="file for the records of curves and predictions")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -82,6 +82,8 @@ def rank(given: argparse.Namespace) -> None:
     if "embedding" in given.only:
         for bag in given.pooling:
             _embeddings(group, given.rows, bag, given.calls)
+    if "links" in given.only:
+        _predictions(group, given.rows, given.cols, given.calls)
     if "curves" in given.only:
         _curves(group, given.rows, given.calls, rate)
     dist.destroy_process_group()
@@ -189,6 +191,41 @@ def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> No
         pieces = max(1, far_samples // size)
         ways = {"one pass": (0, False), "far first": (pieces, False), "far last": (pieces, True)}
         point(call, ways, min(calls, 3), curve="slice", slice=size, pieces=pieces, bag=bag)
+
+
+def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
+    """Record times of collectives beside predictions from the measured link: bytes that leave a host, and half round trips."""
+    from weft import symm
+    from weft.runtime.collectives import all_gather_by_torch
+    from weft.runtime.links import measure_links
+    from weft.runtime.two_levels import Call, TwoLevels
+
+    comm, world = symm.communicator(group, torch.device("cpu")), group.size()
+    here = world // 2
+    (link,) = measure_links(comm)
+    levels = TwoLevels(comm, here, 30.0)
+    shard, whole = torch.randn(rows // world, cols), torch.empty(rows, cols)
+    levels.near.reserve(2 * whole.nbytes)
+    sent, n = torch.randn(rows, cols), shard.nbytes
+    collectives: dict[str, tuple[Callable[[], object], float, int]] = {
+        "all-to-all by gloo": (lambda: dist.all_to_all_single(whole, sent), here * here * n, 1),
+        "all-gather by gloo": (lambda: all_gather_by_torch(whole, shard), (world - 1) * n, world - 1),
+        "all-gather in two levels": (lambda: levels.all_gather(shard, whole, Call("a benchmark", 30.0)), here * n, 1),
+        "all-reduce by gloo": (lambda: dist.all_reduce(sent), 2 * (world - 1) * n, 2 * (world - 1)),
+    }
+    for call, _, _ in collectives.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in collectives}
+    for _ in range(calls):
+        for name, (call, _, _) in collectives.items():
+            times[name].append(_largest(_timed(call)))
+    for name, (_, nbytes, rounds) in collectives.items():
+        predicted_ms = (nbytes / link.bytes_per_us + rounds * link.round_trip_us / 2) / 1e3
+        _record({
+            "curve": "prediction", "collective": name, "bytes_of_host": nbytes, "predicted_ms": predicted_ms,
+            "ms": statistics.median(times[name]) * 1e3, "best_ms": min(times[name]) * 1e3, "rate_MBps": link.bytes_per_us,
+            "round_trip_us": link.round_trip_us, "calls": calls, "ranks": world,
+        })  # fmt: skip
 
 
 def _pooling_s(call: Callable[..., torch.Tensor]) -> float:

@@ -1,6 +1,7 @@
 """Writes the tables at `<!-- hosts:NAME -->` marks of docs/hosts.md and draws docs/hosts.png: `python docs/hosts_page.py`.
 
 The curves are from benchmarks/results/cpu-hosts.json, which `python benchmarks/hosts.py --only curves --json FILE` records. The
+predictions are from cpu-hosts-links.json, by `--only links`. The
 simulated table is from benchmarks/results/sim-hosts.json, which `python docs/hosts_page.py --simulate` records. A test compares
 the page with both. Nothing here is installed with weft.
 """
@@ -23,7 +24,7 @@ from weft.trace.pyplot import pyplot
 HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "hosts.md", HERE / "hosts.png"
 _RESULTS = HERE.parent / "benchmarks" / "results"
-CURVES, SIMULATED = _RESULTS / "cpu-hosts.json", _RESULTS / "sim-hosts.json"
+CURVES, SIMULATED, LINKS = (_RESULTS / f"{name}.json" for name in ("cpu-hosts", "sim-hosts", "cpu-hosts-links"))
 _MARK = re.compile(r"(?P<open><!-- hosts:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /hosts -->)", re.DOTALL)
 _WAYS = ("one pass", "far first", "far last")
 HOSTS, GPUS = (2, 4, 8, 16), 8
@@ -163,7 +164,24 @@ def simulated() -> str:
     return markdown_table(("operator", "hosts", "sizes", "serial ms", "best ms"), rows) + "\n"
 
 
-TABLES = {"ratios": ratios, "slices": slices, "simulated": simulated}
+def predictions() -> str:
+    found = [record for record in json.loads(LINKS.read_text()) if record["curve"] == "prediction"]
+    rows = [
+        (
+            record["collective"], f"{record['bytes_of_host'] / 1e6:.1f}", f"{record['predicted_ms']:.0f}",
+            *(f"{record[key]:.0f} ({record['predicted_ms'] / record[key] - 1:+.0%})" for key in ("best_ms", "ms")),
+        )
+        for record in found
+    ]  # fmt: skip
+    link = f"Measured: {found[0]['rate_MBps']:.0f} MB/s, round trip {found[0]['round_trip_us'] / 1e3:.1f} ms.\n\n"
+    return (
+        link
+        + markdown_table(("collective", "MB from a host", "predicted ms", "fastest call ms", "median ms"), rows)
+        + "\n"
+    )
+
+
+TABLES = {"predictions": predictions, "ratios": ratios, "slices": slices, "simulated": simulated}
 
 
 def page() -> str:

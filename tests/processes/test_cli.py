@@ -87,8 +87,15 @@ def test_doctor_says_what_weft_will_use() -> None:
     found = runner.invoke(app, ["doctor"])
     assert found.exit_code == 0, found.output
     assert "CPU processes: the native" in found.output
-    for what in ("compiler", "shared memory", "GPUs", "peer access", "NVSHMEM", "Triton"):
+    for what in ("compiler", "shared memory", "GPUs", "peer access", "NCCL", "NVSHMEM", "Triton"):
         assert what in found.output
+
+
+def test_doctor_knows_which_nccl_can_send_from_kernels() -> None:
+    assert doctor.device_api((2, 27, 9)) == "without a device API, which 2.28 has"
+    assert "but not to other hosts" in doctor.device_api((2, 28, 3))
+    assert "and to other hosts (GIN)" in doctor.device_api((2, 28, 7))
+    assert "and to other hosts (GIN)" in doctor.device_api((2, 29))
 
 
 def test_doctor_reads_the_variables_of_weft(monkeypatch) -> None:

@@ -6,6 +6,7 @@ and libraries report wrong facts.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -61,6 +62,7 @@ def examine() -> Report:
         ("GPUs", _gpus),
         ("peer access", _peer_access),
         ("symmetric memory", _symmetric_memory),
+        ("NCCL", _nccl),
         ("NVSHMEM", _nvshmem),
         ("Triton", partial(_package, "Triton", "triton", "comes with CUDA builds of torch; not needed on CPU")),
         ("planning", _planning),
@@ -235,10 +237,37 @@ def _nvshmem() -> Finding:
     symm_mem: Any = _import("torch.distributed._symmetric_memory")
     available = getattr(symm_mem, "is_nvshmem_available", None)
     if available is not None and available():
-        return Finding("NVSHMEM", "ok", "comes with this torch; weft does not need it within one host")
-    return Finding("NVSHMEM", "missing", "not in this torch", "not needed within one host")
+        versions = [of for one in _NVSHMEM_PACKAGES if (of := _version_of(one))]
+        which = f", version {versions[0]}" if versions else ""
+        return Finding("NVSHMEM", "ok", f"comes with this torch{which}; weft does not use it")
+    return Finding("NVSHMEM", "missing", "not in this torch", "weft does not use it")
 
 
+def _nccl() -> Finding:
+    """Report NCCL, and which parts of its device API the version has."""
+    torch: Any = _import("torch")
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return Finding("NCCL", "missing", "only on GPUs; CPU ranks use gloo")
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return Finding("NCCL", "ok", f"{'.'.join(map(str, version))}; {device_api(version)}")
+
+
+def device_api(version: tuple[int, ...]) -> str:
+    """Return what kernels can do themselves with this version of NCCL."""
+    if version < (2, 28):
+        return "without a device API, which 2.28 has"
+    sends = "and to other hosts (GIN)" if version >= (2, 28, 7) else "but not to other hosts, for which 2.28.7 has GIN"
+    return f"its device API sends from kernels within a host (LSA) {sends}; weft does not use it"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+_NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 _FBGEMM = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, in the version for your torch"
 
 

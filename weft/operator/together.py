@@ -149,8 +149,8 @@ def failed(
 def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: BaseException) -> None:
     """Make the group fail if `error` is Ctrl-C, or another exception that ends programs, of which peers have not been notified.
 
-    Before a call is counted nobody else can know of it: a program that catches the exception may skip this call, and its next
-    call would pair with the peers' current one.
+    Before a call is counted, peers cannot know of it. A program that catches the exception may skip this call. Then its next call
+    would pair with the peers' current one.
     """
     if isinstance(error, Exception) or getattr(error, _TOLD, False):
         return
