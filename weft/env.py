@@ -18,8 +18,8 @@ def deadline_s() -> float:
 
 
 def setup_deadline_s() -> float:
-    """`WEFT_SETUP_DEADLINE_S`: limit (default 20) of each wait while ranks set up memory or connections, in seconds. No rank
-    computes or compiles meanwhile. If `WEFT_DEADLINE_S` is set, it is an upper bound."""
+    """`WEFT_SETUP_DEADLINE_S`: limit (default 20) of each wait while ranks set up memory or connections, in seconds. It is
+    never above a `WEFT_DEADLINE_S` that is set. It does not apply while a rank computes or compiles."""
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
 
@@ -40,8 +40,8 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 (default 0): compare tensors that must be equal on all ranks (bias, residual). On GPUs, also
-    compare tables of counts, and each call's operator and line. The host waits for tensors and tables; the other checks cost some
-    microseconds a call. Calls from different lines end the group."""
+    compare token counts (`splits`, `received`), and the operator and source line of each call. Comparing tensors and counts makes
+    the host wait; the other checks cost some microseconds per call. If ranks call from different lines, the group fails."""
     return _is_on("WEFT_CHECK_CALLS")
 
 
@@ -61,8 +61,8 @@ def local_rank() -> int:
 
 
 def launcher_host() -> str:
-    """`MASTER_ADDR`: set by torchrun (default ""). Of this host's addresses, the address on the route to it is tried first
-    between hosts."""
+    """`MASTER_ADDR`: set by torchrun (default ""). If this host has several addresses, other hosts first try the address on
+    the route to `MASTER_ADDR`."""
     return os.environ.get("MASTER_ADDR", "")
 
 
@@ -79,8 +79,8 @@ def world_size() -> int:
 
 
 def push_gradients() -> bool:
-    """`WEFT_PUSH_GRADIENTS`: 1 (default 0): on GPUs of one host, a kernel stores gradients of embeddings into the memory of
-    the tables' owners, instead of NCCL's all-to-all. Set the same value on all ranks. Results are bitwise the same."""
+    """`WEFT_PUSH_GRADIENTS`: 1 (default 0): on GPUs of one host, send gradients of embeddings by a kernel that stores them
+    in the memory of the tables' owners, instead of NCCL's all-to-all. Set it equally on all ranks. Results are bitwise the same."""
     return _is_on("WEFT_PUSH_GRADIENTS")
 
 
@@ -94,8 +94,8 @@ def _is_on(variable: str, default: str = "0") -> bool:
 
 
 def self_calibration() -> bool:
-    """`WEFT_SELF_CALIBRATION`: 0 (default 1): on GPUs without a machine file and a calibration, plan by numbers derived
-    from the driver. By default a group's first call measures such GPUs, which takes up to 2 seconds, once for a machine."""
+    """`WEFT_SELF_CALIBRATION`: 0 (default 1): do not measure GPUs that have neither a machine file nor a calibration; plan
+    with numbers derived from the driver. By default a group's first call measures them, once per machine, in up to 2 seconds."""
     return _is_on("WEFT_SELF_CALIBRATION", "1")
 
 
