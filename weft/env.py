@@ -18,8 +18,8 @@ def deadline_s() -> float:
 
 
 def setup_deadline_s() -> float:
-    """`WEFT_SETUP_DEADLINE_S`: limit (default 20) of each wait while ranks set up memory or connections, in seconds. It is
-    never above a `WEFT_DEADLINE_S` that is set. It does not apply while a rank computes or compiles."""
+    """`WEFT_SETUP_DEADLINE_S`: limit (default 20) of each wait while ranks set up memory or connections, in seconds. If
+    `WEFT_DEADLINE_S` is set and shorter, it applies instead. Waits for a rank that computes or compiles have `WEFT_DEADLINE_S`."""
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
 
@@ -67,8 +67,9 @@ def launcher_host() -> str:
 
 
 def socket_interfaces() -> tuple[str, ...]:
-    """`WEFT_SOCKET_IFNAME`: comma-separated network interfaces (default those of `GLOO_SOCKET_IFNAME`) by which other hosts
-    reach this host for control connections. weft listens on the first address; without names, on all addresses."""
+    """`WEFT_SOCKET_IFNAME`: comma-separated network interfaces (default the value of `GLOO_SOCKET_IFNAME`) by which other hosts
+    reach this host for control connections. weft listens on the first interface's address, or by default on
+    all addresses."""
     names = os.environ.get("WEFT_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
