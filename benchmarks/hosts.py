@@ -12,12 +12,15 @@ A line has the slowest rank's median, and the bytes that one host sends in one c
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,11 @@ def main() -> None:
     parser.add_argument("--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag, in turn")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="N of experts, in turn")
     parts = ["gemm", "experts", "embedding"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="what to measure (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*parts, "curves"], default=parts,
+        help="what to measure (default: all but the curves of embeddings over ratios and slice sizes)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="file for the records of curves")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -53,7 +60,10 @@ def main() -> None:
         )
         launchers = hosts.torchrun(given.ranks, [__file__, *sys.argv[1:]], WEFT_QUIET="1")
         said = [launcher.communicate()[0] for launcher in launchers]
+        records = [line.removeprefix("record ") for line in said[0].splitlines() if line.startswith("record ")]
         print(said[0])
+        if given.json is not None:
+            given.json.write_text("[\n" + ",\n".join(records) + "\n]\n")
         if any(launcher.returncode for launcher in launchers):
             raise SystemExit(said[1])
 
@@ -63,7 +73,7 @@ def rank(given: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    _measure_link(dist.get_world_size() // 2)
+    rate = _measure_link(dist.get_world_size() // 2)
     if "gemm" in given.only:
         _gemms(group, given.rows, given.cols, given.calls)
     if "experts" in given.only:
@@ -72,6 +82,8 @@ def rank(given: argparse.Namespace) -> None:
     if "embedding" in given.only:
         for bag in given.pooling:
             _embeddings(group, given.rows, bag, given.calls)
+    if "curves" in given.only:
+        _curves(group, given.rows, given.calls, rate)
     dist.destroy_process_group()
 
 
@@ -120,6 +132,11 @@ def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
 
 def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> None:
     """Compare the ways of embedding_all_to_all: four tables of dimension 64 on each rank, fp32."""
+    _compare_ways(f"embedding, bags of {bag}", _embedding_call(group, batch, bag), calls)
+
+
+def _embedding_call(group: dist.ProcessGroup, batch: int, bag: int) -> Callable[..., torch.Tensor]:
+    """Return a call of four tables of dimension 64 on each rank, fp32."""
     import weft
 
     world = group.size()
@@ -127,9 +144,90 @@ def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> N
     sharding = weft.place_tables(tables, world, placement=[t % world for t in range(4 * world)])
     weights = [torch.randn(50_000, 64) for _ in range(4)]
     features = torch.randint(50_000, (4 * batch * bag,)), torch.arange(0, 4 * batch * bag + 1, bag)
-    _compare_ways(
-        f"embedding, bags of {bag}", lambda: weft.embedding_all_to_all(weights, features, sharding, group=group), calls
-    )
+    return lambda **more: weft.embedding_all_to_all(weights, features, sharding, group=group, **more)
+
+
+def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> None:
+    """Record embeddings over ratios of link time to pooling time, and over slice sizes, with and without the far samples first."""
+    from weft.runtime.cpu.embedding_far_first import FarFirst
+    from weft.runtime.two_ways import TwoWays
+
+    far_samples = batch // group.size()  # of one rank
+    link_s = (group.size() // 2) * (batch // 2) * 4 * 64 * 4 / rate  # a host's tables, the other host's samples
+
+    def run(call: Callable[..., torch.Tensor], pieces: int, far_last: bool) -> torch.Tensor:
+        kept = FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other
+        FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other = pieces or 2, far_last, lambda *_: pieces > 0  # type: ignore
+        try:
+            return call()
+        finally:
+            FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other = kept  # type: ignore[method-assign]
+
+    def point(
+        call: Callable[..., torch.Tensor], ways: dict[str, tuple[int, bool]], calls: int, **about: Any
+    ) -> None:  # fmt: skip
+        pool_ms = _pooling_s(lambda **more: run(partial(call, **more), 0, False)) * 1e3
+        made = {name: partial(run, call, *way) for name, way in ways.items()}
+        for name, (times, skews) in _timed_in_turns(made, calls).items():
+            _record({
+                **about, "ranks": group.size(), "hosts": 2, "batch": batch, "link_ms": link_s * 1e3, "pool_ms": pool_ms,
+                "ratio": link_s * 1e3 / pool_ms, "way": name, "ms": statistics.median(times) * 1e3, "best_ms": min(times) * 1e3,
+                "skew_ms": statistics.median(skews) * 1e3, "calls": calls, "rate_MBps": rate / 1e6,
+            })  # fmt: skip
+
+    first = _embedding_call(group, batch, 32)
+    first(), first()
+    of_row_s = _pooling_s(lambda **more: run(partial(first, **more), 0, False)) / 32
+    for ratio in (4, 2, 1, 0.5, 0.25):
+        bag = max(1, round(link_s / ratio / of_row_s))
+        ways = {"one pass": (0, False), "far first": (2, False), "far last": (2, True)}
+        point(_embedding_call(group, batch, bag), ways, calls, curve="ratio", wanted_ratio=ratio, bag=bag)
+    bag = max(1, round(link_s / of_row_s))
+    call = _embedding_call(group, batch, bag)
+    sizes = (2, 4, 8, 16, 32, 64, 128, 256, 512, far_samples // 2)
+    for size in sizes:
+        pieces = max(1, far_samples // size)
+        ways = {"one pass": (0, False), "far first": (pieces, False), "far last": (pieces, True)}
+        point(call, ways, min(calls, 3), curve="slice", slice=size, pieces=pieces, bag=bag)
+
+
+def _pooling_s(call: Callable[..., torch.Tensor]) -> float:
+    """Return the slowest rank's median time of pooling in one pass."""
+    import weft
+
+    found = []
+    for _ in range(3):
+        call(timeline=(timeline := weft.Timeline()))
+        found.append(sum(span.end_us - span.start_us for span in timeline.spans if span.name == "pool") / 1e6)
+    return _largest(statistics.median(found))
+
+
+def _timed_in_turns(
+    ways: dict[str, Callable[[], torch.Tensor]], calls: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Return for each way the slowest rank's times, and the differences between the first and the last rank to end."""
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+    wanted = next(iter(ways.values()))()
+    for way in ways.values():
+        assert torch.equal(way(), wanted)
+    for _ in range(calls):
+        for name, way in ways.items():
+            took = _timed(way)
+            most, least = _largest(took), -_largest(-took)
+            found[name][0].append(most)
+            found[name][1].append(most - least)
+    return found
+
+
+def _largest(number: float) -> float:
+    found = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _record(record: dict[str, Any]) -> None:
+    if not dist.get_rank():
+        print("record", json.dumps({name: round(x, 3) if isinstance(x, float) else x for name, x in record.items()}))
 
 
 def _experts(group: dist.ProcessGroup, tokens: int, hidden: int, wide: int, calls: int) -> None:
@@ -195,16 +293,18 @@ def _compare_ways(
     }, calls)  # fmt: skip
 
 
-def _measure_link(peer: int) -> None:
-    """Print the rate and the round trip between the first ranks of both hosts."""
+def _measure_link(peer: int) -> float:
+    """Return the rate in bytes per second between the first ranks of both hosts. Print it, and the round trip."""
     data, one = torch.ones(16 << 20, dtype=torch.uint8), torch.ones(1)
-    times = []
-    for _ in range(20):
-        times.append(_timed(lambda: _ping(one, one, peer)))
-    rate = _timed(lambda: _ping(data, one, peer))
+    trips = [_timed(lambda: _ping(one, one, peer)) for _ in range(20)]
+    took, trip = _timed(lambda: _ping(data, one, peer)), statistics.median(trips)
+    found = torch.tensor([data.nbytes / (took - trip / 2), trip], dtype=torch.float64)
+    dist.broadcast(found, 0)
+    rate, trip = found.tolist()
     if not dist.get_rank():
-        trip = statistics.median(times)
-        print(f"measured: {data.nbytes / (rate - trip / 2) / 1e6:.0f} MB/s, round trip {trip * 1e6:.0f} us")
+        print(f"measured: {rate / 1e6:.0f} MB/s, round trip {trip * 1e6:.0f} us")
+    _record({"curve": "link", "rate_MBps": rate / 1e6, "round_trip_us": trip * 1e6, "cores": os.cpu_count()})
+    return rate
 
 
 def _ping(there: torch.Tensor, back: torch.Tensor, peer: int) -> None:

@@ -2,6 +2,8 @@
 // weft/sim/memory_controller describes the model and checks the numbers.
 #include "memory_controller.hpp"
 
+#include "memory_controller_cache.hpp"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -54,7 +56,8 @@ enum What { served_event, computed_event, filled_event, sent_event, arrived_even
 class Run {
   public:
     Run(const ControllerSetup &s, Clock &clock, int rank)
-        : s_(s), clock_(clock), rank_(rank), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()) {
+        : s_(s), clock_(clock), rank_(rank), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()),
+          lines_(s.llc) {
         place_.resize(n_tiles_);
         for (int t = 0; t < n_tiles_; ++t) {
             place_[t] = int(tiles_of_.at(s.chunk[t]).size());
@@ -110,7 +113,7 @@ class Run {
 
     std::map<std::string, double> found() const {
         return {{"end_ns", end_ns_}, {"gemm_ns", gemm_ns_}, {"sent_ns", sent_ns_}, {"busy_ns", busy_ns_},
-                {"gemm_read", total_[gemm_read]}, {"gemm_write", total_[gemm_write] + dirty_},
+                {"gemm_read", total_[gemm_read]}, {"gemm_write", total_[gemm_write] + lines_.dirty_bytes()},
                 {"ring_read", total_[ring_read]}, {"ring_write", total_[ring_write]}, {"link", link_total_},
                 {"tracker_most", double(most_held_)}, {"tracker_stall_ns", stall_ns_}, {"threshold", double(threshold_)},
                 {"intensity", intensity_}, {"waiting_most", double(most_waiting_)}, {"groups", double(retired_)},
@@ -122,14 +125,6 @@ class Run {
     struct Group {
         int tile = -1, asked = 0, computed = 0, number = 0;
         std::vector<int> missing;  // by slab, its operands that are not there yet
-    };
-    struct Line {
-        enum { absent, pending, present } state = absent;
-        bool dirty = false;
-        double bytes = 0;
-        int64_t before = -1, after = -1;
-        int bursts = 0;
-        std::vector<std::pair<int, int>> waiting;  // (slot, slab)
     };
 
     struct Link {
@@ -176,10 +171,7 @@ class Run {
     void need(int64_t id, double bytes, int slot, int slab) {
         Line &line = lines_[id];
         if (line.state == Line::present) {
-            if (newest_ != id) {
-                take_out(id);
-                put_in(id);
-            }
+            lines_.use(id);
             --groups_[slot].missing[slab];
             return;
         }
@@ -192,11 +184,9 @@ class Run {
     }
 
     void filled(int64_t id) {
-        Line &line = lines_[id];
-        line.state = Line::present;
         keep(id);
         std::vector<std::pair<int, int>> waiting;
-        waiting.swap(line.waiting);
+        waiting.swap(lines_[id].waiting);
         for (auto [slot, slab] : waiting) --groups_[slot].missing[slab];
         for (auto [slot, slab] : waiting) work(slot / s_.slots);
     }
@@ -228,11 +218,7 @@ class Run {
         const int tile = groups_[slot].tile, output = s_.output[s_.chunk[tile]], last = s_.wavefronts - 1;
         groups_[slot].tile = -1;
         if (output == cached) {
-            Line &line = lines_[operands_ + tile];
-            line.state = Line::present;
-            line.dirty = true;
-            line.bytes = s_.bytes[tile];
-            dirty_ += line.bytes;
+            lines_.make_dirty(operands_ + tile, s_.bytes[tile]);
             keep(operands_ + tile);
             retire(slot);
             return;
@@ -261,35 +247,11 @@ class Run {
         admit();
     }
 
-    // --- last-level cache: what was used least recently goes first ---
-
     void keep(int64_t id) {
-        cached_ += lines_[id].bytes;
-        put_in(id);
-        while (cached_ > s_.llc && oldest_ != id) evict(oldest_);
-    }
-    void put_in(int64_t id) {
-        lines_[id].before = newest_;
-        lines_[id].after = -1;
-        if (newest_ >= 0) lines_[newest_].after = id;
-        newest_ = id;
-        if (oldest_ < 0) oldest_ = id;
-    }
-    void take_out(int64_t id) {
-        const Line &line = lines_[id];
-        (line.before >= 0 ? lines_[line.before].after : oldest_) = line.after;
-        (line.after >= 0 ? lines_[line.after].before : newest_) = line.before;
-    }
-    void evict(int64_t id) {
-        take_out(id);
-        Line &line = lines_[id];
-        cached_ -= line.bytes;
-        line.state = Line::absent;
-        if (!line.dirty) return;
-        line.dirty = false;
-        dirty_ -= line.bytes;
-        const int n = bursts_of(line.bytes);
-        for (int i = 0; i < n; ++i) writes_.push_back({store_op, gemm_write, line.bytes / n, -1, -1, ++came_});
+        lines_.keep(id, [this](double bytes) {
+            const int n = bursts_of(bytes);
+            for (int i = 0; i < n; ++i) writes_.push_back({store_op, gemm_write, bytes / n, -1, -1, ++came_});
+        });
     }
 
     // --- pieces of tiles, and the tracker that counts their updates ---
@@ -525,9 +487,7 @@ class Run {
     int64_t operands_;  // lines of operands; lines of outputs follow
     std::vector<std::vector<int>> tiles_of_;
     std::vector<int> place_;  // of each tile in its chunk
-    std::vector<Line> lines_;
-    int64_t oldest_ = -1, newest_ = -1;
-    double cached_ = 0, dirty_ = 0;
+    Cache lines_;
     std::vector<Group> groups_;
     std::vector<bool> unit_busy_, taken_;
     std::deque<int> idle_, ended_;

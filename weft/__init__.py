@@ -1,8 +1,8 @@
-"""weft: collectives woven through the computation beside them.
+"""weft: collectives that overlap with the computation before or after them.
 
     pooled = weft.embedding_all_to_all(weights, features, sharding, group=group)
 
-Names are loaded when they are first used, so that `import weft` is quick and works without Triton, CUDA or a compiler.
+Names are loaded when they are first used. So `import weft` is fast, and works without Triton, CUDA or a compiler.
 """
 
 from __future__ import annotations

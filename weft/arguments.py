@@ -1,8 +1,8 @@
 """Checks of arguments that all operators share.
 
-They come first in every call, also for known shapes, so a valid call passes after a few comparisons. Errors name the argument,
-its value and what to pass instead. Equivalent arguments are normalised, so that ranks that write them differently make the
-same call.
+They run first in every call, also for known shapes. So a valid call passes after a few comparisons. Errors give the
+argument's name, its value, and what to pass instead. Equivalent arguments are normalised: ranks that write an argument
+differently make the same call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 MOST_ROWS = 1 << 40
-"""The most rows of a matrix: their bytes fit 64 bits for any number of columns."""
+"""The largest number of rows of a matrix. It keeps sizes in bytes within 64 bits for any number of columns."""
 _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise `ValueError` unless `x` is a tensor in ordinary memory, which its storage holds."""
+    """Raise `ValueError` unless `x` is a dense tensor whose storage contains its elements."""
     if not _is_plain(x):
         _look_at(name, x)
 
@@ -42,12 +42,12 @@ def check_tensors(name: str, xs: Sequence[Any]) -> None:
 def _is_plain(x: Any) -> bool:
     if type(x) not in _PLAIN or x.is_nested:
         return False
-    # torch does not allow asking for the layout of gradients that pass a compiled autograd Function.
+    # torch does not allow reading the layout of gradients in a compiled autograd Function.
     return torch.compiler.is_compiling() or (x.layout is torch.strided and _has_memory(x))
 
 
 def check_memory(name: str, x: torch.Tensor) -> None:
-    """Raise `ValueError` if the storage of `x` does not hold its elements."""
+    """Raise `ValueError` if the storage of `x` does not contain all its elements."""
     if type(x) in _PLAIN and not _has_memory(x):
         raise ValueError(
             f"{name} has no memory: its storage holds {x.untyped_storage().nbytes()} of {_needed_bytes(x)} bytes, "
@@ -61,13 +61,13 @@ def _has_memory(x: torch.Tensor) -> bool:
         held = x.untyped_storage().nbytes()
     except NotImplementedError:  # inside a transform of torch.func, which operators refuse
         return True
-    if held >= x.nbytes and not x.storage_offset() and x.is_contiguous():  # most tensors, for little time
+    if held >= x.nbytes and not x.storage_offset() and x.is_contiguous():  # a fast test that most tensors pass
         return True
     return not x.numel() or held >= _needed_bytes(x)
 
 
 def _needed_bytes(x: torch.Tensor) -> int:
-    """Return where the last element of `x` ends in its storage."""
+    """Return the number of bytes from the start of the storage to the end of the last element of `x`."""
     last = x.storage_offset()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         last += (size - 1) * stride
@@ -86,7 +86,8 @@ def _look_at(name: str, x: Any) -> None:
     if x.layout is not torch.strided:
         raise ValueError(f"{name} has layout {x.layout}: pass a dense tensor, such as {name}.to_dense()")
     check_memory(name, x)
-    # Other classes may keep their memory elsewhere. Those that torch makes while it traces a call are allowed.
+    # Other tensor classes may keep their values elsewhere. The classes that torch uses while it traces a call are
+    # allowed.
     inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if inside and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
         raise ValueError(
@@ -95,7 +96,7 @@ def _look_at(name: str, x: Any) -> None:
 
 
 def listed(name: str, given: Any) -> Sequence[Any]:
-    """Return a list or tuple argument, or another iterable as a list. Raise `ValueError` for anything else."""
+    """Return a list or tuple unchanged, and another iterable as a list. Raise `ValueError` for anything else."""
     if isinstance(given, list | tuple):
         return given
     if isinstance(given, torch.Tensor):
@@ -120,8 +121,10 @@ def check_reduction(name: str, given: Any) -> None:
 def checked_dimension(
     A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
 ) -> int:
-    """Return `dim` as a non-negative dimension of A [..., dim, ..., K], or, with `last`, of [..., K]. names: the names of A and
-    of dim."""
+    """Return `dim` as a non-negative dimension of A. The last dimension is allowed only with `last`.
+
+    names: the argument names of A and of dim, for error texts.
+    """
     if type(dim) is int and 0 <= dim < A.dim() - 1:
         return dim
     what, name = names
@@ -142,7 +145,7 @@ def checked_dimension(
 
 
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """Return the sizes of all ranks' shards in `gather_dim`; None if they are equal."""
+    """Return the size of `gather_dim` on each rank; None if all sizes are equal. Raise `ValueError` for bad `rows`."""
     sizes = checked_sizes("rows", rows)
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
@@ -155,7 +158,9 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
 
 
 def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
-    """Return the argument `name`, a number for each rank. Raise `ValueError` for anything but whole numbers."""
+    """Return the argument `name` as a tuple with a number for each rank. Raise `ValueError` unless all are whole
+    numbers.
+    """
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
     return tuple(_whole(f"{name}[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(given))
@@ -173,7 +178,7 @@ def checked_shape(name: str, given: Any) -> tuple[int, ...]:
 
 
 def checked_deadline(deadline_s: Any) -> float | None:
-    """Return the deadline in seconds; None for the default."""
+    """Return the deadline in seconds; None for the default. Raise `ValueError` for an invalid deadline."""
     if deadline_s is None:
         return None
     is_number = isinstance(deadline_s, numbers.Real) and not isinstance(deadline_s, bool)
@@ -186,7 +191,7 @@ def checked_deadline(deadline_s: Any) -> float | None:
 
 
 def _whole(name: str, given: Any, fix: str) -> Any:
-    """Return a whole number: an int, or an equivalent (numpy's, and torch's while it traces)."""
+    """Return `given` as a whole number. Besides int, integers of numpy and torch's symbolic integers are allowed."""
     if type(given) is int or isinstance(given, torch.SymInt):
         number = given
     else:
@@ -202,6 +207,6 @@ def _whole(name: str, given: Any, fix: str) -> Any:
 
 
 def _shown(number: Any) -> str:
-    """Return the number as text, or its number of bits if it is too long to print."""
+    """Return the number as text. If it is too long to print, return its number of bits."""
     is_long = type(number) is int and number.bit_length() > 64
     return f"a number of {number.bit_length()} bits" if is_long else repr(number)

@@ -1,8 +1,8 @@
-"""The caller of weft: the line in user code that warnings and checks of calls name.
+"""The line of user code that called weft, for warnings and for comparisons of calls.
 
-A fixed stack level is right for one entry point only: a call may be made by autograd, a module or a compiled program. So
-this module inspects the frames. It skips torch's frames too, because they are between a module or an autograd Function and
-its caller.
+A call may come from user code, autograd, a module or a compiled program, so a fixed stack level does not work. This
+module walks up the stack instead. It skips weft's frames, and torch's, which are between a module or an autograd
+Function and its caller.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ _NOT_CALLERS = ("weft", "torch")
 
 def _frame() -> FrameType:
     frame = sys._getframe(2)
-    # Code that torch generates has no module. Without another caller, as on a thread of torch's, use the outermost frame.
+    # Code that torch generates has no module name. If there is no other caller, as on a thread of torch, use the
+    # outermost frame.
     while frame.f_globals.get("__name__", "torch").partition(".")[0] in _NOT_CALLERS and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def caller() -> str:
-    """ "train.py:12": file and line."""
+    """Return the file and line of the caller, such as "train.py:12"."""
     frame = _frame()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
@@ -33,14 +34,14 @@ _said: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Call `warn`, but only once per message and process."""
+    """Call `warn` if this process has not warned with this message before."""
     if message not in _said:
         _said.add(message)
         warn(message)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """`warnings.warn`, of the line that called weft."""
+    """Warn as `warnings.warn` does, at the line that called weft."""
     frame = _frame()
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})

@@ -1,30 +1,32 @@
-"""Named errors: faults between ranks, with the values, so that a hang or a bad input has a name.
+"""The errors of weft. Faults between ranks have named errors, whose texts give the values.
 
-Bad arguments are plain `ValueError` / `TypeError`, and bad files an `UnreadableError`. Faults that involve other ranks are
-a `WeftError`.
+Bad arguments raise `ValueError` or `TypeError`, and bad files `UnreadableError`. Errors that involve other ranks are
+subclasses of `WeftError`.
 """
 
 from __future__ import annotations
 
 
 class UnreadableError(ValueError):
-    """A file or message is not a regular file, exceeds a limit, or is not in its format. The message names it and the
-    reason."""
+    """A file or message is not a regular file, exceeds a limit, or has a wrong format. The text names the file and the
+    reason.
+    """
 
 
 class WeftError(RuntimeError):
-    """Base of every error that weft raises about ranks, memory or signals."""
+    """The base class of errors about ranks, memory or signals."""
 
 
 class DeadlineError(WeftError):
-    """A wait outlasted its deadline. The message names the rank, the signal, and the wanted and found values or the missing
-    setter."""
+    """A wait exceeded its deadline. The text gives the rank, the signal, and the expected and found values, or the rank
+    that did not set the signal.
+    """
 
 
 class PeerLostError(WeftError):
-    """A rank of the group died or closed its end while others still needed it.
+    """A rank of the group died or closed its connection while other ranks still needed it.
 
-    rank: the lost rank's number in the group; None if several ranks are lost, or if it is unknown.
+    rank: the number of the lost rank in the group; None if several ranks are lost, or if it is unknown.
     """
 
     def __init__(self, text: str = "", rank: int | None = None) -> None:
@@ -33,28 +35,28 @@ class PeerLostError(WeftError):
 
 
 class RefusedError(WeftError, ValueError):
-    """A rank refused a call because of bad input; raised on every rank of the group, nothing was written."""
+    """A rank refused a call because of bad input. Every rank of the group raises it, and nothing was written."""
 
 
 class PoisonedGroupError(WeftError):
-    """An earlier failure left this group unusable. The message repeats the failure; make a new group to continue."""
+    """An earlier failure has made this group unusable. The text repeats the failure. To continue, make a new group."""
 
 
 class DisagreementError(WeftError, ValueError):
-    """Ranks called the same collective with different descriptions (tables, dtype, sizes ...)."""
+    """Ranks called the same collective with different arguments, such as tables, dtypes or sizes."""
 
 
 class TooManyRowsError(WeftError, ValueError):
-    """More rows arrived at this rank than the caller left room for. The message has their number; the group stays usable."""
+    """This rank received more rows than the caller allowed. The text gives the number. The group stays usable."""
 
 
 class OutOfSharedMemoryError(WeftError, MemoryError):
-    """Symmetric memory could not be reserved. The message has the wanted and the free size."""
+    """Symmetric memory could not be allocated. The text gives the requested and the free size."""
 
 
 class ScheduleError(WeftError, ValueError):
-    """A schedule would hang, race, or read missing data. The message names ranks, lanes and steps."""
+    """A schedule would hang, race, or read data that is not there yet. The text names ranks, lanes and steps."""
 
 
 class SimulationError(WeftError):
-    """A simulation contradicts its model: a collective ended before its links could have carried its bytes."""
+    """A simulation contradicts its model: a collective ended before its links could transfer its bytes."""

@@ -1,4 +1,4 @@
-"""Atomic writes of files, even if the process is killed while it writes, and reading and appending of JSON lines."""
+"""Atomic writes of files, even if the process is killed meanwhile, and files with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside `path`, then take its place. What is no plain file, such as a pipe or a link, is written where it is."""
+    """Write `text` to a new file and rename it to `path`. If `path` is not a regular file, such as a pipe or a link,
+    write to it directly.
+    """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text)
         return
@@ -30,14 +32,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append_json(path: Path, objects: Iterable[Any]) -> None:
-    """Append one line of JSON per object, all at once or none. A last line that lacks its end gets it first."""
+    """Append one line of JSON per object, all in one write. If the last line lacks its newline, add it first."""
     lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in objects)
     with path.open("ab") as file:
         file.write(("\n" * _cut_off(path) + lines).encode())
 
 
 def _cut_off(path: Path) -> bool:
-    """True if the last line lacks its end."""
+    """True if the last line lacks its newline."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

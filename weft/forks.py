@@ -1,6 +1,7 @@
-"""Process groups that a fork has copied into this process. They belong to the parent, and a child may not use their sockets.
+"""Process groups that were copied into this process by a fork. A child must not use them: their sockets belong to the
+parent.
 
-`import weft` is enough to notice a fork, and costs nothing: torch is looked up among the loaded modules.
+`import weft` registers a hook that runs at a fork. It does not load torch.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import weakref
 from typing import Any
 
 MAKE_ANOTHER = (
-    "this process was forked from the one that made the group: make a process group in the child, and start the child by "
-    "multiprocessing's 'spawn' or 'forkserver', since torch.distributed can neither use nor replace what was forked"
+    "this process was forked from the process that made the group: make a new process group in the child. Start the child "
+    "with multiprocessing's 'spawn' or 'forkserver', since torch.distributed cannot replace a group after a fork"
 )
 
 _parents: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_the_parents(group: Any) -> bool:
-    """True if `group` was made before this process was forked."""
+    """True if the parent process made `group` before it forked this process."""
     return group in _parents
 
 

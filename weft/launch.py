@@ -1,13 +1,13 @@
-"""Several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for workers that stay up.
+"""Start several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for persistent
+workers.
 
-Importing torch takes seconds, and eight fresh interpreters do it eight times. A fork server imports torch once and forks each
-rank in milliseconds. It has no threads and no CUDA context, so forking it is safe, independent of the calling process.
-Ranks meet through a file in a private temporary directory: no port can collide, and the death of no rank removes the meeting
-place.
+Importing torch takes seconds, and eight new interpreters would do it eight times. A fork server imports torch once, and
+forks each rank in milliseconds. It has no threads and no CUDA context, so forking it is safe, whatever the calling
+process does. Ranks find each other by a file in a private temporary directory. So no ports can collide, and the
+rendezvous survives the death of any rank.
 
-The function must be importable by name (a top-level function), and its arguments and results must be picklable; tensors
-travel by value. If a rank raises, dies or exceeds the limit, all workers are killed, and the next run starts new ones.
-So no failure affects the next run.
+The function must be importable by name (a top-level function). Its arguments and results must be picklable; tensors are
+copied. If a rank raises, dies or exceeds the time limit, all workers are killed, and the next run starts new ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PRELOADED = ["torch", "torch.distributed", "numpy", "weft._core"]
 
 
 class RankDiedError(WeftError):
-    """A worker process ended (killed, crashed, `os._exit`) instead of returning a result."""
+    """A worker process ended without returning a result: it was killed, crashed, or called `os._exit`."""
 
 
 class _RemoteTracebackError(Exception):
-    """The text of a traceback from another process, as the cause of the error raised here."""
+    """The text of a traceback in another process, as the cause of the error that is raised here."""
 
 
 def run_ranks(
@@ -53,27 +53,31 @@ def run_ranks(
     timeout_s: float = 600.0,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on `world_size` fresh processes joined by torch.distributed. Return the results by
+    """Run `function(rank, world_size, *args)` on `world_size` new processes with a process group. Return the results by
     rank.
 
-    The default process group (`dist.group.WORLD`) is initialised with `backend` before the call. With an NCCL backend each rank's
-    CUDA device is set to rank modulo the number of devices. If there are more ranks than GPUs, ranks share them: everything works
-    (NCCL then sends through sockets), but measured times mean nothing.
+    The default process group (`dist.group.WORLD`) is initialised with `backend` before the call. With an NCCL backend,
+    rank r uses CUDA device r modulo the number of devices. If there are fewer GPUs than ranks, ranks share GPUs:
+    everything works (NCCL then uses sockets), but measured times mean nothing.
 
-    Raises the error of the first rank that failed, with its traceback as the cause, and does not wait for the others.
-    `RankDiedError` if a process ended without a result. `TimeoutError`, with the stack of every running rank, after
-    `timeout_s` seconds. `return_exceptions=True` waits for all and returns errors in the list instead. No process is
-    left in any of these cases.
+    Raises, without waiting for the other ranks:
+
+    - the error of the first rank that failed, with its traceback as the cause,
+    - `RankDiedError` if a process ended without a result,
+    - `TimeoutError` after `timeout_s` seconds, with the stack of every running rank.
+
+    With `return_exceptions=True` it waits for all ranks, and returns errors in the list. In all cases no process is
+    left.
     """
     with Pool(world_size, backend=backend) as pool:
         return pool._run(_with_rank, (function, *args), world_size, timeout_s, return_exceptions)
 
 
 class Pool:
-    """`world_size` worker processes that stay up between calls, joined by torch.distributed. A context manager.
+    """`world_size` worker processes with a process group, which persist between calls. A context manager.
 
-    Workers start at the first `run`. Each uses `threads` torch threads and ignores Ctrl-C, which is left to the process that owns
-    the pool. If that process dies in any way, the workers exit by themselves.
+    Workers start at the first `run`. Each uses `threads` torch threads, and ignores Ctrl-C, which the owner of the pool
+    handles. If the owner's process dies, the workers exit.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
@@ -83,7 +87,7 @@ class Pool:
         self.backend = backend
         self.threads = threads
         self._workers: list[tuple[process.BaseProcess, connection.Connection]] = []
-        self._world = 0  # counts the worlds made, so that each has its own meeting place
+        self._world = 0  # number of process groups made; each has its own store file
         self._ranks_in_world = 0
         self._directory: tempfile.TemporaryDirectory | None = None
         self._finalizer: weakref.finalize | None = None
@@ -96,18 +100,19 @@ class Pool:
         timeout_s: float = 120.0,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Run `function(group, *args)` on the first `ranks` workers (default all) and return the results by rank.
+        """Run `function(group, *args)` on the first `ranks` workers (default: all). Return the results by rank.
 
-        `group` is the default process group (`dist.group.WORLD`) and consists of exactly those workers; `group.rank()` and
-        `group.size()` tell a worker its place. Consecutive runs with the same number of ranks share it and its caches; another
-        number makes a new group (some ten milliseconds). Errors as in `run_ranks`.
+        `group` is the default process group (`dist.group.WORLD`), and has exactly those workers. `group.rank()` and
+        `group.size()` give a worker's rank and the number of ranks. Consecutive runs with the same number of ranks
+        share the group and its caches. Another number makes a new group, which takes some ten milliseconds. Raises the
+        errors of `run_ranks`.
         """
         return self._run(function, args, self.world_size if ranks is None else ranks, timeout_s, return_exceptions)
 
     def close(self) -> None:
-        """End the workers and remove their directory. The next `run` starts new ones."""
+        """Stop the workers and remove their directory. The next `run` starts new workers."""
         for _, pipe in self._workers:
-            pipe.close()  # a worker that waits for work reads its end and exits in order
+            pipe.close()  # an idle worker sees the closed pipe and exits
         until = time.monotonic() + 5
         for worker, _ in self._workers:
             worker.join(max(0.0, until - time.monotonic()))
@@ -121,7 +126,7 @@ class Pool:
         self.close()
 
     def pids(self) -> list[int]:
-        """Return the process ids of the workers by rank. Start the workers if none are up."""
+        """Return the process ids of the workers by rank. Start the workers if they are not running."""
         self._start()
         return [worker.pid or 0 for worker, _ in self._workers]
 
@@ -129,8 +134,8 @@ class Pool:
         if self._workers:
             return
         context = mp.get_context("forkserver")
-        # Every worker imports the main module again (pytest, say), so its package is preloaded too. No effect if the program has
-        # started a fork server before.
+        # Every worker imports the main module again (for example pytest), so its package is preloaded too. This has no
+        # effect if the program has already started a fork server.
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         context.set_forkserver_preload([*PRELOADED, *([spec.parent] if spec and spec.parent else [])])
         _start_fork_server()
@@ -167,14 +172,14 @@ class Pool:
         self._start()
         told = ranks
         if ranks != self._ranks_in_world:
-            # Workers of the last group that are not in the new one leave it too: NCCL waits for all of them.
+            # Workers that leave the group are notified too, because NCCL waits for all of them.
             told = max(ranks, self._ranks_in_world)
             self._world, self._ranks_in_world = self._world + 1, ranks
-        job = pickle.dumps((self._world, ranks, sys.path, call))  # the call is unpickled once the path is set
+        job = pickle.dumps((self._world, ranks, sys.path, call))  # `call` is unpickled after sys.path is set
         results: list[Any] = [None] * ranks
         try:
             for _, pipe in self._workers[:told]:
-                with contextlib.suppress(OSError):  # ended since the last run: the read below says so
+                with contextlib.suppress(OSError):  # the worker has died: reading from it below reports that
                     pipe.send_bytes(job)
             failed = self._collect(results, timeout_s, grace_s=timeout_s if return_exceptions else 3.0)
         except BaseException:
@@ -189,9 +194,9 @@ class Pool:
         return results
 
     def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:
-        """Fill `results` with values or errors. Return the errors in order of arrival, the likely cause first.
+        """Fill `results` with values or errors. Return the errors in order of arrival: the first is the likely cause.
 
-        Once a rank has failed, the others get `grace_s` more seconds: without this limit many would wait in a collective until
+        Once a rank has failed, the others get `grace_s` more seconds. Otherwise many would wait in a collective until
         its deadline.
         """
         until = time.monotonic() + timeout_s
@@ -227,7 +232,7 @@ class Pool:
         return failed
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Return where each of `ranks` is now, as faulthandler prints it."""
+        """Return the stack of each of `ranks`, as faulthandler prints it."""
         assert self._directory is not None
         for rank in ranks:
             pid = self._workers[rank][0].pid
@@ -242,7 +247,8 @@ class Pool:
 
 
 def share_gpus(rank: int) -> None:
-    """Let this rank use a GPU that another rank of this host uses too. `run_ranks` and `Pool` do this if there are too few GPUs.
+    """Let this rank use a GPU that another rank of this host uses too. `run_ranks` and `Pool` call it if there are too
+    few GPUs.
 
     Under torchrun, before `init_process_group`:
 
@@ -250,9 +256,9 @@ def share_gpus(rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         weft.launch.share_gpus(rank)
 
-    Everything works then, including NCCL and torch's symmetric memory, but measured times mean nothing. Sets `NCCL_HOSTID` (NCCL
-    refuses two ranks of one host on one GPU, so each rank claims a host of its own), `NCCL_SOCKET_IFNAME` and
-    `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`.
+    Everything then works, including NCCL and torch's symmetric memory, but measured times mean nothing. The function
+    sets `NCCL_HOSTID`, `NCCL_SOCKET_IFNAME` and `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`. (NCCL refuses two ranks of
+    one host on one GPU, so each rank claims to be on its own host.)
     """
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -270,8 +276,10 @@ def _kill(workers: list[tuple[process.BaseProcess, connection.Connection]], dire
 
 
 def _start_fork_server() -> None:
-    """Start the fork server, unless it runs, with Ctrl-C blocked: a Ctrl-C during its imports would print a traceback."""
-    resource_tracker.ensure_running()  # first: it unblocks Ctrl-C when it has started its own process
+    """Start the fork server if it is not running. Ctrl-C is blocked: during the server's imports it would print a
+    traceback.
+    """
+    resource_tracker.ensure_running()  # first, because it unblocks Ctrl-C when it has started its process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -292,8 +300,9 @@ def _work(
     directory: str,
     environment: dict[str, str],
 ) -> None:
-    """Run a worker process: join the others, then run the calls that come through `pipe` until it closes."""
-    # Everything that the fork server has imported stays: collecting garbage in it takes 0.2 s and makes a copy of its memory.
+    """Run a worker process: join the process group, then run the calls from `pipe` until it closes."""
+    # Objects that the fork server imported are never freed. Collecting garbage among them takes 0.2 s and copies their
+    # memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -305,10 +314,10 @@ def _work(
     parent = mp.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_with, args=(parent.sentinel, directory), daemon=True).start()
-    os.environ.clear()  # the fork server still has its environment from its start
+    os.environ.clear()  # the fork server has the environment of when it was started
     os.environ.update(environment)
     os.environ["LOCAL_RANK"] = str(rank)
-    # All ranks are on this machine: the loopback interface always works, a host name may not resolve.
+    # All ranks are on this machine. Loopback always works, but a host name may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     import torch
@@ -327,7 +336,7 @@ def _work(
             break
         try:
             wanted, ranks, sys.path[:], call = pickle.loads(job)
-            if rank >= ranks:  # no part of this run, and nobody reads an answer
+            if rank >= ranks:  # not part of this run, and nobody reads an answer
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group()
                 continue
@@ -349,7 +358,7 @@ def _work(
 
 
 def _portable(error: Exception) -> bytes:
-    """Return the error and its traceback as bytes that can be unpickled elsewhere. If the error cannot be, return only its text."""
+    """Return the error and its traceback, pickled. If the error cannot be pickled, return its text in a RuntimeError."""
     text = traceback.format_exc()
     try:
         answer = pickle.dumps((False, error, text))
@@ -360,7 +369,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, directory: str) -> None:
-    """End this process at once if its parent process ends, since a parent that ends this way has not cleaned up."""
+    """End this process at once if its parent process ends. A parent that died has not removed the directory."""
     connection.wait([sentinel])
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

@@ -1,11 +1,11 @@
-"""The one reader of files and messages that others may have written: JSON and TOML, within limits.
+"""The reader of JSON and TOML that others may have written. It enforces limits, and is the only such reader.
 
-    files      regular ones only: a pipe or a device is refused at once, and never waited for
-    size       bytes, nesting and values are counted before anything is parsed
-    numbers    finite, and whole numbers within 64 bits
+ files      regular files only: a pipe or a device is refused at once, without waiting for it
+ size       bytes, nesting and number of values are checked before parsing
+ numbers    must be finite, and integers within 64 bits
 
-Whatever is wrong is an `UnreadableError`. Only a file that does not exist is a `FileNotFoundError`, or a `NotADirectoryError`.
-What values mean, and their ranges, is for the caller to check.
+Every fault raises `UnreadableError`, except that a missing file raises `FileNotFoundError` or `NotADirectoryError`. The
+caller checks the meaning of values.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from weft.errors import UnreadableError
 
 MOST_JSON_BYTES = 64 << 20
-MOST_TOML_BYTES = 256 << 10  # some TOML takes the square of its length to parse; the longest file of ours has 12 KB
+MOST_TOML_BYTES = 256 << 10  # parsing time can be quadratic; weft's longest file has 12 KB
 MOST_DEPTH = 64
 MOST_VALUES = 1 << 21
 
-# Each pattern matches at every quote, closed or not, and never gives back what it took: a scan takes linear time.
+# Each pattern matches at every quote, closed or not, and is possessive (no backtracking), so a scan takes linear time.
 _JSON_TEXT = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 _TOML_TEXT = re.compile(
     r'#[^\n]*+|"""(?:[^"\\]++|\\.?|"(?!""))*+(?:""")?|' + r"'''(?:[^']++|'(?!''))*+(?:''')?|"
@@ -44,7 +44,7 @@ _KINDS = {
 
 
 def read_json(path: Path, *, fix: str = "") -> Any:
-    """Return the value in a JSON file. fix: what the user can do about a file that cannot be read, for the error."""
+    """Return the value in a JSON file. fix: for the error text, what the user can do about an unreadable file."""
     return parse_json(read_bytes(path, MOST_JSON_BYTES, fix=fix), str(path), fix=fix)
 
 
@@ -54,7 +54,7 @@ def read_toml(path: Path, *, fix: str = "") -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
-    """Return the content of a regular file of at most `most_bytes`."""
+    """Return the content of a regular file with at most `most_bytes` bytes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -75,9 +75,9 @@ def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
 
 
 def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
-    """Return the value of a JSON text. where: the name of its source, for the error."""
+    """Return the value of a JSON text. where: the name of the source, for the error text."""
     text = _text(content, MOST_JSON_BYTES, where, fix)
-    if (count := text.count(",") + text.count("[") + text.count("{")) > MOST_VALUES:  # tables in texts count too
+    if (count := text.count(",") + text.count("[") + text.count("{")) > MOST_VALUES:  # strings count too
         raise _unreadable(where, f"it has {count} values, and at most {MOST_VALUES} are allowed", fix)
     _check_depth(_depth(_JSON_TEXT.sub("", text)), where, fix)
     try:
@@ -89,10 +89,10 @@ def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
 
 
 def parse_toml(content: str | bytes, where: str, *, fix: str = "") -> dict[str, Any]:
-    """Return the table of a TOML text. where: the name of its source, for the error."""
+    """Return the table of a TOML text. where: the name of the source, for the error text."""
     text = _text(content, MOST_TOML_BYTES, where, fix)
     rest = _NO_MARKS.sub("", _TOML_TEXT.sub("", text))
-    dots = max(map(len, _DOTS.findall(rest)), default=0)  # a key of so many parts
+    dots = max(map(len, _DOTS.findall(rest)), default=0)  # a dotted key nests as deep as it has parts
     _check_depth(_depth(rest) + dots, where, fix)
     try:
         found = tomllib.loads(text)
@@ -112,7 +112,7 @@ def _text(content: str | bytes, most_bytes: int, where: str, fix: str) -> str:
 
 
 def _depth(rest: str) -> int:
-    """Return how deep brackets are nested in a text without strings."""
+    """Return the depth of nested brackets in a text without strings."""
     return max(accumulate(map(_DEEPER.__getitem__, _NO_BRACKETS.sub("", rest))), default=0)
 
 
@@ -122,7 +122,9 @@ def _check_depth(depth: int, where: str, fix: str) -> None:
 
 
 def _check_values(found: Any, where: str, fix: str) -> None:
-    """Refuse numbers beyond the limits, and what keys of TOML nest too deeply. No recursion."""
+    """Raise `UnreadableError` for numbers beyond the limits, and for TOML keys that nest too deeply. It does not
+    recurse.
+    """
     left: list[tuple[Any, tuple[str | int, ...]]] = [([found], ())]
     while left:
         item, path = left.pop()

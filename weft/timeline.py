@@ -1,7 +1,7 @@
-"""The record of the times of all work. Every executor fills a `Timeline`, and `weft.trace` draws it.
+"""The record of when a rank did what. Every executor can fill a `Timeline`, and `weft.trace` draws it.
 
-A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a clock that
-all ranks of one timeline share. `bytes` is how many bytes this work sent or fetched between ranks (0 for other spans).
+A span is one piece of work on one lane of one rank, such as pooling a slice, sending it, or a wait. Times are in
+microseconds, on a clock that all ranks of a timeline share.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work of `lane` on `rank` from `start_us` to `end_us`, in microseconds.
+    """One piece of work of `lane` on `rank`, from `start_us` to `end_us`, in microseconds.
 
-    bytes: how many bytes this work sent or fetched between ranks.
+    bytes: the number of bytes that this work sent or fetched between ranks; 0 for other work.
     """
 
     rank: int
@@ -31,7 +31,9 @@ class Span:
 
 @dataclass
 class Timeline:
-    """Spans in the order in which they were added. Pass an empty timeline as `timeline=` to have it filled."""
+    """A list of spans in the order in which they were added. Pass an empty timeline as `timeline=` to a call, which
+    fills it.
+    """
 
     spans: list[Span] = field(default_factory=list)
 
@@ -48,11 +50,11 @@ class Timeline:
         return sorted({span.rank for span in self.spans})
 
     def lanes(self, rank: int) -> list[str]:
-        """Return the lanes of `rank` in the order in which they first appear."""
+        """Return the lanes of `rank`, in the order of their first spans."""
         return list(dict.fromkeys(span.lane for span in self.spans if span.rank == rank))
 
     def shifted(self, origin_us: float | None = None) -> Timeline:
-        """Return the same spans with `origin_us` (default: the earliest start) moved to zero."""
+        """Return a copy with all times shifted, so that `origin_us` (default: the earliest start) becomes zero."""
         if not self.spans:
             return Timeline()
         origin = min(s.start_us for s in self.spans) if origin_us is None else origin_us

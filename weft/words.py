@@ -1,4 +1,4 @@
-"""Words for messages: numbers of things, lists, and types of things."""
+"""Wording of messages: counts with nouns, lists, and names of types."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _DUST_US = 1e-6
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return "1 rank" or "2 ranks". plural: if it is not the noun and an "s"."""
+    """Return a count with its noun, such as "1 rank" or "2 ranks". plural: the noun's plural, if it is irregular."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def joined(*parts: str) -> str:
-    """Return the non-empty parts of a sentence, with commas between."""
+    """Return the non-empty parts, separated by commas."""
     return ", ".join(part for part in parts if part)
 
 
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
-    """Return what each rank says, equal texts once: "ranks 0, 2: this; rank 1: that"."""
+    """Return the texts with their ranks, such as "ranks 0, 2: this; rank 1: that". Equal texts are merged."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in said:
         ranks_of.setdefault(text, []).append(rank)
@@ -30,19 +30,19 @@ def by_rank(said: Iterable[tuple[int, str]]) -> str:
 
 
 def kind(thing: object) -> str:
-    """Return the type of a thing with its article: "a list", "an int"."""
+    """Return the type of `thing` with its article, such as "a list" or "an int"."""
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def or_list(names: Iterable[str]) -> str:
-    """ "one, another or a third"."""
+    """Return "one, another or a third"."""
     *before, last = names
     return f"{', '.join(before)} or {last}" if before else last
 
 
 def and_list(names: Iterable[str]) -> str:
-    """ "one, another and a third"."""
+    """Return "one, another and a third"."""
     *before, last = names
     return f"{', '.join(before)} and {last}" if before else last
 

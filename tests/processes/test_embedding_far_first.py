@@ -57,7 +57,8 @@ CASES = [
 
 
 def both_ways(group, sizes, placement, more):
-    with on_two_hosts(group) as own:
+    far_last = mock.patch.multiple(embedding_far_first.FarFirst, pieces=3, far_last=len(placement) == 4)
+    with on_two_hosts(group) as own, far_last:
         found = []
         for other in (False, True):
             with mock.patch.object(embedding_unfused.TwoWays, "takes_other", return_value=other):

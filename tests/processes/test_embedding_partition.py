@@ -320,7 +320,7 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, 0, ColumnWise((0, 1), (3, 4))], {}, "parts of [3, 4] columns on 2 ranks: the table has 8 columns"),
         ([0, 0, 0, ColumnWise(())], {}, "has no ranks"),
         ([0, 0, "a", RowWise()], {}, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"),
-        ({"users": RowWise()}, {}, "placement leaves out table 'items'"),
+        ({"users": RowWise()}, {}, "placement lacks table 'items'"),
         ([0, 0, 0, RowWise()], {"input": "global_batch"}, "pass input='local_batch'"),
         ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, or another sharding"),
         ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
@@ -346,7 +346,7 @@ def too_large(group: dist.ProcessGroup) -> str:
 def test_a_table_too_large_for_its_rank_is_named(pool: Pool) -> None:
     on_owner, elsewhere = pool.run(too_large, ranks=2)
     assert on_owner.startswith(
-        "MemoryError: table 'huge' has 32768.0 TiB, which cpu cannot hold: cut it by rows or columns"
+        "MemoryError: table 'huge' has 32768.0 TiB, which do not fit on cpu: shard it by rows or columns"
     )
     assert elsewhere.startswith("RefusedError: tables could not be filled: rank 0: table 'huge' has 32768.0 TiB")
 

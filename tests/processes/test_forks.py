@@ -27,7 +27,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 P = AllGatherMatmul(2, (4, 4), (3,), 8, "fp32")
 TABLES = [weft.EmbeddingBagConfig(10, 4, "one", ["a"]), weft.EmbeddingBagConfig(10, 4, "two", ["b"])]
 
-SAID = "this process was forked from the one that made the group: make a process group in the child"
+SAID = "this process was forked from the process that made the group: make a new process group in the child"
 
 
 def in_child(do: Callable[[], Any]) -> Any:

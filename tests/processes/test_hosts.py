@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline, traces
-from support.on_ranks import error_of, told
+from support.on_ranks import error_of, own_group, told
 from support.operators import suite
 from support.operators.cases import ROWS
 from support.operators.gemms import Following, Gathered, Gemm
@@ -31,6 +31,7 @@ from weft.embedding import ColumnWise, DataParallel, RowWise
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from weft.operator import between_hosts
+from weft.runtime.links import measure_links
 from weft.schedule import Draft
 from weft.schedule.expr import RANK, lookup
 from weft.symm import hosts
@@ -426,3 +427,19 @@ def test_a_rank_that_does_not_come_from_another_host_is_named_with_it(pool: Pool
     assert_deadline(
         [one[1:3] for one in found[:2]], r"rank [01] waited 0.5 s for .* from .*rank 2 \(pid \d+ on host beta\)"
     )
+
+
+def links(group):
+    with claimed("abc"[group.rank()]):
+        own = own_group(group)
+        comm = symm.communicator(own, "cpu")
+    found = measure_links(comm)
+    dist.destroy_process_group(own)
+    return [(link.hosts, link.bytes_per_us > 1.0, link.round_trip_us > 0.0) for link in found]
+
+
+def test_links_between_hosts_are_measured_on_every_rank(pool: Pool) -> None:
+    found = pool.run(links, ranks=3, timeout_s=30)
+    assert found[0] == found[1] == found[2]
+    assert {frozenset(hosts) for hosts, *_ in found[0]} == {frozenset(pair) for pair in ("ab", "bc", "ac")}
+    assert all(rate and trip for _, rate, trip in found[0])

@@ -133,7 +133,7 @@ def test_arguments_of_attention(pool: Pool, sequence_dim: int | None) -> None:
             "three": "rotary is ['a Tensor', 'a Tensor', 'a Tensor']: pass (cos, sin)",
             "integers": "cos of rotary is torch.int64 on cpu: pass a floating-point tensor on cpu, where x is",
             "elsewhere": "cos of rotary is torch.float32 on meta: pass a floating-point tensor on cpu",
-            "mask of a part": f"mask has shape (4, 3): pass one of the whole sequence and of this rank's heads, that {mask}",
+            "mask of a part": f"mask has shape (4, 3): pass a mask for the whole sequence and this rank's heads, which {mask}",
             "mask of all heads": "mask has shape (2, 4, 4, 4)",
             "mask of one dimension": "mask has shape (4,)",
             "mask of integers": "mask is torch.int64 on cpu: pass one of torch.bool or torch.float32 on cpu, as x is",
@@ -207,7 +207,7 @@ def test_other_layers_on_meta(pool: Pool) -> None:
     of_experts = {
         "index": "ExpertParallelMLP: top_k_index is on meta and x on cpu: use one device",
         "weights": "ExpertParallelMLP: top_k_weights is on meta and x on cpu: use one device",
-        "counts": "ExpertParallelMLP: top_k_weights is torch.int64: use a floating dtype, as torch.float32",
+        "counts": "ExpertParallelMLP: top_k_weights is torch.int64: use a floating dtype, such as torch.float32",
     }
     for name in ranks[0]:
         assert_refused([found[name] for found in ranks], expected | (of_experts if name == "experts" else {}))

@@ -26,7 +26,7 @@ def problem(
         slow(problem(3, 2, (5, 0, 12))),
         problem(1, 3, (9,), return_x=True),
         problem(2, 4, (16, 11), exact=False, return_x=True),
-        problem(3, 2, (5, 0, 12), return_x=True),
+        slow(problem(3, 2, (5, 0, 12), return_x=True)),
         slow(problem(4, 3, (20, 7, 13, 1), exact=False)),
         slow(problem(4, 3, (20, 7, 13, 1), return_x=True)),
         slow(problem(8, 2, (6,) * 8)),

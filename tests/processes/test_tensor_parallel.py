@@ -130,21 +130,22 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "odd": "ValueError: head_dim=5 must be even",
             "no group": "ValueError: group='nobody' is not the name of a process group",
             "mesh": "ValueError: group=DeviceMesh(",
-            "x": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (2, 5, 5), and sequence_dim=1 takes [B, S/W, 8]: pass that",
+            "x": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (2, 5, 5), but sequence_dim=1 needs [B, S/W, 8]: "
+            "pass such a tensor",
             "length": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 4), and the 5 of sequence_dim=1 must be "
             "divisible by world_size=2",
-            "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), and sequence_dim=1 takes [B, S/W, 8]: "
-            "pass that, or make the layer with sequence_dim=0 for [S/W, 8]",
+            "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), but sequence_dim=1 needs [B, S/W, 8]: "
+            "pass such a tensor, or make the layer with sequence_dim=0 for [S/W, 8]",
             "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu, but the weight is "
             "torch.float32 on cpu: use one dtype and device",
-            "two dimensions here": "RefusedError: rank 0: ParallelAttention: x has shape (5, 8), and sequence_dim=1 takes "
-            "[B, S/W, 8]: pass that",
-            "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "
-            "takes [S/W, B, 8]: pass that",
+            "two dimensions here": "RefusedError: rank 0: ParallelAttention: x has shape (5, 8), but sequence_dim=1 needs "
+            "[B, S/W, 8]: pass such a tensor",
+            "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), but sequence_dim=0 "
+            "needs [S/W, B, 8]: pass such a tensor",
             "norm": "RefusedError: ranks 0, 1: RowParallelLinear: norm is a weft.nn.RMSNorm, whose gradient is summed over ranks, "
-            "but x is replicated here: pass torch's",
+            "but with sequence_dim=None x is replicated: pass torch's",
             "inference": "RefusedError: ranks 0, 1: a row-parallel layer needs gradients, but an input was",
-            "whole": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 8), and sequence_dim=None takes [..., S, 4]",
+            "whole": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 8), but sequence_dim=None needs [..., S, 4]",
             "no tensor": "RefusedError: ranks 0, 1: RowParallelLinear: x is a list: pass a torch.Tensor",
         }
         assert found.keys() == expected.keys()

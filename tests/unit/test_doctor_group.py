@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from weft.cli.doctor_group import GroupReport, Seat, _path, print_group, run
+from weft.cli.doctor_group import GroupReport, Seat, _path, print_group, run, topology_of
+from weft.hw import load_machine
+from weft.hw.topology import load_topology
+from weft.runtime.links import LinkFound, rounds_of
 
 CPU = Seat("alpha", 1, "", 2, "cpu")
 GPUS = [
@@ -36,3 +41,25 @@ def test_ranks_of_a_host_stand_together(capsys: pytest.CaptureFixture[str]) -> N
         "3 ranks on 2 hosts\n\na:\n  rank 0  pid 0  cuda:0, H100\n  rank 1  pid 1  cuda:1, H100\nb:\n  rank 2"
     )
     assert "\npeer access: pairs 0-1\n\nNCCL: pairs 0-2, 1-2\n\nA rendezvous of all ranks takes 210 us" in text
+
+
+def test_a_topology_has_the_slowest_measured_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    links = (LinkFound(("a", "b"), 12_000.0, 40.0), LinkFound(("a", "c"), 9_000.0, 60.0))
+    report = GroupReport((*GPUS, Seat("c", 3, "H100", 8, "cuda:0")), {}, 210.0, links)
+    print_group(report)
+    assert "\n  a - b  12000 MB/s, round trip 40 us\n  a - c  9000 MB/s, round trip 60 us\n" in capsys.readouterr().out
+    (tmp_path / "links.toml").write_text(topology_of(report))
+    topology = load_topology(tmp_path / "links.toml", load_machine("h100")).of(4)
+    (between,) = topology.routes(0, 2)
+    assert min(link.bytes_per_us for link in between) == pytest.approx(9_000.0)
+    assert sum(link.latency_us for link in between) == pytest.approx(30.0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_each_pair_of_hosts_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
+    hosts = [f"h{i}" for i in range(count)]
+    rounds = rounds_of(hosts)
+    for pairs in rounds:
+        assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
+    every = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(every) == len(set(every)) == count * (count - 1) // 2

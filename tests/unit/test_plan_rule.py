@@ -13,7 +13,7 @@ import pytest
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, candidates, named
 from weft.hw import load_machine
-from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY_US, Choice, decide
+from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY_OWN, CLEARLY_US, Choice, decide
 from weft.plan.predict import AT_LEAST, Mode, Row, predict
 from weft.schedule import Schedule
 from weft.sim import model_of
@@ -82,6 +82,30 @@ def test_of_those_that_spare_the_host_the_simplest_is_taken(monkeypatch: pytest.
     slower = row(ONE, 1001.0)
     assert choice_of(monkeypatch, serial, slower).candidate.name == SERIAL
     assert serial.host_us - spares.host_us >= CLEARLY_US
+
+
+@pytest.mark.parametrize(
+    ("mode", "serial_stops", "other_stops", "taken"),
+    [
+        ("queued", True, False, ONE),
+        ("queued", False, False, SERIAL),
+        ("queued", True, True, SERIAL),
+        ("single", True, False, SERIAL),
+    ],
+)
+def test_the_margin_is_smaller_if_only_serial_waits_for_sizes(
+    monkeypatch: pytest.MonkeyPatch, mode: Mode, serial_stops: bool, other_stops: bool, taken: str
+) -> None:
+    """Kernels of weft must save 8% of serial's time, or in this case 8% minus the 20 us of serial's host time."""
+    serial = row(SERIAL, 1000.0, gemms=2, stops_host=serial_stops)
+    assert serial.host_us == 20.0
+    margin_us = CLEARLY_OWN * 1000.0 - 20.0
+    saves, too_little = (
+        row(ONE, 1000.0 - us, own_gemms=True, gemms=3, collectives=2, stops_host=other_stops)
+        for us in (margin_us + 1, margin_us - 1)
+    )
+    assert choice_of(monkeypatch, serial, saves, mode=mode).candidate.name == taken
+    assert choice_of(monkeypatch, serial, too_little, mode=mode).candidate.name == SERIAL
 
 
 def test_serials_reason_names_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,10 @@ def doctor(
     group: Annotated[
         bool, typer.Option("--group", help="Report where the ranks are that a launcher such as torchrun has started.")
     ] = False,
+    links: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --group: write the links between hosts as a topology for weft plan."),
+    ] = None,
 ) -> None:
     """Report this machine's abilities, weft's choices, and how to get missing parts.
 
@@ -113,7 +117,7 @@ def doctor(
     if group:
         from weft.cli.doctor_group import run
 
-        raise typer.Exit(run())
+        raise typer.Exit(run(links))
     from weft.cli.doctor import examine, print_report
 
     report = examine()

@@ -9,12 +9,15 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from weft import env, symm
 from weft.errors import WeftError
+from weft.files import write_whole
+from weft.runtime.links import LinkFound, measure_links
 from weft.symm import Communicator
 from weft.words import counted
 
@@ -43,6 +46,8 @@ class GroupReport:
     seats: tuple[Seat, ...]
     paths: dict[tuple[int, int], str]
     round_trip_us: float
+    links: tuple[LinkFound, ...] = ()
+    """The links between hosts, as gloo uses them."""
 
     @property
     def hosts(self) -> list[str]:
@@ -60,7 +65,8 @@ def examine_group(group: dist.ProcessGroup) -> GroupReport:
         comm.meet(b"", name="weft doctor --group")
         times_us.append(1e6 * (time.perf_counter() - start))
     slowest = max(comm.all_gather(statistics.median(times_us or [0.0]), what="round trips"))
-    return GroupReport(seats, {pair: _path(seats[pair[0]], seats[pair[1]]) for pair in pairs}, slowest)
+    paths = {pair: _path(seats[pair[0]], seats[pair[1]]) for pair in pairs}
+    return GroupReport(seats, paths, slowest, tuple(measure_links(comm)))
 
 
 def _seat(comm: Communicator) -> Seat:
@@ -101,6 +107,11 @@ def print_group(report: GroupReport) -> None:
         print(f"\n{path}: pairs {', '.join(pairs)}")
     if world > 1:
         print(f"\nA rendezvous of all ranks takes {report.round_trip_us:.0f} us (median of {_ROUNDS}, over sockets).")
+    if report.links:
+        print("\nBetween hosts, measured with one stream of gloo:")
+        for link in report.links:
+            rate, trip = f"{link.bytes_per_us:.0f} MB/s", f"round trip {link.round_trip_us:.0f} us"
+            print(f"  {link.hosts[0]} - {link.hosts[1]}  {rate}, {trip}")
     if len(report.hosts) > 1:
         print(
             "\nThe group is on several hosts: data travel by torch.distributed, mostly one step after the other (docs/hosts.md). "
@@ -108,8 +119,22 @@ def print_group(report: GroupReport) -> None:
         )
 
 
-def run() -> int:
-    """Run the command on this rank; return its exit status."""
+def topology_of(report: GroupReport) -> str:
+    """Return a topology file for `weft plan --topology FILE`, with the slowest link that was measured."""
+    rate = min(link.bytes_per_us for link in report.links)
+    trip_us = max(link.round_trip_us for link in report.links)
+    per_host = max(sum(seat.host == host for seat in report.seats) for host in report.hosts)
+    source = 'source = "measured"\nnote = "by weft doctor --group: one stream of gloo, the slowest pair of hosts'
+    return (
+        f'name = "{counted(len(report.hosts), "host")} of {per_host}, measured"\nshape = "hosts"\n\n'
+        f'[hosts.gpus]\nvalue = {per_host}\nunit = "1"\nsource = "measured"\n\n'
+        f'[nic.usable]\nvalue = {rate / 1e3:.4g}\nunit = "GB/s"\n{source}"\n\n'
+        f'[nic.latency]\nvalue = {trip_us / 4:.4g}\nunit = "us"\n{source}, a quarter of a round trip"\n'
+    )
+
+
+def run(links: Path | None = None) -> int:
+    """Run the command on this rank; return its exit status. links: the file to write the topology to, on rank 0."""
     if not env.under_torchrun():
         print(
             "weft doctor --group needs the ranks: start it with your launcher, on every host, such as\n"
@@ -126,5 +151,8 @@ def run() -> int:
         return 1
     if dist.get_rank() == 0:
         print_group(report)
+        if links is not None and report.links:
+            write_whole(links, topology_of(report))
+            print(f"\nThe topology is in {links}: weft plan OP --topology {links}")
     dist.destroy_process_group()
     return 0

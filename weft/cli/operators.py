@@ -167,7 +167,8 @@ Topology = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=(
-            "How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file of the form of weft/hw/topology. "
+            "How GPUs are linked: switch, mesh, ring, torus, hosts, a TOML file of the form of weft/hw/topology, or "
+            "an InfraGraph as JSON. "
             "With a size: torus:16x8 (columns, rows), hosts:4x8 (hosts, GPUs of each), ring:8. Default: the machine file's."
         ),
     ),

@@ -5,6 +5,7 @@ It needs neither torch nor a GPU.
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from weft.cli.operators import (
     arguments,
     without_collection,
 )
-from weft.files import append_json
+from weft.files import append_json, write_whole
 
 _COLUMNS = """speedup: serial's time / this time. exposed: the time in which a rank has nothing to compute; empty if kernels send
 while they compute. x bound: this time / the time that no schedule can beat. A trace opens in https://ui.perfetto.dev."""
@@ -65,6 +66,10 @@ def _run(
             show_default=False,
         ),
     ] = None,
+    infragraph: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Write the topology as an InfraGraph in JSON.", show_default=False),
+    ] = None,
     json: Json = None,
 ) -> None:
     from weft.bench.core.console import print_table, progress
@@ -73,6 +78,8 @@ def _run(
     sized = arguments(op, shape, ranks, topology, option)
     if json is not None:
         check_file("--json", json)
+    if infragraph is not None:
+        check_file("--infragraph", infragraph)
     if trace is not None:
         check_file("--trace", trace[1])
     if chakra is not None:
@@ -98,6 +105,13 @@ def _run(
     if json is not None:
         append_json(json, [found.as_json()])
         print(appended(json, 1))
+    if infragraph is not None:
+        from weft.hw.topology import infragraph_of
+
+        write_whole(
+            infragraph, dumps(infragraph_of(found.model.wiring.of(sized["ranks"]), found.machine.name), indent=1)
+        )
+        print(f"written: {infragraph}, the topology as an InfraGraph")
     if trace is not None:
         from weft.trace import write_trace
 

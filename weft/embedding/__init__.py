@@ -1,5 +1,7 @@
-"""The description of embedding operators: tables, their placement on ranks, sparse input, options, plans,
-optimizers. No groups; no memory but optimizers' states."""
+"""Descriptions of embedding operators: tables, their placement on ranks, sparse input, options, plans, optimizers.
+
+This package uses no process groups, and allocates no memory except for optimizer states.
+"""
 
 from weft.embedding.hashing import hash_ids
 from weft.embedding.jagged import JaggedInput, JaggedTensor, KeyedJaggedTensor, KeyedTensor, as_jagged

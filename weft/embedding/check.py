@@ -1,8 +1,8 @@
-"""Host-side checks that an input fits the tables. Errors name table, feature, value and fix.
+"""Host-side checks that an input matches the tables. Errors give the table, the feature, the value and the fix.
 
-They run on every call before anything is written, so they cost microseconds: shapes, dtypes, devices and names. Checks of
-contents are separate. `check_offsets` reads every offset (CPU tensors only: on a GPU the kernel guards), index bounds are the
-kernels' job, and `first_bad_index` finds again the index that a kernel only counted.
+Checks of shapes, dtypes, devices and names run in every call before anything is written, so they must take only
+microseconds. Checks of contents are separate. `check_offsets` reads every offset of CPU tensors; on GPUs the kernel
+checks them. The kernels check and count ids out of range, and `first_bad_index` then finds the first one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.embedding.tables import EmbeddingSharding, Slot
 from weft.words import counted
 
 DEVICE_TYPES = ("cpu", "cuda")
-_OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second read of each offset hits the cache
+_OFFSETS_PER_LOOK = 1 << 16  # offsets per step, half a MiB: the second read of each hits the cache
 
 
 class CheckedInput(NamedTuple):
-    """A rank's checked input: local slot s reads bags `key_of_slot[s] * global_batch + sample`.
+    """A rank's checked input. The bag of sample b for local slot s is number `key_of_slot[s] * global_batch + b`.
 
-    `batch_sizes[r]` samples of the global batch belong to rank r, in rank order. tables: the layout and addresses of this rank's
-    tables (`weft.runtime.layouts`), if they were read.
+    batch_sizes: the number of samples of each rank, in rank order. tables: the layouts and addresses of this rank's
+        tables (`weft.runtime.layouts`), if they were read.
     """
 
     key_of_slot: tuple[int, ...]
@@ -46,12 +46,14 @@ def check_jagged(
     weights: Sequence[torch.Tensor] | torch.device,
     tables: Hashable = None,
 ) -> CheckedInput:
-    """Check one rank's input of the global batch, and its tables, without reading their contents.
+    """Check one rank's input of the global batch, and its tables, without reading their contents. Raise `ValueError`.
 
-    jagged: a block of offsets per key, or, without keys, one per local slot in column order; keys of other ranks' tables are
-    skipped. weights: this rank's tables in the order of `sharding.local_tables(rank)`, or their device if they were checked
-    before. tables: kept in the result. Without batch_sizes the global batch is divided evenly, and the first ranks get the odd
-    samples. Raises `ValueError`.
+    jagged: has a block of offsets for each key, or without keys for each local slot in column order. Keys of other
+        ranks' tables are skipped.
+    batch_sizes: None to divide the global batch evenly; the first ranks get one sample more if needed.
+    weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
+        checked.
+    tables: stored in the result.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)
@@ -67,15 +69,15 @@ def check_jagged(
         sizes = (each + 1,) * odd + (each,) * (sharding.world_size - odd)
     elif sum(sizes) != global_batch:
         raise ValueError(
-            f"batch_sizes={sizes} sum to {sum(sizes)}, but the features hold {counted(global_batch, 'sample')}: "
-            "give every rank its features' bags for the samples of all ranks, and batch sizes that sum to their "
+            f"batch_sizes={sizes} sum to {sum(sizes)}, but the features have {counted(global_batch, 'sample')}: "
+            "pass the bags of all ranks' samples for this rank's features, and batch sizes that sum to their "
             "number"
         )
     return CheckedInput(key_of_slot, sizes, global_batch, tables)
 
 
 def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, rank: int) -> torch.device | None:
-    """Check this rank's tables against the sharding. Return the device that they share; None if the rank owns none."""
+    """Check this rank's tables against the sharding. Return their device; None if the rank has no tables."""
     local = sharding.local_tables(rank)
     if len(weights) != len(local):
         names = ", ".join(sharding.tables[i].name for i in local) or "none"
@@ -102,12 +104,12 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             )
         if weight.is_neg():
             raise ValueError(
-                f"table {table.name!r}: the weight is a view whose memory holds the negated values: pass "
+                f"table {table.name!r}: the weight is a view whose memory has the negated values: pass "
                 "weight.resolve_neg()"
             )
         if weight.is_cuda and weight.data_ptr() % 16:
             raise ValueError(
-                f"table {table.name!r}: the weight begins at address {weight.data_ptr():#x}, and GPUs read rows 16 bytes at "
+                f"table {table.name!r}: the weight begins at address {weight.data_ptr():#x}, but GPUs read rows 16 bytes at "
                 f"a time: pass weight.clone()"
             )
         if weight.device != weights[0].device:
@@ -119,13 +121,13 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
 
 
 def no_tables_on(device: torch.device) -> str:
-    """Return the error text for tables on a `device` that cannot pool, with the devices that can."""
+    """Return the error text for tables on a `device` that cannot pool them."""
     if device.type == "meta":
         return (
             f"the weight is on meta and holds no values: pass one on {' or '.join(DEVICE_TYPES)}; a module that was made on meta "
             "gets its tables by module.to_empty(device=...) and load_full_weights or load_state_dict"
         )
-    return f"the weight is on {device}: tables are pooled on {' or '.join(DEVICE_TYPES)}, move it there"
+    return f"the weight is on {device}: move it to {' or '.join(DEVICE_TYPES)}"
 
 
 def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
@@ -145,7 +147,9 @@ def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding
 
 
 def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
-    """Check all offsets of a CPU input: from 0 or more, ascending, none beyond the values. Raises `ValueError`."""
+    """Check all offsets of a CPU input: they must be at least 0, ascend, and not exceed the number of values. Raise
+    `ValueError`.
+    """
     offsets, batch = jagged.offsets, checked.global_batch
     if offsets.numel() == 0:  # a rank without features
         return
@@ -181,7 +185,7 @@ def check_contents(
 ) -> None:
     """Check the contents before anything is written: all offsets of a CPU input, and all ids if bad ids are refused.
 
-    The check of ids waits for a GPU. Raises `ValueError`.
+    The check of ids waits for a GPU. Raise `ValueError`.
     """
     if jagged.values.device.type == "cpu":
         check_offsets(jagged, sharding, rank, checked)
@@ -190,7 +194,9 @@ def check_contents(
 
 
 def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:
-    """Return the error text for an id out of range. slot: among the local slots of `rank`. position: among the ids of the bag."""
+    """Return the error text for an id out of range. slot: index among the local slots of `rank`. position: index in the
+    bag.
+    """
     where = sharding.local_slots(rank)[slot]
     table = sharding.tables[where.table]
     return (
@@ -203,9 +209,9 @@ def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample:
 def first_bad_index(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, *, hash: bool = False
 ) -> str | None:
-    """Return the message for the first index out of its table's range (in slot, then sample order), or None.
+    """Return the error text for the first id out of range, by slot and then by sample; None if there is none.
 
-    Reads all values of this rank's features, wherever they are: for error paths, and as the reference in tests.
+    It reads all ids of this rank's features, on any device. Only error paths and tests use it.
     """
     batch = checked.global_batch
     for number, (slot, block) in enumerate(zip(sharding.local_slots(rank), checked.key_of_slot, strict=True)):
@@ -226,7 +232,7 @@ def first_bad_index(
 
 
 def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
-    """Check that values, offsets and weights are tensors on `device` that fit together. Raises `ValueError`."""
+    """Raise `ValueError` unless values, offsets and weights are tensors on `device` with matching sizes."""
     device_of_all = device or getattr(jagged.values, "device", None)
     for name, tensor, dtypes in (
         ("values", jagged.values, INDEX_DTYPES),
@@ -266,7 +272,9 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
 
 
 def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
-    """Return the global batch size that the offsets imply, if they hold `blocks` blocks of bags."""
+    """Return the global batch size that the offsets imply for `blocks` features. Raise `ValueError` if they do not
+    match.
+    """
     bags = jagged.offsets.numel() - 1
     known = jagged.stride if sizes is None else sum(sizes)
     if blocks == 0:
@@ -289,7 +297,7 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
 
 @lru_cache(maxsize=256)
 def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """Run `blocks_of_slots`, and raise `ValueError` also for a key that no table of any rank uses."""
+    """Return the result of `blocks_of_slots`. Raise `ValueError` for a key that no table of any rank uses."""
     blocks, used = blocks_of_slots(keys, sharding, rank), {slot.feature for slot in sharding.slots}
     if unknown := [key for key in keys if key not in used]:
         raise ValueError(
@@ -300,7 +308,7 @@ def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: i
 
 
 def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> str:
-    """Return the table and feature whose bags are in the block of offsets number `block`."""
+    """Return a text with the table and feature whose bags are in block number `block`."""
     for slot, own in zip(sharding.local_slots(rank), checked.key_of_slot, strict=True):
         if own == block:
             return f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}"
@@ -308,7 +316,7 @@ def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, ra
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return at most 20 of the names, as text."""
+    """Return a text with at most 20 of the names."""
     listed = list(dict.fromkeys(names))
     rest = f", ... ({len(listed) - 20} more)" if len(listed) > 20 else ""
     return (", ".join(map(repr, listed[:20])) or "none") + rest

@@ -1,4 +1,4 @@
-"""The record of a forward call of embedding_all_to_all that backward reads, besides the tensors that autograd saves."""
+"""The parts of a forward call of embedding_all_to_all that backward needs, besides the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from weft.errors import WeftError
 
 
 class Tables(NamedTuple):
-    """The memory of an update: this rank's tables and their states, the learning rate, and the number of updates so far.
+    """The memory that an update changes: this rank's tables and states, with the learning rate and the number of
+    updates.
 
-    states: for each table, in the order of `EmbeddingOptimizer.states`.
+    states: for each table, its states in the order of `EmbeddingOptimizer.states`.
     """
 
     optimizer: EmbeddingOptimizer
@@ -31,11 +32,13 @@ class Tables(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tables, and then their states."""
+        """All tables, followed by their states."""
         return [*self.weights, *[state for states in self.states for state in states]]
 
     def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
-        """Raise `ValueError` if a table or a state has another dtype, shape, layout or device than in forward, or no memory."""
+        """Raise `ValueError` if a table or state has lost its memory, or has another dtype, shape, layout or device
+        than in forward.
+        """
         check_weights(self.weights, sharding, rank)
         for weight, states in zip(self.weights, self.states, strict=True):
             for (name, shape), state in zip(self.optimizer.states.items(), states, strict=True):
@@ -50,7 +53,7 @@ class Tables(NamedTuple):
             if tensor.device != self.step.device:
                 raise ValueError(
                     f"a table or optimizer state is on {tensor.device}, but the optimizer's step counter is on "
-                    f"{self.step.device}: move the whole module, and not between forward and backward"
+                    f"{self.step.device}: move the whole module at once, and not between forward and backward"
                 )
 
 
@@ -58,9 +61,9 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The parts of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
-    optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: the number by which every reduced
-    gradient is multiplied. deterministic: of a `FusedUpdate`.
+    number: the number of the call among the group's differentiated calls; 0 under torch.compile.
+    tables: None without an optimizer. Then backward returns gradients, as sparse COO tensors if `sparse`.
+    factor: the number by which every reduced gradient is multiplied. deterministic: as in `FusedUpdate`.
     """
 
     plan: EmbeddingPlan
@@ -72,18 +75,21 @@ class ForwardCall:
     sparse: bool
     deterministic: bool = True
     versions: tuple[int, ...] | None = None
-    """The versions of tables in forward, if gradients of per-sample weights need values that an optimizer may change."""
+    """The tables' version counters in forward. Set if gradients of per-sample weights need values that an optimizer may
+    change.
+    """
     is_updated: bool = field(default=False)
     layout: Hashable = field(default=None, init=False, repr=False)
-    """The layouts and addresses of tables and states when they were checked last (`weft.runtime.layouts`); None if unknown."""
+    """The layouts and addresses of tables and states when they were last checked (`weft.runtime.layouts`), or None."""
     sorted_ahead: Any = field(default=None, init=False, repr=False)
-    """On GPUs, the ids that are being sorted on another stream (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
+    """On GPUs, the ids that another stream is sorting (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
 
     @property
     def adds_each(self) -> bool:
         """True if a GPU may add each id's gradient to its row with atomic adds.
 
-        This needs fp32 tables, `deterministic=False`, and SGD without weight decay, clipping or `nonfinite="skip"`."""
+        This needs fp32 tables, `deterministic=False`, and SGD without weight decay, clipping or `nonfinite="skip"`.
+        """
         if self.deterministic or self.tables is None or self.plan.sharding.dtype != torch.float32:
             return False
         one = self.tables.optimizer
@@ -92,11 +98,11 @@ class ForwardCall:
 
     @property
     def collected(self) -> list[Collected] | None:
-        """The gradients that are kept for one update later; None if backward updates the tables itself."""
+        """The list in which gradients are collected for one later update; None if backward updates the tables itself."""
         return None if self.tables is None else COLLECTED.get(id(self.tables.step))
 
     def require_first(self) -> None:
-        """Raise `WeftError` if backward of this call has updated tables before."""
+        """Raise `WeftError` if backward of this call has already updated the tables."""
         if self.is_updated:
             raise WeftError(
                 "second backward of the same call of embedding_all_to_all: the first backward has already "
@@ -105,7 +111,9 @@ class ForwardCall:
             )
 
     def require_values_of_forward(self) -> None:
-        """Raise `WeftError` if tables have changed since forward: gradients of per-sample weights need their values."""
+        """Raise `WeftError` if the tables have changed since forward. Gradients of per-sample weights need their old
+        values.
+        """
         assert self.tables is not None
         if self.versions is not None and self.versions != tuple(weight._version for weight in self.tables.weights):
             raise WeftError(
@@ -115,7 +123,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before the exchange, apart from the number."""
+        """The text that ranks compare before the exchange of gradients. The number of the call is compared separately."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:
@@ -128,7 +136,7 @@ class ForwardCall:
 
 
 class Collected(NamedTuple):
-    """The ids of a call, and the gradients of the vectors that this rank has pooled, [global batch, columns of its tables]."""
+    """The ids of a call, and the gradients of the vectors that this rank pooled, [global batch, columns of its tables]."""
 
     of: ForwardCall
     jagged: JaggedInput
@@ -136,11 +144,13 @@ class Collected(NamedTuple):
 
 
 COLLECTED: dict[int, list[Collected]] = {}
-"""The gradients that are kept for one update. The key is the id of the tensor that counts the optimizer's updates."""
+"""Gradients that are collected for one update, by the id of the tensor that counts the optimizer's updates."""
 
 
 def joined_calls(calls: list[Collected]) -> Collected:
-    """Return several calls as one, with a block of bags for each slot: samples of the first call first. Waits for the device."""
+    """Return several calls as one. Each slot has one block of bags, with the samples of the first call first. Waits for
+    the device.
+    """
     first = calls[0].of
     slots, batch = range(len(first.checked.key_of_slot)), sum(call.of.checked.global_batch for call in calls)
     lengths: list[torch.Tensor] = []
@@ -164,7 +174,7 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return the first position of each block of bags in the values, and the end of the last block."""
+    """Return the position of each block of bags in the values, and the end of the last block."""
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

@@ -1,26 +1,29 @@
-"""Hashing of raw 64-bit ids to rows, without a dictionary: the reference for what the kernels compute with `hash=True`.
+"""Hashing of 64-bit ids to rows, without a dictionary. The kernels compute the same with `hash=True`.
 
-    row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
-    z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
+ row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
+ z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
 
-The mixer is a bijection of 64-bit words, so ids collide only through the modulus. Negative ids (and hashes that a data loader put
-into an int64) are read as two's complement; int32 ids are sign-extended first.
+The mixer is a bijection of 64-bit words, so ids collide only by the modulus. Negative ids (and uint64 hashes stored as
+int64) are read as two's complement. int32 ids are sign-extended first.
 """
 
 from __future__ import annotations
 
 import torch
 
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # as signed words: products wrap alike
+_MULTIPLIERS = (
+    0xBF58476D1CE4E5B9 - 2**64,
+    0x94D049BB133111EB - 2**64,
+)  # as signed words, whose products have the same bits
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the logical shift of an int64 tensor read as uint64 (torch's >> copies the sign in)."""
+    """Return the logical right shift of an int64 tensor that is read as uint64. (torch's >> copies the sign bit.)"""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the rows in [0, rows), as int64, for int32 or int64 `ids` of any shape and device."""
+    """Return the row of each id, in [0, rows), as int64. ids: int32 or int64, of any shape, on any device."""
     if not 1 <= rows < 2**62:
         raise ValueError(f"rows={rows} must be between 1 and 2**62 - 1")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -29,10 +32,11 @@ def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def rows_of_hashes(ids: torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
-    """Return `hash_ids(ids, rows)` without its checks. rows: a number, or one for each id."""
+    """Return `hash_ids(ids, rows)` without its checks. rows: one number, or a tensor with a number for each id."""
     z = ids.to(torch.int64)
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]
     z = z ^ _shift_right(z, 31)
-    # Unsigned remainder from signed ones: z = 2 * (z >> 1) + (z & 1), and neither term below exceeds 63 bits.
+    # The unsigned remainder by signed operations: z = 2 * (z >> 1) + (z & 1), and both terms below have at most 63
+    # bits.
     return (_shift_right(z, 1) % rows * 2 + (z & 1)) % rows

@@ -1,8 +1,8 @@
-"""Sparse features and pooled vectors by name: TorchRec's containers, as small classes of our own.
+"""Sparse features and pooled vectors by name, as small classes with the interface of TorchRec's containers.
 
-Jagged means that samples have different numbers of ids. With T keys and B samples, bag (t, b) holds `values[offsets[t * B + b] :
-offsets[t * B + b + 1]]`: all samples of the first key, then all of the second (feature-major). `as_jagged` reads ours, TorchRec's
-own objects, or a plain tuple of tensors.
+Jagged means that samples have different numbers of ids. With T keys and B samples, the bag of key t and sample b is
+`values[offsets[t * B + b] : offsets[t * B + b + 1]]` (feature-major: all samples of the first key come first).
+`as_jagged` reads weft's containers, TorchRec's own, or a tuple of tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class JaggedInput(NamedTuple):
-    """The tensors that kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys if named.
+    """The tensors that kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys or
+    None.
 
-    stride: B if the container knows it (it must if T = 0), otherwise None. whole: the bags were given by lengths alone, so they
-    must hold all of `values`.
+    stride: B, if the container knows it, otherwise None. It must be known if T = 0. whole: True if the bags were given
+        by lengths only. They must then cover all of `values`.
     """
 
     keys: tuple[str, ...] | None
@@ -53,7 +54,7 @@ class JaggedTensor:
         return self._weights
 
     def to_dense(self) -> list[torch.Tensor]:
-        """Return the bags as B tensors (views)."""
+        """Return the bags as B tensors, which are views."""
         ends = self._offsets.tolist()
         return [self._values[begin:end] for begin, end in pairwise(ends)]
 
@@ -61,16 +62,22 @@ class JaggedTensor:
 class KeyedJaggedTensor:
     """Bags of ids for T named features and B samples, feature-major, with the fields and methods of TorchRec's class.
 
-    `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets` [T * B + 1],
-    int32 or int64 (one of the two is enough). Bags by lengths begin at the first value. Offsets may also begin above 0 and end
-    before N, for a slice of a larger batch that shares its values. If both are given they must describe the same bags, and
-    lengths alone must cover all of `values`. On CPU, pooling refuses other input. On GPUs, where a check would wait, a local
-    batch is refused if its sums differ; otherwise the caller must ensure that they are right. `stride` is B; it is derived, but
-    must be given without keys. Every key has the same B: TorchRec's variable stride per key is not supported. Nothing here copies,
-    or waits for a GPU, except `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
+    keys: the T feature names. Every key has the same B: TorchRec's variable stride per key is not supported.
+    values: [N] int32 or int64 ids.
+    weights: [N] float32, one per id, or None.
+    lengths, offsets: [T * B] or [T * B + 1], int32 or int64. One of the two is enough. If both are given, they must
+        describe the same bags. With lengths only, bags begin at the first value, and must cover all values. Offsets may
+        begin above 0 and end before N, for a slice of a larger batch that shares its values.
+    stride: B. It must be given if there are no keys. Otherwise it is derived.
 
-    Raises `ValueError` on a key named twice and on numbers of elements that do not fit together; `[key]` raises `KeyError`.
-    Pooling checks dtypes and contents.
+    Pooling on CPU refuses invalid bags. On GPUs, where a check would wait for the device, only the sums of a local
+    batch are checked, and the caller must ensure the rest.
+
+    Only `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy or wait for a GPU, at their
+    first use.
+
+    Raises `ValueError` for duplicate keys and for sizes that do not match. `[key]` raises `KeyError`. Pooling checks
+    dtypes and contents.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class KeyedJaggedTensor:
             )
         if stride is None:
             if not self._keys:
-                raise ValueError("a KeyedJaggedTensor without keys cannot know its batch size: pass stride=")
+                raise ValueError("a KeyedJaggedTensor without keys has no known batch size: pass stride=")
             if bags % len(self._keys) or bags < 0:
                 raise ValueError(
                     f"{counted(max(bags, 0), 'bag')} for {counted(len(self._keys), 'key')}: pass one length per key "
@@ -126,7 +133,7 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """Return a KeyedJaggedTensor from lengths, and copy `offset_per_key` to the host now."""
+        """Return a KeyedJaggedTensor from lengths, with `offset_per_key` already on the host."""
         return cls(keys, values, weights, lengths=lengths, stride=stride).sync()
 
     @classmethod
@@ -138,11 +145,11 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """Return a KeyedJaggedTensor from offsets, and copy `offset_per_key` to the host now."""
+        """Return a KeyedJaggedTensor from offsets, with `offset_per_key` already on the host."""
         return cls(keys, values, weights, offsets=offsets, stride=stride).sync()
 
     def sync(self) -> KeyedJaggedTensor:
-        """Fetch `offset_per_key` to the host, once."""
+        """Copy `offset_per_key` to the host, if it is not there yet."""
         self.offset_per_key()
         return self
 
@@ -154,7 +161,7 @@ class KeyedJaggedTensor:
 
     def weights(self) -> torch.Tensor:
         if self._weights is None:
-            raise ValueError("this KeyedJaggedTensor has no weights: call weights_or_none(), which then returns None")
+            raise ValueError("this KeyedJaggedTensor has no weights: call weights_or_none(), which returns None then")
         return self._weights
 
     def weights_or_none(self) -> torch.Tensor | None:
@@ -168,19 +175,20 @@ class KeyedJaggedTensor:
         return self._lengths
 
     def offsets(self) -> torch.Tensor:
-        """Return where each bag begins in `values`, [T * B + 1]."""
+        """Return the position in `values` where each bag begins, and the end of the last bag, [T * B + 1]."""
         if self._offsets is None:
             assert self._lengths is not None
             self._offsets = offsets_of(self._lengths)
         return self._offsets
 
     def lengths_or_none(self) -> torch.Tensor | None:
-        """Return the lengths that were passed to the constructor. Return None if it got only offsets."""
+        """Return the lengths that were passed to the constructor; None if only offsets were passed."""
         return self._given_lengths
 
     def offsets_or_none(self) -> torch.Tensor | None:
-        """Return the offsets that were passed to the constructor. Return None if it got only lengths; the bags then
-        cover all of `values`."""
+        """Return the offsets that were passed to the constructor. None if only lengths were passed; bags then cover all
+        of `values`.
+        """
         return self._given_offsets
 
     def stride(self) -> int:
@@ -188,7 +196,7 @@ class KeyedJaggedTensor:
         return self._stride
 
     def offset_per_key(self) -> list[int]:
-        """Return T + 1 positions in `values`: where each key's ids begin, and where the last key's ids end."""
+        """Return T + 1 positions in `values`: the begin of each key's ids, and the end of the last key's ids."""
         if self._offset_per_key is None:
             bags = len(self._keys) * self._stride
             at = torch.arange(len(self._keys) + 1, device=self._values.device) * self._stride
@@ -196,12 +204,12 @@ class KeyedJaggedTensor:
         return self._offset_per_key
 
     def length_per_key(self) -> list[int]:
-        """Return, for each of the T keys, its number of ids in all samples."""
+        """Return the number of ids of each key, over all samples."""
         return [end - begin for begin, end in pairwise(self.offset_per_key())]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """Return the keys numbered `indices`, in that order (a copy of their bags)."""
-        begins = [max(0, begin) for begin in self.offset_per_key()]  # a slice from below 0 would count from the end
+        """Return a copy with only the keys numbered `indices`, in that order."""
+        begins = [max(0, begin) for begin in self.offset_per_key()]  # invalid negative offsets would count from the end
         lengths = self.lengths().view(len(self._keys), self._stride)[list(indices)]
 
         def gather(flat: torch.Tensor) -> torch.Tensor:
@@ -250,10 +258,10 @@ class KeyedJaggedTensor:
 
 
 class KeyedTensor:
-    """Dense columns by name: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on.
+    """Dense columns by name. `values` is [B, sum(length_per_key)]; the columns of key t begin at `offset_per_key()[t]`.
 
-    Nothing is copied: `[key]` and `to_dict` are views. Raises `ValueError` if the lengths do not sum to the columns; `[key]`
-    raises `KeyError`.
+    Nothing is copied: `[key]` and `to_dict` return views. Raises `ValueError` if the lengths do not sum to the number
+    of columns. `[key]` raises `KeyError`.
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
@@ -279,7 +287,7 @@ class KeyedTensor:
         return list(accumulate(self._length_per_key, initial=0))
 
     def key_dim(self) -> int:
-        """Return the dimension that the keys divide: always 1, as in TorchRec's default."""
+        """Return the dimension along which keys are concatenated: always 1, as by default in TorchRec."""
         return 1
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -296,17 +304,18 @@ class KeyedTensor:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Return [n + 1] int64 offsets for [n] lengths."""
+    """Return int64 offsets [n + 1] for lengths [n]."""
     offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
     return offsets
 
 
 def as_jagged(features: Any) -> JaggedInput:
-    """Read a KeyedJaggedTensor (ours or TorchRec's), a `JaggedInput`, or `(values, offsets[, per_sample_weights])`.
+    """Convert a KeyedJaggedTensor (weft's or TorchRec's), or `(values, offsets[, per_sample_weights])`, to a
+    `JaggedInput`.
 
-    Raises `ValueError` for a container of TorchRec's with a variable stride per key or with inverse indices, and `TypeError` for
-    any other object.
+    Raises `ValueError` for a TorchRec container with a variable stride per key or with inverse indices, and `TypeError`
+    for any other object.
     """
     if isinstance(features, JaggedInput):
         return features
@@ -316,7 +325,7 @@ def as_jagged(features: Any) -> JaggedInput:
         values, offsets = features[:2]
         return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
     check_keyed(features)
-    # Asked before offsets are made of lengths. A container that cannot say may have been given both.
+    # Read this before `offsets()`, which makes offsets from lengths. Containers without the method may have got both.
     whole = hasattr(features, "offsets_or_none") and features.offsets_or_none() is None
     return JaggedInput(
         tuple(features.keys()),
@@ -329,7 +338,7 @@ def as_jagged(features: Any) -> JaggedInput:
 
 
 def check_keyed(features: Any) -> None:
-    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and consistent bags."""
+    """Raise an error unless `features` is a KeyedJaggedTensor with one batch size for all keys and consistent bags."""
     if type(features) is KeyedJaggedTensor:
         lengths = given_lengths = features.lengths_or_none()
         given_offsets = features.offsets_or_none()
@@ -347,7 +356,9 @@ def check_keyed(features: Any) -> None:
 
 
 def _check_container(features: Any) -> None:
-    """Raise unless a container of another class has the needed methods and uses no unsupported feature."""
+    """Raise `TypeError` if a container of another class lacks a method, and `ValueError` if it uses an unsupported
+    feature.
+    """
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
@@ -361,7 +372,7 @@ def _check_container(features: Any) -> None:
 
 
 def wrong_sum(total: int, count: int) -> str:
-    """Return the error text for lengths that do not describe bags of `count` values."""
+    """Return the error text for lengths that do not sum to the number of values."""
     return (
         f"lengths sum to {total} but there are {counted(count, 'value')}: the bags must hold all values, so correct the lengths, "
         f"or pass offsets to use a part of the values"
@@ -369,7 +380,7 @@ def wrong_sum(total: int, count: int) -> str:
 
 
 def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
-    """Raise `ValueError` unless lengths are whole numbers, one for each bag."""
+    """Raise `ValueError` unless lengths are integers, one for each bag."""
     check_tensor("lengths", lengths)
     if lengths.dtype not in INDEX_DTYPES:
         raise ValueError(f"lengths is {lengths.dtype}: pass {' or '.join(map(str, INDEX_DTYPES))}")
@@ -380,8 +391,8 @@ def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
 
 
 def _check_bags(lengths: Any, offsets: Any) -> None:
-    """Raise `ValueError` if lengths and offsets are CPU tensors and do not describe the same bags."""
-    if torch.compiler.is_compiling():  # there are no values to compare
+    """Raise `ValueError` if lengths and offsets are on CPU and describe different bags."""
+    if torch.compiler.is_compiling():  # traced tensors have no values to compare
         return
     for given in (lengths, offsets):
         if not isinstance(given, torch.Tensor) or given.device.type != "cpu":

@@ -46,28 +46,28 @@ _NOT_OF_THE_RULE = ("lr", "clip_value", "clip_norm", "seed", *_CHOICES)
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptimizer:
-    """The base class. Raises `ValueError` for a number out of its range.
+    """The base class of optimizers in backward. Raises `ValueError` for an invalid argument.
 
-    lr: the initial learning rate; change it through `ebc.fused_optimizer`.
-    weight_decay: this factor times the row is added to the row's gradient. Only rows that a batch reads decay.
-    nonfinite: "propagate" updates a row although its gradient is infinite or NaN. "skip" leaves the row as it is.
-    "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated. For this check ranks
-    synchronise and wait for the device.
-    clip_value: an upper bound on the absolute value of each element of a row's gradient, as in
-    `torch.nn.utils.clip_grad_value_`.
-    clip_norm: an upper bound on the norm of all gradients of an update, over all tables and ranks, as in
-    `clip_grad_norm_`. If the norm is larger, all gradients are scaled down. Ranks all-reduce one number for it before
-    each update. Rows that "skip" leaves unchanged do not count.
-    rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost; the mean of
-        many roundings is the exact value. Random bits depend on `seed`, the number of the update, table, row and column alone.
-    gradient_dtype: "fp16" or "bf16" rounds the gradients of pooled vectors to that dtype before they travel to the owners of
-        tables, for half the bytes of float32; sums stay in float32. "table": no rounding. Data-parallel tables and rows without
-        pooling ignore it.
+    lr: the initial learning rate. Change it through `ebc.fused_optimizer`.
+    weight_decay: a factor. The factor times the row is added to the row's gradient. Only rows that a batch reads decay.
+    nonfinite: what happens to a row with an infinite or NaN gradient. "propagate" updates it. "skip" leaves it
+        unchanged. "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated; for
+        this check ranks synchronise and wait for the device.
+    clip_value: the largest absolute value of an element of a row's gradient, as in `torch.nn.utils.clip_grad_value_`.
+    clip_norm: the largest norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`. If
+        the norm is larger, all gradients are scaled down. Ranks all-reduce one number for it before each update. Rows
+        that "skip" leaves unchanged do not count.
+    rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost:
+        the expected value is exact. The random bits depend only on `seed`, the number of the update, table, row and
+        column.
+    gradient_dtype: "fp16" or "bf16" rounds the gradients of pooled vectors to that dtype before they are sent to the
+        owners of tables. This halves the bytes of float32. Sums stay in float32. "table": no rounding. Data-parallel
+        tables and rows without pooling ignore it.
     """
 
     rule: ClassVar[int]
     states: ClassVar[dict[str, StateShape]] = {}
-    """The states of a table, each with one number for a row or for an element; at most two. Names are TorchRec's."""
+    """The states of a table, at most two, each with one number per row or per element. They have TorchRec's names."""
 
     lr: float
     weight_decay: float = 0.0
@@ -106,27 +106,27 @@ class EmbeddingOptimizer:
 
     @functools.cached_property
     def written(self) -> str:
-        """The rule and its numbers without the learning rate as JSON: see `optimizer_of`."""
+        """The rule and its hyperparameters, without the learning rate, as JSON. `optimizer_of` reads it."""
         numbers = asdict(self)
         del numbers["lr"]
         return json.dumps([type(self).__name__, numbers])
 
     @functools.cached_property
     def numbers(self) -> dict[str, float]:
-        """The numbers of the rule, except for the learning rate."""
+        """The hyperparameters of the rule, without the learning rate."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_RULE}
 
     @property
     def counts(self) -> bool:
-        """True if an update depends on the number of updates before it."""
+        """True if an update depends on the number of earlier updates."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(EmbeddingOptimizer):
-    """Stochastic gradient descent without momentum. It keeps no state.
+    """Stochastic gradient descent without momentum. It has no states.
 
-    lr: learning rate. `EmbeddingOptimizer` documents the other options.
+    lr: the learning rate. `EmbeddingOptimizer` documents the other options.
     """
 
     rule = 1
@@ -134,9 +134,9 @@ class SGD(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseAdagrad(EmbeddingOptimizer):
-    """Adagrad with one sum for each row: the mean of the squares of its gradient. State: 4 bytes a row.
+    """Adagrad with one number per row: the sum of the means of its squared gradients. States: 4 bytes per row.
 
-    eps: added to the root. Default 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10.
+    eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10).
     """
 
     rule = 2
@@ -146,9 +146,9 @@ class RowwiseAdagrad(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(EmbeddingOptimizer):
-    """Adagrad that updates only the rows that a batch reads. State: 4 bytes per element.
+    """Adagrad that updates only the rows that a batch reads. States: 4 bytes per element.
 
-    eps: added to the root. Default 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10.
+    eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10).
     """
 
     rule = 3
@@ -158,9 +158,10 @@ class Adagrad(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(EmbeddingOptimizer):
-    """Adam that updates only the rows that a batch reads. State: 8 bytes per element.
+    """Adam that updates only the rows that a batch reads. States: 8 bytes per element.
 
-    beta1, beta2: decay of the first and second moment. eps: added to the root; default 1e-8, as in FBGEMM and torch.
+    beta1, beta2: the decay rates of the first and second moment. eps: added to the square root (default: 1e-8, as in
+        FBGEMM and torch).
     """
 
     rule = 4
@@ -176,9 +177,10 @@ class Adam(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRowwiseAdam(EmbeddingOptimizer):
-    """Adam with one second moment for each row. State: 4 bytes an element and 4 bytes a row.
+    """Adam with one second moment per row. States: 4 bytes per element and 4 bytes per row.
 
-    beta1, beta2: decay of the first and second moment. eps: added to the root; default 1e-8, as in FBGEMM.
+    beta1, beta2: the decay rates of the first and second moment. eps: added to the square root (default: 1e-8, as in
+        FBGEMM).
     """
 
     rule = 5
@@ -205,6 +207,6 @@ def optimizer_of(written: str) -> EmbeddingOptimizer:
 
 
 def seed_of_update(seed: int, step: int) -> int:
-    """Return the seed of random bits of update number `step`, a signed word."""
+    """Return the seed for the random bits of update number `step`, as a signed 64-bit integer."""
     word = (seed + step * 0x9E3779B97F4A7C15) % 2**64
     return word - 2**64 if word >= 2**63 else word

@@ -1,4 +1,4 @@
-"""The options of embedding_all_to_all, without its tensors: one value, checked once, for function, module and plan."""
+"""The options of embedding_all_to_all, as one value that the function, the module and the plan share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EmbeddingOptions:
 
     @property
     def refuses_bad_ids(self) -> bool:
-        """True if all ids are checked before anything is written. With hashing no id is bad."""
+        """True if all ids are checked before anything is written. With hashing, no id is out of range."""
         return self.bounds_check == "fatal" and not self.hash
 
 

@@ -1,16 +1,17 @@
-"""Tables cut into parts: column-wise, row-wise, data-parallel and table-wise tables in one collection.
+"""Shardings of tables: column-wise, row-wise, data-parallel and table-wise tables in one collection.
 
-A part of a table is a table of its own, whole on one rank, so `EmbeddingSharding` and its operator serve all parts alike.
+Each part is treated as a table of its own on one rank. So `EmbeddingSharding` and its operator handle all parts alike.
 
-    TableWise      one part
-    ColumnWise     parts have all rows and a range of columns. Each rank reads all ids of the table's features; the parts' vectors
-                   stand side by side in the output. A rowwise optimizer has a state for each part, as TorchRec has: its mean of
-                   squares is over the part's columns
-    RowWise        parts have all columns and a range of rows, ceil(rows / ranks) each, as TorchRec cuts. An id goes to the rank
-                   of its row. Each rank pools its rows, and the rank of the sample sums these partial vectors in the order of rows
-    DataParallel   no part: every rank has the table, and pools its own samples. Gradients are summed over ranks
+ TableWise      one part with the whole table
+ ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output
+                concatenates the parts' vectors. A rowwise optimizer has a state for each part, as in TorchRec, because its mean of
+                squares is over the part's columns
+ RowWise        each part has all columns and a range of ceil(rows / ranks) rows, as in TorchRec. An id is sent to the rank of
+                its row. That rank pools its rows, and the sample's rank sums the partial vectors in the order of rows
+ DataParallel   no parts: every rank has the table, and pools its own samples. Gradients are all-reduced
 
-Each part of a row-wise table reads a feature of its own, "feature in part", which has the ids of the part's rows alone.
+Each part of a row-wise table reads an input feature of its own, "feature in part", with only the ids of the part's
+rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class TableWise:
-    """The whole table is on `rank`."""
+    """A sharding with the whole table on `rank`."""
 
     rank: int
 
@@ -40,9 +41,9 @@ class TableWise:
 
 @dataclass(frozen=True)
 class ColumnWise:
-    """Parts of the columns, one on each of `ranks`, which may repeat.
+    """A sharding by columns, with one part on each of `ranks`. A rank may occur several times.
 
-    columns: the columns of each part. Default: the same number for each, and one more for the first parts if they do not divide.
+    columns: the number of columns of each part. Default: equal parts; the first parts have one column more if needed.
     """
 
     ranks: tuple[int, ...]
@@ -56,7 +57,7 @@ class ColumnWise:
 
 @dataclass(frozen=True)
 class RowWise:
-    """Parts of ceil(rows / number of ranks) rows, one on each of `ranks`. Default: all ranks in order."""
+    """A sharding by rows, with ceil(rows / number of ranks) rows on each of `ranks`. Default: all ranks in order."""
 
     ranks: tuple[int, ...] | None = None
 
@@ -85,7 +86,9 @@ class TablePart:
     columns: int
 
     def name_in(self, table: EmbeddingBagConfig) -> str:
-        """Return the name of the part: the table's, with its rows and columns unless they are all of them."""
+        """Return the name of the part: the table's name, with the ranges of rows and columns unless the part is the
+        whole table.
+        """
         rows = f"{self.row}:{self.row + self.rows}" if self.rows < table.num_embeddings else ":"
         columns = f", {self.column}:{self.column + self.columns}" if self.columns < table.embedding_dim else ""
         return table.name if rows == ":" and not columns else f"{table.name}[{rows}{columns}]"
@@ -95,10 +98,11 @@ class TablePart:
 class Partition:
     """The sharding of each table, equal on all ranks.
 
-    hash: ids are hashed to rows of a whole table. With row-wise tables this happens before ids leave, since it decides the owner.
+    hash: True to hash ids to rows of the whole table. With row-wise tables, ids are hashed before they are sent,
+        because the row determines the owner.
 
-    Raises `ValueError` on a rank out of range, a row-wise table with two parts on one rank, columns that do not add up, or no
-    table.
+    Raises `ValueError` for a rank out of range, a row-wise table with two parts on one rank, columns that do not sum to
+    the table's, or no tables.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]
@@ -147,7 +151,7 @@ class Partition:
 
     @cached_property
     def parts(self) -> tuple[TablePart, ...]:
-        """The parts of all tables but the data-parallel ones: in the order of tables, then of rows or columns."""
+        """The parts of all tables except data-parallel ones, in the order of tables, and then of rows or columns."""
         found = []
         for number, (table, sharding) in enumerate(zip(self.tables, self.shardings, strict=True)):
             rows, dim, ranks = table.num_embeddings, table.embedding_dim, self._ranks(sharding)
@@ -169,11 +173,11 @@ class Partition:
         return -(-self.tables[table].num_embeddings // len(self._ranks(self.shardings[table])))
 
     def parts_of(self, table: int) -> list[int]:
-        """Return the numbers of a table's parts."""
+        """Return the indices in `parts` of a table's parts."""
         return [number for number, part in enumerate(self.parts) if part.table == table]
 
     def feature_of_part(self, part: TablePart, feature: str) -> str:
-        """Return the name of the input that `part` reads for the table's `feature`."""
+        """Return the name of the input feature that `part` reads for the table's `feature`."""
         table = self.tables[part.table]
         if isinstance(self.shardings[part.table], RowWise):
             return f"{feature} in {part.name_in(table)}"
@@ -181,13 +185,15 @@ class Partition:
 
     @cached_property
     def hashes_input(self) -> bool:
-        """True if ids of parts are hashed before they leave, and not by the operator."""
+        """True if ids are hashed before they are sent, and not by the operator."""
         return self.hash and any(isinstance(sharding, RowWise) for sharding in self.shardings)
 
     @cached_property
     def sharding(self) -> EmbeddingSharding | None:
-        """The sharding of the parts, each of which counts as a table; None if no table is cut. Parts of row-wise tables
-        are pooled by sums."""
+        """The sharding of the parts, each as a table; None if all tables are data-parallel.
+
+        Parts of row-wise tables are pooled by sums.
+        """
         if not self.parts:
             return None
         configs, read = [], []
@@ -208,7 +214,7 @@ class Partition:
 
     @cached_property
     def replicated(self) -> EmbeddingSharding | None:
-        """The data-parallel tables, as a group of one rank has them; None without any."""
+        """The data-parallel tables, as the tables of a group of one rank; None if there are none."""
         tables = tuple(self.tables[number] for number in self.replicated_tables)
         return EmbeddingSharding(tables, (0,) * len(tables), 1) if tables else None
 
@@ -219,11 +225,11 @@ class Partition:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The blocks of output columns, in column order. Their ranks mean nothing."""
+        """The blocks of output columns, in column order. Their ranks have no meaning."""
         return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
 
     def describe(self) -> str:
-        """Return the sharding of each table, and the memory of each rank, as text."""
+        """Return a text with the sharding of each table and the memory of each rank."""
         lines = [f"{table.name}: {sharding}" for table, sharding in zip(self.tables, self.shardings, strict=True)]
         if self.sharding is not None:
             lines.append(self.sharding.describe())
@@ -231,7 +237,7 @@ class Partition:
 
 
 def is_cut(placement: Any) -> bool:
-    """True if `placement` has a `TableSharding`, and not ranks alone."""
+    """True if `placement` contains a `TableSharding`, not only ranks."""
     values = placement.values() if isinstance(placement, Mapping) else placement
     return isinstance(values, Sequence | type({}.values())) and any(
         isinstance(value, TableSharding) for value in values
@@ -248,9 +254,9 @@ def partition_tables(
 ) -> Partition:
     """Return the partition of `tables` over `world_size` ranks.
 
-    placement: for each table, by name or in table order, a `TableWise`, `ColumnWise`, `RowWise` or `DataParallel`; a rank means
-        `TableWise`.
-    tables, rows_read: as for `weft.place_tables`, which raises for bad ones. hash: as in `Partition`.
+    placement: for each table, by name or in table order, a `TableWise`, `ColumnWise`, `RowWise` or `DataParallel`. A
+        rank means `TableWise`.
+    tables, rows_read: as for `weft.place_tables`, whose errors it raises. hash: as in `Partition`.
     """
     values: Mapping[Any, Any] = placement if isinstance(placement, Mapping) else dict(enumerate(placement))
     for name, value in values.items():
@@ -262,7 +268,7 @@ def partition_tables(
                     f"placement of table {name!r} is {value!r}: pass a rank, TableWise, ColumnWise, RowWise or DataParallel"
                 ) from None
     ranks: Any = dict.fromkeys(values, 0) if isinstance(placement, Mapping) else [0] * len(values)
-    alone = place_tables(tables, 1, rows_read=rows_read, placement=ranks)  # checks names and numbers
+    alone = place_tables(tables, 1, rows_read=rows_read, placement=ranks)  # checks names and rows_read
     shardings = []
     for number, table in enumerate(alone.tables):
         value = values[table.name if isinstance(placement, Mapping) else number]

@@ -1,10 +1,11 @@
-"""Placement of tables on ranks: equal work per rank first, then long runs of adjacent output columns.
+"""Placement of tables on ranks: first for equal work per rank, then for long runs of adjacent output columns.
 
-The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a rank's tables.
-First, longest-processing-time-first assigns each table, the most expensive first, to the least loaded rank. This is within 4/3 of
-the optimum (Graham, "Bounds on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank.
-A rank that owns adjacent tables writes adjacent columns, so it sends longer slices and fewer signals. So a contiguous split is used
-if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
+The slowest rank determines the time. So the goal is to minimise, over ranks, the largest sum of
+`EmbeddingBagConfig.bytes_per_sample` over a rank's tables. First, longest-processing-time-first assigns each table, the
+most expensive first, to the least loaded rank. This is within 4/3 of the optimum (Graham, "Bounds on Multiprocessing
+Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank. A rank with adjacent tables writes
+adjacent columns, so it sends longer slices and fewer signals. So a contiguous split is used if it costs almost nothing
+(`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
 from weft.words import counted
 
-# A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best split
-# found). With hundreds of tables splits are more even than that; with a dozen lopsided tables a contiguous split is rarely good
-# enough.
+# A contiguous split is used if its slowest rank has at most this factor times the lower bound of any split, or is no
+# slower than the best split found. With hundreds of tables, contiguous splits are that even. With a dozen uneven tables
+# they rarely are.
 CONTIGUOUS_SLACK = 1.02
 
 T = TypeVar("T")
@@ -34,19 +35,19 @@ def place_tables(
     rows_read: Sequence[float] | Mapping[str, float] | None = None,
     placement: Mapping[str, int] | Sequence[int] | None = None,
 ) -> EmbeddingSharding:
-    """Return the sharding that assigns each table to one of `world_size` ranks. It depends only on the arguments, so
-    all ranks get the same.
+    """Return a sharding that assigns each table to one of `world_size` ranks. It is equal on all ranks that pass equal
+    arguments.
 
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
-    world_size: how many ranks there are.
-    rows_read: mean number of rows that a sample reads from each table over all its features (the pooling factor, for a table
-        with one feature), in table order or by table name; default one per feature.
-    placement: the rank of each table, in table order or by table name. Without it, ranks are balanced by work, and
-    memory only breaks ties. So use `placement` to separate tables that do not fit on one rank.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns have their order.
+    world_size: the number of ranks.
+    rows_read: the mean number of rows that a sample reads from each table, over all its features, in table order or by
+        name (default: one per feature). For a table with one feature this is the pooling factor.
+    placement: the rank of each table, in table order or by name. Without it, ranks are balanced by work, and memory
+        only breaks ties. So use it to separate tables that do not fit on one rank.
 
-    Raises `ValueError` if there is no table, if tables have equal names or different dtypes, or if `world_size` is
-    below 1. Also if an argument lacks a table, names an unknown table, or has a negative number of rows or an invalid
-    rank.
+    Raises `ValueError` if there are no tables, if tables have equal names or different dtypes, or if `world_size` is
+    below 1. It also raises if an argument lacks a table, names an unknown table, or has a negative number of rows or an
+    invalid rank.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
@@ -78,7 +79,9 @@ def place_tables(
 
 
 def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
-    """Return `given` as one entry per table, in table order."""
+    """Return `given` as a tuple with an entry for each table, in table order. Raise `ValueError` if it does not match
+    the tables.
+    """
     if isinstance(given, str) or not isinstance(given, Sized) or not isinstance(given, Iterable):
         raise ValueError(f"{what}={given!r}: give a list with one entry per table, in order, or a dict by table name")
     if not isinstance(given, Mapping):
@@ -92,13 +95,16 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
     if unknown := [name for name in given if name not in set(names)]:
         raise ValueError(f"{what} names {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
     if missing := [name for name in names if name not in given]:
-        raise ValueError(f"{what} leaves out table {missing[0]!r}: give one entry for each of {', '.join(names)}")
+        raise ValueError(f"{what} lacks table {missing[0]!r}: give one entry for each of {', '.join(names)}")
     return tuple(given[name] for name in names)
 
 
 def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
-    """Assign each table, the most expensive first, to the rank with the least cost so far; on a tie, with the least memory.
-    Return the ranks."""
+    """Assign each table, the most expensive first, to the rank with the lowest cost so far. Return the rank of each
+    table.
+
+    On a tie, the rank with the least memory gets the table.
+    """
     ranks = np.zeros(len(costs), dtype=np.int64)
     load, held = np.zeros(world_size), np.zeros(world_size)
     for table in np.lexsort((-memory, -costs)):
@@ -110,13 +116,16 @@ def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np
 
 
 def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
-    """Move a table away from the most loaded rank, or swap two tables, as long as this lowers the larger of the two
-    ranks' loads. Works in place."""
+    """Move a table away from the most loaded rank, or swap two tables, as long as this lowers the larger load of the
+    two ranks.
+
+    Works in place.
+    """
     for _ in range(10 * len(costs)):
         load = np.bincount(ranks, costs, world_size)
         worst = int(load.argmax())
         own, others = np.flatnonzero(ranks == worst), np.flatnonzero(ranks != worst)
-        # Candidates for the exchange: any table of another rank, or nothing (a move) from any rank.
+        # Partners of an exchange: any table of another rank, or -1 for a plain move to any rank.
         partner = np.concatenate([others, np.full(world_size, -1)])
         where = np.concatenate([ranks[others], np.arange(world_size)])
         back = np.concatenate([costs[others], np.zeros(world_size)])
@@ -132,10 +141,10 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 
 
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
-    """Return the most even split into contiguous runs with no rank above `limit`, or None if there is no such split.
+    """Return the most even split into contiguous runs in which no rank exceeds `limit`; None if there is no such split.
 
-    The most even split has the smallest sum of squared loads. best[j] is that sum for the first j tables on the ranks
-    so far. cuts[w][j] is where the run of rank w begins that ends before table j.
+    The most even split has the smallest sum of squared loads. best[j] is this sum for the first j tables on the ranks
+    so far. cuts[w][j] is the begin of the run of rank w that ends before table j.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
@@ -159,7 +168,9 @@ def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray 
 
 
 def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Return the same loads with tables of equal cost and memory handed out in order, so that a rank's tables are neighbours."""
+    """Return the ranks with tables of equal cost and memory permuted into order, so that a rank's tables are adjacent.
+    Loads stay equal.
+    """
     dealt = ranks.copy()
     kinds: dict[tuple[float, float], list[int]] = {}
     for table, kind in enumerate(zip(costs.tolist(), memory.tolist(), strict=True)):

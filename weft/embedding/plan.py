@@ -1,11 +1,11 @@
-"""The plan that all calls of one embedding_all_to_all share: its options, and how the work of a rank is cut into units.
+"""The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
 
-A **unit** is what a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a **slice**: up to
-`slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For `direct`
-a unit only sets how much work is taken at once. On GPUs this size follows from the bytes of a bag and not from `slice_size`
-(`weft.runtime.cuda.embedding_kernel`). The units of a sample are the same for every sample.
+A **unit** is the work that a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a
+**slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one flag.
+For `direct` a unit only determines how much work is taken at once. On GPUs this follows from the bytes of a bag, not
+from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
 
-Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), the same value that is verified and
+Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), which is also verified and
 simulated. Its tiles name their kernel (`kernel_of`).
 """
 
@@ -33,8 +33,9 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """The options and the division of work of one embedding_all_to_all, equal on all ranks. Ranks compare `said` in
-    every call."""
+    """The options and the division of work of an embedding_all_to_all. They are equal on all ranks, which compare
+    `said` in every call.
+    """
 
     sharding: EmbeddingSharding
     options: EmbeddingOptions
@@ -49,7 +50,7 @@ class EmbeddingPlan:
 
     @cached_property
     def text(self) -> dict[str, str]:
-        """Everything that ranks must agree on, by name, as text that fits into an error message."""
+        """All that must be equal on all ranks, by name, as short texts for error messages."""
         tables = {
             f"table {number}": f"{t.name} [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of "
             f"{', '.join(t.feature_names)} on rank {rank}"
@@ -65,25 +66,27 @@ class EmbeddingPlan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (except by chance) if `text` differs, the same in every process."""
+        """A hash of `text` in [0, 2**62). It is equal in all processes with equal `text`, and otherwise differs (except
+        by chance).
+        """
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """For each rank, the addresses and layouts of the tables that it has checked last (`weft.runtime.layouts`).
+        """For each rank, the addresses and layouts of the tables that it last checked (`weft.runtime.layouts`).
 
-        They determine all that is checked. Checking 64 tables takes longer than launching the kernel, and they are the same at
-        every call."""
+        If these are equal, the checks need not be repeated. Checking 64 tables takes longer than launching the kernel.
+        """
         return {}
 
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
-        """For each rank, the layouts of tables and states that its last backwards have found valid."""
+        """For each rank, the layouts of tables and states that recent backwards have found valid."""
         return {}
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule of one sample per rank: more samples make kernels longer, but need no other kernels."""
+        """The schedule for one sample per rank. More samples take longer, but use the same kernels."""
         p, transport = _problem(self.sharding), self.options.transport
         if transport == "serial":
             return slices.serial(p)
@@ -92,7 +95,7 @@ class EmbeddingPlan:
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """The dtype of pooled vectors, on the way to their owners and in the result."""
+        """The dtype in which pooled vectors are sent and returned."""
         of_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
         return of_name.get(self.options.output_dtype, self.sharding.dtype)
 
@@ -102,7 +105,7 @@ class EmbeddingPlan:
         return self.options.slice_size
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
-        """Return the slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
+        """Return the slices of one sample on `rank`: runs of adjacent columns, of at most `slice_size` vectors each."""
         return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
 
     def sent_by(self, transport: Transport) -> EmbeddingPlan:
@@ -111,7 +114,7 @@ class EmbeddingPlan:
 
     @cached_property
     def candidates(self) -> dict[str, Transport]:
-        """The candidates of transport="auto": names that the planner knows, with their transports."""
+        """The transports to choose from for transport="auto", by the planner's names."""
         given = (
             [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
         )
@@ -121,7 +124,7 @@ class EmbeddingPlan:
         return {"serial": "serial", **sliced}
 
     def alone(self, rank: int) -> EmbeddingPlan | None:
-        """Return a plan that only pools the tables of `rank`, in a world of one; None if it has no tables."""
+        """Return a plan with only the tables of `rank`, for a world of one rank; None if the rank has no tables."""
         tables = tuple(self.sharding.tables[i] for i in self.sharding.local_tables(rank))
         if not tables:
             return None
@@ -136,8 +139,9 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan of the schedule with the given transport, order and slice size. Transport "serial" has no such
-    schedule."""
+    """Return the plan with the transport, order and slice size of its schedule. For "auto" and "serial", return the
+    options' plan.
+    """
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan
@@ -147,16 +151,16 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
 
 
 def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
-    """Return the problem of one sample per rank. More samples make kernels longer, but need no other kernels."""
+    """Return the problem with one sample per rank. More samples take longer, but use the same kernels."""
     return problem_of(sharding, (1,) * sharding.world_size)
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
-    """Return a call as builders know it, to build, simulate and print schedules.
+    """Return a call as the problem from which builders make schedules.
 
     For example `weft.builders.embedding_all_to_all.direct(problem_of(...), ...)`.
 
-    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one row each.
+    batch_sizes: the number of samples of each rank. A bag reads `rows_read` rows of the sharding (default: one row).
     """
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()
@@ -168,12 +172,12 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embed
 
 
 def kernel_of(schedule: Schedule) -> PooledSlices:
-    """Return the one kernel of all tiles. Raise `ScheduleError` unless there is exactly one, and it is `PooledSlices`."""
+    """Return the kernel of a schedule's tiles. Raise `ScheduleError` unless it is one `PooledSlices` for all tiles."""
     kernels = dict.fromkeys(kernel for step in schedule.walk() if (kernel := step.tile_kernel))
     match [*kernels]:
         case [PooledSlices() as kernel]:
             return kernel
     raise ScheduleError(
-        f"schedule {schedule.name} is not one of this operator's: it must have one kernel, {PooledSlices.kind}, "
+        f"schedule {schedule.name} is not a schedule of embedding_all_to_all: it must have one kernel, {PooledSlices.kind}, "
         f"for the samples of all ranks, but has {', '.join(kernel.name for kernel in kernels) or 'none'}"
     )

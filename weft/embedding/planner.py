@@ -1,21 +1,23 @@
-"""A choice of sharding for each table, by the time and the memory of the ranks.
+"""The choice of a sharding for each table, by the predicted time and the memory of each rank.
 
-The slowest rank decides, so the plan is the one with the least maximum of the ranks' times that was found. A rank's time for a
-step is the sum of two lower bounds, for the memory and for the links:
+The slowest rank determines the time. So the planner searches for the plan in which the slowest rank's time is shortest.
+A rank's time for a step is the sum of two lower bounds, for its memory and for its links:
 
-    time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
+ time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
 
-With B samples a rank, W ranks, and for a table r rows read by a sample, F features, D columns of e bytes, s bytes of states a row:
+With B samples per rank, W ranks, and for a table r rows read per sample, F features, D columns of e bytes, and s bytes
+of states per row:
 
-    bytes       of memory                                                       on the links, each way
-    whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
-    columns     the same with the part's columns
-    rows        the share of ids that the part has, of W B r (...);             (W - 1) B (F D e + 8 r share); the samples' ranks
-                2 W B F D e                                                     read a vector of each part
-    replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
+ bytes       of memory                                                       on the links, in each direction
+ whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
+ columns     the same with the part's columns
+ rows        the part's share of ids, of W B r (...), plus                   (W - 1) B (F D e + 8 r share); the samples' ranks
+             2 W B F D e                                                     read a vector of each part
+ replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
 
-The model ignores duplicate ids, caches, and the overlap of both terms. Tables are placed one after the other, the most expensive
-first, such that the slowest rank's time is the least. Then each choice is repeated with all others fixed, until nothing improves.
+The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
+expensive first, so that the slowest rank's time is shortest. Then each choice is repeated with all others fixed, until
+no choice improves.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from weft.embedding.tables import INDEX_BYTES, EmbeddingBagConfig, bytes_text
 from weft.words import counted
 
 Kind: TypeAlias = Literal["table_wise", "column_wise", "row_wise", "data_parallel"]
-_LEAST_COLUMNS = 16  # of a part: narrower rows waste memory bandwidth
+_LEAST_COLUMNS = 16  # least columns of a part: narrower rows waste memory bandwidth
 _PASSES = 4
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a table on a rank: bytes of memory, seconds of a step."""
+    """The load of a table on a rank: its bytes of memory, and its seconds of a step."""
 
     nbytes: float
     seconds: float
@@ -46,10 +48,10 @@ class Load:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """A plan of all tables. Print it for a report.
+    """A sharding of all tables. Print it for a report.
 
-    placement: for `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: for each table, the load of
-    each rank. refused: for each table, shardings that did not fit with the other tables, with the reason.
+    placement: for the argument `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: each table's load on each
+        rank. refused: for each table, the shardings that did not fit beside the other tables, with the reason.
     """
 
     partition: Partition
@@ -63,7 +65,7 @@ class TablePlan:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The predicted seconds of a step on each rank."""
+        """The predicted time of a step on each rank, in seconds."""
         return tuple(sum(load.seconds for load in of_rank) for of_rank in zip(*self.loads, strict=True))
 
     @property
@@ -101,20 +103,23 @@ def plan_tables(
     kinds: Sequence[Kind] = get_args(Kind),
     row_shares: Mapping[str, Sequence[float]] | None = None,
 ) -> TablePlan:
-    """Return a sharding for each table. It depends on the arguments alone, so all ranks agree.
+    """Return a sharding for each table. It depends only on the arguments, so all ranks get the same.
 
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype. world_size: the number of ranks.
-    samples: the number of samples of a rank in a step. rows_read: mean rows that a sample reads from each table, by name or in
-        table order; default one per feature.
-    optimizer: its states are counted. memory_bytes: the memory of a rank for tables, optimizer states and sums of
-    data-parallel gradients. None: no limit. Subtract the memory for activations, batches and buffers.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. world_size: the number of ranks.
+    samples: the number of samples of a rank in a step.
+    rows_read: the mean number of rows that a sample reads from each table, by name or in table order (default: one per
+        feature).
+    optimizer: the optimizer in backward, whose states need memory and time.
+    memory_bytes: the memory of a rank for tables, optimizer states and reduced data-parallel gradients. Subtract what
+        activations, batches and buffers need. None: no limit.
     memory_gbps, link_gbps: the bandwidth in GB/s of a rank's memory, and of all its links together in one direction.
         The defaults are rough numbers of an H100 with NVLink.
-    kinds: shardings to choose from.
-    row_shares: for tables with skewed ids, the share of ids in each of `world_size` equal ranges of rows. Default: even.
+    kinds: the kinds of sharding to choose from.
+    row_shares: for tables with skewed ids, the share of ids in each of `world_size` equal ranges of rows. Default:
+        even.
 
-    Raises `ValueError` if no kind of sharding lets a table fit. The error states the bytes, the ranks, and the kinds
-    that would fit.
+    Raises `ValueError` if a table does not fit with any kind of sharding. The error gives the bytes, the ranks, and the
+    kinds that would fit.
     """
     alone = place_tables(tables, 1, rows_read=rows_read)
     if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
@@ -159,7 +164,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The constants of the cost model that this module describes. Bandwidths in bytes a second."""
+    """The constants of the cost model above. Bandwidths are in bytes per second."""
 
     world: int
     samples: int
@@ -173,7 +178,7 @@ class _Costs:
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 
     def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
-        """Return the load of a part on its owner. share: the share of the table's ids."""
+        """Return the load of a part on its owner. share: the part's share of the table's ids."""
         vector, features, all_samples = (
             columns * table.dtype.itemsize,
             len(table.feature_names),
@@ -185,7 +190,7 @@ class _Costs:
         return Load(rows * (vector + states), memory / self.memory + 2 * wire / self.link)
 
     def sum_of_parts(self, table: EmbeddingBagConfig, parts: int) -> float:
-        """Return the seconds in which a sample's rank sums partial vectors, and copies their gradient."""
+        """Return the seconds in which a sample's rank sums partial vectors and copies their gradient."""
         vectors = self.samples * len(table.feature_names) * table.embedding_dim * table.dtype.itemsize
         return 2 * (parts + 1) * vectors / self.memory
 
@@ -200,9 +205,10 @@ class _Costs:
 def _choices(
     table: EmbeddingBagConfig, costs: _Costs, read: float, kinds: Sequence[Kind], shares: Sequence[float] | None
 ) -> Iterator[_Choice]:
-    """Yield the shardings of a table, with the loads of all ranks.
+    """Yield the possible shardings of a table, with the loads of all ranks.
 
-    A whole table, or the first part of a column-wise table, is tried on each rank."""
+    A whole table, or the first part of a column-wise table, is tried on each rank.
+    """
     world, nothing = costs.world, Load(0.0, 0.0)
     rows, dim = table.num_embeddings, table.embedding_dim
     if "table_wise" in kinds:
@@ -237,7 +243,7 @@ def _chosen(
     """Return a choice for each table, and for each table the kinds of sharding that did not fit, with the reason."""
     seconds, nbytes = [0.0] * world, [0.0] * world
     found: list[_Choice | None] = [None] * len(tables)
-    # What is hardest to place first: many bytes, then much time.
+    # Place first what is hardest to place: many bytes, then long times.
     least = [
         min(sum(load.seconds for load in one.loads) for one in of_table) if of_table else 0.0 for of_table in choices
     ]
@@ -292,7 +298,7 @@ def _chosen(
 
 
 def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
-    """Return the error text for the rank that lacks the most memory."""
+    """Return a text about the rank that lacks the most memory."""
     over = [held + load.nbytes - (memory or 0) for held, load in zip(nbytes, choice.loads, strict=True)]
     rank = over.index(max(over))
     return (
@@ -305,7 +311,7 @@ def _refuse(
     table: EmbeddingBagConfig, choices: Sequence[_Choice], nbytes: Sequence[float], memory: float | None, kinds: Sequence[Kind],
     costs: _Costs,
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for a table that fits on no rank, with its bytes, the reasons, and the kinds that would fit."""
+    """Raise `ValueError` for a table that does not fit, with its bytes, the reasons, and the kinds that would fit."""
     reasons: dict[str, str] = {}
     for one in choices:
         reasons.setdefault(one.kind, _need(one, nbytes, memory))
@@ -323,7 +329,7 @@ def _refuse(
     elif each > room:
         fix = f"all ranks together have {bytes_text(room)} left: use more ranks, 16-bit tables, or smaller states"
     else:
-        fix = "make room on the ranks, or place tables by hand"
+        fix = "use more memory or ranks, or pass placement"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items()) or "no kind applies"
     raise ValueError(
         f"table {table.name!r} of {bytes_text(each)} with its optimizer states fits on no rank. {tried}. {fix}"

@@ -1,7 +1,8 @@
-"""Descriptions of tables, of the rank that owns each, and of the place of each pooled vector, without tensors.
+"""Descriptions of tables, of the rank that owns each table, and of the place of each pooled vector. There are no
+tensors here.
 
-Table-wise sharding: a table lives whole on one rank. The output has one row per sample and one block of columns (a `Slot`) per
-feature of each table, in the order in which the tables were given, whichever rank owns them. Every rank holds the same
+In table-wise sharding, each table is whole on one rank. The output has one row per sample. It has one block of columns
+(a `Slot`) per feature of each table, in the order of the tables, whichever rank owns them. Every rank has an equal
 `EmbeddingSharding`; ranks compare its `fingerprint` to detect differences.
 """
 
@@ -25,7 +26,7 @@ from weft.words import counted
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = tuple(DTYPE_NAMES)
-INDEX_BYTES = 8  # an id, or an offset: data loaders produce int64
+INDEX_BYTES = 8  # bytes of an id or an offset: data loaders produce int64
 _FIRST_VALUES = ("weight_init_min", "weight_init_max", "init_fn")
 _READ_OF_TORCHREC = {
     "num_embeddings", "embedding_dim", "name", "feature_names", "pooling", "data_type", *_FIRST_VALUES,
@@ -37,15 +38,15 @@ _DTYPE_OF_TORCHREC = {name.upper(): dtype for dtype, name in DTYPE_NAMES.items()
 class EmbeddingBagConfig:
     """One embedding table, with TorchRec's field names.
 
-    `num_embeddings` rows of `embedding_dim` elements of `dtype`. Each name in `feature_names` is an input that is looked up in
-    this table and pooled by `pooling` ("sum" or "mean") into one vector per sample.
+    The table has `num_embeddings` rows of `embedding_dim` elements of `dtype`. Each name in `feature_names` is an input
+    feature that is looked up in this table, and pooled by `pooling` ("sum" or "mean") into one vector per sample.
 
-    `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max` (default
-    -+sqrt(1 / num_embeddings)), or by `init_fn`, which gets the [num_embeddings, embedding_dim] tensor, and fills it or returns
-    another tensor of its shape. Equality ignores initial values: two configs that differ only there describe one table.
+    `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max`
+    (default: -+sqrt(1 / num_embeddings)), or by `init_fn`. That function gets the [num_embeddings, embedding_dim]
+    tensor. It fills the tensor, or returns another of the same shape. Equality of configs ignores initial values.
 
-    Raises `ValueError` on sizes below 1, an unknown pooling or dtype, no feature, a feature named twice, bounds that do not form an
-    interval, or both bounds and `init_fn`.
+    Raises `ValueError` for sizes below 1, an unknown pooling or dtype, no feature, a duplicate feature, a minimum above
+    the maximum, or both bounds and `init_fn`.
     """
 
     num_embeddings: int
@@ -103,13 +104,13 @@ class EmbeddingBagConfig:
 
     @property
     def first_values(self) -> tuple[float, float]:
-        """Bounds between which the table is filled if there is no `init_fn`."""
+        """The bounds between which the table is filled if there is no `init_fn`."""
         bound = math.sqrt(1 / self.num_embeddings)
         low, high = self.weight_init_min, self.weight_init_max
         return -bound if low is None else low, bound if high is None else high
 
     def fill(self, weight: torch.Tensor) -> None:
-        """Fill `weight`, the table, with its initial values."""
+        """Fill `weight`, the whole table, with its initial values."""
         with torch.no_grad():
             if self.init_fn is None:
                 weight.uniform_(*self.first_values)
@@ -122,10 +123,10 @@ class EmbeddingBagConfig:
 
     @classmethod
     def of(cls, config: Any) -> EmbeddingBagConfig:
-        """Return `config` if it is weft's, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
+        """Return weft's config unchanged, or convert TorchRec's `EmbeddingBagConfig`, which is read by its field names.
 
-        As in TorchRec, a table without `feature_names` is looked up by a feature of its own name. Raises `ValueError` on an
-        option that weft does not have, unless it is at its default.
+        As in TorchRec, a table without `feature_names` uses a feature with the table's name. Raises `ValueError` for an
+        option that weft does not support, unless it has its default value.
         """
         if isinstance(config, cls):
             return config
@@ -157,9 +158,11 @@ class EmbeddingBagConfig:
         return self.num_embeddings * self.embedding_dim * self.dtype.itemsize
 
     def bytes_per_sample(self, rows_read: float | None = None) -> float:
-        """Return the bytes that pooling one sample moves: rows and their ids in, one vector and one offset per feature.
+        """Return the bytes that pooling one sample moves: rows and ids are read, one vector and one offset per feature
+        are written.
 
-        rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per feature).
+        rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per
+            feature).
         """
         row_bytes = self.embedding_dim * self.dtype.itemsize + INDEX_BYTES
         features = len(self.feature_names)
@@ -167,7 +170,9 @@ class EmbeddingBagConfig:
 
 
 def _other_options(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value and default of each option of `config` that is set, and that `EmbeddingBagConfig.of` does not read."""
+    """Yield (name, value, default) for each option of `config` that is set and that `EmbeddingBagConfig.of` does not
+    read.
+    """
     defaults = dict.fromkeys(vars(config)) if hasattr(config, "__dict__") else {}
     if is_dataclass(config):
         for of in fields(config):
@@ -190,7 +195,8 @@ def _is_uniform(init_fn: Any, bounds: tuple[float, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One block of output columns: `feature` pooled in table number `table` of `rank`, `dim` columns from `column` on.
+    """One block of output columns: `feature` pooled in table number `table` of `rank`, with `dim` columns from `column`
+    on.
 
     `key` is the block's name in the output: the feature, or "feature@table" if several tables use the feature.
     """
@@ -205,11 +211,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class EmbeddingSharding:
-    """The assignment of tables to ranks: the same value on every rank of a group.
+    """The assignment of tables to ranks. It is equal on every rank of a group.
 
-    `rank_of_table[i]` in [0, world_size) owns `tables[i]`; a rank may own none. `rows_read` (mean rows per sample and table), if
-    known, is used only by `describe()`: equality and the fingerprint ignore it. Raises `ValueError` on no table, duplicate names,
-    mixed dtypes, a wrong number of ranks, or a rank out of range.
+    Rank `rank_of_table[i]` owns `tables[i]`. A rank may own no table. `rows_read` (mean rows per sample and table) is
+    only used for predictions and `describe()`; equality and the fingerprint ignore it. Raises `ValueError` for no
+    tables, duplicate names, different dtypes, a wrong number of ranks, or a rank out of range.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]
@@ -242,7 +248,7 @@ class EmbeddingSharding:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """All blocks of output columns, in column order."""
+        """The blocks of output columns, in column order."""
         uses = Counter(feature for table in self.tables for feature in table.feature_names)
         slots, column = [], 0
         for index, (table, rank) in enumerate(zip(self.tables, self.rank_of_table, strict=True)):
@@ -254,12 +260,12 @@ class EmbeddingSharding:
 
     @cached_property
     def total_dim(self) -> int:
-        """Columns of the output: the sum of `dim` over all slots."""
+        """The number of output columns: the sum of `dim` over all slots."""
         return sum(slot.dim for slot in self.slots)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all tables, hence of the output."""
+        """The dtype of all tables, and so of the output."""
         return self.tables[0].dtype
 
     @cached_property
@@ -292,16 +298,15 @@ class EmbeddingSharding:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (except by chance) if anything but `rows_read` differs.
-
-        It is the same in every process and Python run, so that ranks may compare it.
+        """A hash in [0, 2**62) of all fields except `rows_read`. Ranks compare it: it is equal in every process and
+        Python run.
         """
         canonical = json.dumps([self.world_size, self.rank_of_table, self._numbers])
         return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
 
     @cached_property
     def written(self) -> str:
-        """The sharding as JSON, for `sharding_of`."""
+        """The sharding as JSON, which `sharding_of` reads."""
         return json.dumps([self.world_size, self.rank_of_table, self._numbers, self.rows_read])
 
     @property
@@ -325,7 +330,9 @@ class EmbeddingSharding:
         return None
 
     def describe(self) -> str:
-        """Return the assignment as text: per rank its tables, columns, memory and share of the bytes moved per sample."""
+        """Return a text with the tables of each rank, their columns and memory, and the rank's share of the bytes moved
+        per sample.
+        """
         rows = self.rows_read or (None,) * len(self.tables)
         costs = [table.bytes_per_sample(r) for table, r in zip(self.tables, rows, strict=True)]
         assumed = "" if self.rows_read else ", one row per feature assumed"
@@ -345,7 +352,7 @@ class EmbeddingSharding:
         return "\n".join(lines)
 
     def _runs_text(self, indices: Sequence[int]) -> str:
-        """Return table names, with runs of three and more adjacent tables shortened to "first .. last"."""
+        """Return table names as text. Runs of three or more adjacent tables become "first .. last"."""
         words = []
         for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
             names = [self.tables[index].name for _, index in run]
@@ -355,9 +362,9 @@ class EmbeddingSharding:
         return ", ".join(words) or "nothing"
 
 
-@functools.lru_cache(maxsize=1024)  # one object: comparing two of 64 tables takes longer than a call
+@functools.lru_cache(maxsize=1024)  # one object per text: comparing two with 64 tables takes longer than a call
 def sharding_of(written: str) -> EmbeddingSharding:
-    """Return the sharding of the JSON `written`. Its tables have no initial values."""
+    """Return the sharding that the JSON `written` describes. Its tables have no initial values."""
     world_size, rank_of_table, tables, rows_read = json.loads(written)
     dtypes = {str(dtype): dtype for dtype in DTYPES}
     configs = tuple(
@@ -369,7 +376,7 @@ def sharding_of(written: str) -> EmbeddingSharding:
 
 @functools.lru_cache(maxsize=64)
 def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
-    """Return the output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
+    """Return runs (rank, first, end) of adjacent output columns that the same rank pooled, in column order."""
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []
     for slot in sharding.slots:
@@ -383,7 +390,7 @@ def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]
 
 
 def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
-    """Raise `ValueError` unless there are tables, each with its own name, all of one dtype."""
+    """Raise `ValueError` unless there is at least one table, names are unique, and all tables have one dtype."""
     if not tables:
         raise ValueError("no tables: pass at least one EmbeddingBagConfig")
     for name, count in Counter(table.name for table in tables).items():

@@ -15,9 +15,10 @@ from weft.words import kind
 class Training(NamedTuple):
     """The part of a call that only backward uses.
 
-    states, learning_rate, step: as in `FusedUpdate`. anchor: an empty tensor that requires a gradient, so that autograd
-    calls backward even if no table requires one. optimizer: `EmbeddingOptimizer.written`, or "". factor: the number by
-    which reduced gradients are multiplied. deterministic: as in `FusedUpdate`.
+    states, learning_rate, step, deterministic: as in `FusedUpdate`.
+    anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires a
+        gradient.
+    optimizer: `EmbeddingOptimizer.written`, or "". factor: the number by which reduced gradients are multiplied.
     """
 
     states: list[torch.Tensor]
@@ -36,8 +37,10 @@ NOT_TRAINED = Training([], None, None, None, "", 1.0, False)
 def training_of(
     update: FusedUpdate | None, sparse: bool, requires_grad: bool, device: torch.device, factor: float = 1.0
 ) -> Training:
-    """Return the part of a call that backward uses. factor: without `update`. Raise `ValueError` for options that exclude each
-    other."""
+    """Return the part of a call that backward uses. Raise `ValueError` for options that contradict each other.
+
+    factor: multiplies reduced gradients if there is no `update`.
+    """
     if not isinstance(sparse, bool) or not isinstance(requires_grad, bool):
         raise ValueError(f"sparse={sparse!r}, requires_grad={requires_grad!r}: pass True or False")
     if sparse and torch.compiler.is_compiling():
@@ -77,7 +80,7 @@ def _anchor(device: torch.device) -> torch.Tensor:
 
 
 def check_module_options(optimizer: Any, sparse: Any, gradients: Any, deterministic: Any = True) -> None:
-    """Raise `ValueError` for options of a module that are invalid or exclude each other."""
+    """Raise `ValueError` for invalid or contradictory options of a module."""
     if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise ValueError(
             f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...) or another of weft's, or None and "

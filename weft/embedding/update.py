@@ -1,4 +1,4 @@
-"""The optimizer, learning rate and states by which backward updates a rank's tables."""
+"""The optimizer, learning rate and states with which backward updates a rank's tables."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from weft.words import kind
 
 
 class FusedUpdate:
-    """An optimizer with its states for the tables of one rank, for `update` of `weft.embedding_all_to_all`.
+    """An optimizer with its states for the tables of one rank, for the argument `update` of
+    `weft.embedding_all_to_all`.
 
-    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on their device, read when the
-    update runs.
+    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on their device, which
+    the update reads when it runs.
 
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
     factor: multiplies every reduced gradient, for example 1 / world size.
-    deterministic: False allows updates whose bits differ from run to run, where they are faster: `weft.SGD` on GPUs adds the
-        gradient of each id to its row by atomics, without sorting ids. It needs fp32 tables, and neither weight decay, nor
-        clipping, nor nonfinite="skip". Otherwise, and on CPU, it means the same as True.
+    deterministic: False allows updates whose bits differ from run to run, where they are faster. `weft.SGD` on GPUs
+        then adds the gradient of each id to its row with atomics, without sorting ids. This needs fp32 tables, and no
+        weight decay, clipping or nonfinite="skip". In all other cases, and on CPU, False means the same as True.
 
-    Memory: the states that the optimizer documents, float32.
+    Memory: the optimizer's states, in float32.
 
-    Raises `TypeError` for another optimizer, a single tensor, or a `deterministic` that is not a bool. `ValueError` for a
-    factor that is not finite.
+    Raises `TypeError` for another optimizer, a single tensor, or a `deterministic` that is not a bool, and `ValueError`
+    for a factor that is not finite.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class FusedUpdate:
         deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        """device: the device of a rank without tables."""
+        """device: the device, for a rank without tables."""
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
         if isinstance(weights, torch.Tensor):
@@ -51,7 +52,7 @@ class FusedUpdate:
             raise ValueError(f"factor={factor} must be a finite number, such as 1 / world size")
         device = weights[0].device if len(weights) else torch.device("cpu" if device is None else device)
         self._shapes = [weight.shape for weight in weights]
-        self._written_lr = optimizer.lr  # for tables on meta, which keep no values
+        self._written_lr = optimizer.lr  # for tables on meta, whose tensors have no values
         self.learning_rate = torch.tensor(optimizer.lr, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         """The number of updates so far."""
@@ -81,11 +82,11 @@ class FusedUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """The bytes of all states."""
         return sum(state.nbytes for state in self.tensors)
 
     def require_tables(self, weights: Sequence[torch.Tensor]) -> None:
-        """Raise `ValueError` unless the states are of tables of these shapes, on their device."""
+        """Raise `ValueError` unless the states belong to tables of these shapes, on their device."""
         shapes = [getattr(weight, "shape", None) for weight in weights]
         if shapes != self._shapes:
             made, given = ([tuple(shape or ()) for shape in of] for of in (self._shapes, shapes))
@@ -99,7 +100,7 @@ class FusedUpdate:
             )
 
     def move(self, device: torch.device) -> None:
-        """Move the learning rate, the count and the states to `device`. On a move from "meta" they are initialised."""
+        """Move learning rate, step and states to `device`. Tensors that were on meta are initialised."""
 
         def moved(tensor: torch.Tensor, first: float) -> torch.Tensor:
             return torch.full_like(tensor, first, device=device) if tensor.is_meta else tensor.to(device)

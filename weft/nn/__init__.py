@@ -42,8 +42,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need torch.distributed.checkpoint only when they are used, because that import takes most of a
-    second."""
+    """Import names that need torch.distributed.checkpoint when they are first used. Importing it takes most of a
+    second.
+    """
     if name == "ModelState":
         from weft.nn.parts_state import ModelState
 

@@ -1,13 +1,13 @@
-"""The optimizers of all tables in a model as one entry of a checkpoint of `torch.distributed.checkpoint`.
+"""The optimizers of all tables of a model, as one entry of a `torch.distributed.checkpoint` checkpoint.
 
-    name in the checkpoint                                            value
-    <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
-    state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
-    param_groups.<path>.lr, .step                                     learning rate, number of updates
+ name in the checkpoint                                            value
+ <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
+ state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
+ param_groups.<path>.lr, .step                                     learning rate, number of updates
 
-<path> is the module's path in the model. Tables and states have TorchRec's names, so that weft and TorchRec can load
-each other's files. Each value is stored as a whole table, to which every rank contributes its part. So the checkpoint
-can be loaded with another number of ranks or another placement.
+<path> is the module's path in the model. Tables and states have TorchRec's names, so weft and TorchRec can load each
+other's files. Each value is stored as a whole table, to which every rank contributes its part. So another number of
+ranks, or another placement, can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from weft.embedding.update import FusedUpdate
 from weft.nn.fused_optimizer import FusedOptimizer
 
 OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
-"""Entries that a checkpoint of TorchRec lacks. When such a checkpoint is loaded, they keep their values."""
+"""Entries that TorchRec's checkpoints lack. They keep their values when such a checkpoint is loaded."""
 
 
 class FusedOptimizers:
-    """The fused optimizers of all tables in `model`, for `torch.distributed.checkpoint`.
+    """The optimizers in backward of all tables in `model`, for `torch.distributed.checkpoint`.
 
-    Save and load it together with the model, on every rank. Another number of ranks may load it, with another placement of tables:
+    Save and load them together with the model, on every rank. Another number of ranks, or another placement of tables,
+    can load the checkpoint:
 
         state = {"model": model, "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         torch.distributed.checkpoint.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
 
-    Raises `ValueError` if no module in `model` has an `optimizer` that updates in backward.
+    Raises `ValueError` if no module in `model` has an `optimizer` in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +56,9 @@ class FusedOptimizers:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank's tables (not copies), learning rates and numbers of updates. Waits for the device."""
+        """Return the states of this rank's tables (not copies), learning rates and numbers of updates. Waits for the
+        device.
+        """
         state: dict[str, dict[str, Any]] = {}
         parts = {path for path, module in self._modules.items() if hasattr(module, "partition")}
         numbers: dict[str, dict[str, torch.Tensor]] = {}
@@ -71,7 +74,9 @@ class FusedOptimizers:
         return {"state": state, "param_groups": numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy states, learning rates and numbers of updates. Raise `ValueError`, with the name, before anything is copied."""
+        """Copy states, learning rates and numbers of updates. Raise `ValueError`, which names the bad entry, before
+        anything is copied.
+        """
         if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
             raise ValueError(
                 f"the state dict has no {' and no '.join(missing)}: pass what FusedOptimizers.state_dict() returned"
@@ -83,7 +88,9 @@ class FusedOptimizers:
             for name, state in states.items():
                 given = state_dict["state"].get(parameter, {}).get(name)
                 if given is None:
-                    raise ValueError(f"the state dict has no state {name!r} of {parameter!r}")
+                    raise ValueError(
+                        f"the state dict has no state {name!r} of {parameter!r}: load one of this model and optimizer"
+                    )
                 for tensor in local_tensors(given):
                     check_tensor(f"{parameter}.{name}", tensor)
                 if given.size() != state.size() or given.dtype != state.dtype:
@@ -94,10 +101,12 @@ class FusedOptimizers:
                 copies += zip(local_tensors(state), local_tensors(given), strict=True)
         for path, numbers in own["param_groups"].items():
             if missing := [name for name in numbers if name not in state_dict["param_groups"].get(path, {})]:
-                raise ValueError(f"the state dict has no param_groups.{path}.{missing[0]}")
+                raise ValueError(
+                    f"the state dict has no param_groups.{path}.{missing[0]}: load one of this model and optimizer"
+                )
         with torch.no_grad():
             for state, given in copies:
-                if state.data_ptr() != given.data_ptr():  # torch.distributed.checkpoint has loaded in place
+                if state.data_ptr() != given.data_ptr():  # equal if torch.distributed.checkpoint has loaded in place
                     state.copy_(given)
         for path, module in self._modules.items():
             optimizer, update = _of(module)
@@ -106,7 +115,7 @@ class FusedOptimizers:
 
 
 def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[str, dict[str, Any]]:
-    """Return the states of a module with sharded tables, under the names of the tables."""
+    """Return the optimizer states of a module with sharded tables, under the names of the whole tables."""
     from weft.nn.parts_state import names_of_parts, whole
 
     found: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
-"""`EmbeddingBagCollection` with its tables spread over ranks: TorchRec's interface, weft's fused operator inside.
+"""TorchRec's `EmbeddingBagCollection` with sharded tables and weft's fused pooling and all-to-all.
 
-    local_batch:  features of my samples  -> InputDist -> my features of all samples -> fused pooling + all-to-all
-    global_batch: my features of all samples ---------------------------------------> fused pooling + all-to-all
+ local_batch:  all features of this rank's samples -> InputDist -> this rank's features of all samples -> fused operator
+ global_batch: this rank's features of all samples ------------------------------------------------> fused operator
 
 In both cases a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
 """
@@ -45,71 +45,76 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked ones."""
+    """Mark the parameters with which `load_state_dict(assign=True)` has replaced marked parameters."""
     module._mark_tables()
 
 
 class ShardedEmbeddingBagCollection(TrainedTables):
-    """Embedding tables on the ranks of `group`, whole or in parts; pooled vectors for each rank's own samples.
+    """Embedding tables that are sharded over `group`. A call returns the pooled vectors of each rank's own samples.
 
     The constructor and every call are collective over `group`. Arguments must be equal on all ranks. All except
     `device` and `deadline_s` are compared, and a difference raises `DisagreementError`. If a rank is missing or dead,
     the others raise `DeadlineError` or `PeerLostError`.
 
-    Backward is collective too: all ranks must run backward of the same calls, in the same order. Gradients are reduced
-    in a fixed order, so that equal inputs give equal bits, unless `deterministic=False`. With an `optimizer`, backward
-    updates the tables, which then have no gradients. `fused_optimizer` has the learning rate. A second backward of one
-    call raises `WeftError`. Calls in `torch.no_grad()` update nothing. Without an optimizer the tables require
-    gradients, as those of `nn.EmbeddingBag` do. Call `weft.nn.ignore_tables(model)` before DistributedDataParallel.
-    Under torch.compile a call that wants gradients breaks the graph.
+    Backward is collective too: all ranks must run the backward of the same calls, in the same order. Gradients are
+    reduced in a fixed order, so equal inputs give equal bits, unless `deterministic=False`. Call
+    `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile, a call that needs gradients
+    breaks the graph.
 
-    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has only
-    its own tables, and its `state_dict()` contains only these. The config of a table sets its initial values
-    (`weight_init_min` and `_max`, `init_fn`), by default uniform in +-sqrt(1/num_embeddings). Random values are drawn
-    from torch's default generator. The first rank's seed is set for each table, and the generator's state restored
-    after it: a table's values do not depend on the placement. `load_full_weights` copies an unsharded collection's
-    weights.
+    With an `optimizer`, backward updates the tables and returns no gradients for them. `fused_optimizer` has the
+    learning rate. A second backward of the same call raises `WeftError`. Calls in `torch.no_grad()` update nothing.
+    Without an optimizer, the tables require gradients, as those of `nn.EmbeddingBag` do.
 
-    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need the same
-    dtype at the next call. Other dtypes and devices raise `ValueError` before this module is changed. `copy.deepcopy`
-    copies the weights for use on the same group, and is not collective. The module does not pickle (`TypeError`): save
-    its `state_dict()` on every rank, and load it into a new module.
+    The parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has
+    only its own tables, also in its `state_dict()`. The table's config sets its initial values (`weight_init_min` and
+    `_max`, or `init_fn`; default: uniform in +-sqrt(1/num_embeddings)). Each table is filled with a seed derived from
+    the first rank's default generator, so its values do not depend on the placement. `load_full_weights` copies the
+    weights of an unsharded collection.
 
-    Calls set up symmetric memory for their results, which stays until the group ends, or until `close()`.
+    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and with them the output. All ranks
+    need the same dtype at the next call. An unsupported dtype or device raises `ValueError`, and this module is
+    unchanged. `copy.deepcopy` copies the weights for use on the same group, and is not collective. The module cannot be
+    pickled (`TypeError`): save its `state_dict()` on every rank, and load it into a new module.
 
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, one dtype for all. Output columns follow their order.
-    group: a process group that this rank is in. There is no default: pass `dist.group.WORLD` for all ranks.
-    device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU. On "meta" the
-        tables take no memory and cannot be called before `to_empty(device=...)`, after which the values must be loaded, or filled
-        with `reset_parameters()`.
-    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
-    `weft.embedding.ColumnWise` and `RowWise` cut a table into parts, and `DataParallel` copies it to every rank. The
-    parameters are then the parts, with names such as "table[rows, columns]". Row-wise and data-parallel tables need
-    input="local_batch".
-    rows_read: mean rows per sample and table, by name or in table order, to balance the ranks; default 1 per feature. Give it if
-        pooling factors differ.
-    input: with "local_batch", as in TorchRec, a rank passes all features of its own samples, and weft distributes the
-    ids over `group`. With "global_batch", a rank passes the features of its own tables for the samples of all ranks, in
-    rank order, and weft distributes nothing.
-    is_weighted: the features carry one float32 weight per id. If False, weights in the features are ignored, as in TorchRec.
-    optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update rows in
-        backward. None leaves gradients for an optimizer of torch.
-    sparse: without an optimizer, gradients are sparse COO tensors, as `nn.EmbeddingBag(sparse=True)` makes them.
-    deterministic: with an optimizer, True gives equal bits for equal inputs. False allows other bits where that is faster, as
-        `weft.embedding.FusedUpdate` says: `weft.SGD` on GPUs then adds by atomics, without sorting ids.
-    gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel does for the other
-        parameters and TorchRec for tables; "sum" does not.
-    max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch". If any rank would
-    receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Ranks exchange
-    these numbers in each call. Default: no limit.
-    transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for `weft.embedding_all_to_all`. The
-        distribution of a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout. `output_dtype` supports
-        only whole tables.
+    Calls allocate symmetric memory for their results, which is kept until the group is destroyed or `close()` is
+    called.
+
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns have their order.
+    group: a process group that contains this rank. There is no default: pass `dist.group.WORLD` for all ranks.
+    device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
+        CPU). On "meta" the tables take no memory. Before the first call, use `to_empty(device=...)`, and then load
+        values or call `reset_parameters()`.
+    placement: the owner rank of each table, by name or in table order (default: balanced by
+        `weft.embedding.place_tables`). `weft.embedding.ColumnWise` and `RowWise` shard a table, and `DataParallel`
+        copies it to every rank. The parameters are then the parts, with names such as "table[rows, columns]". Row-wise
+        and data-parallel tables need input="local_batch".
+    rows_read: the mean number of rows that a sample reads from each table, by name or in table order, to balance the
+        ranks (default: 1 per feature). Pass it if pooling factors differ.
+    input: "local_batch": a rank passes all features of its own samples, as in TorchRec, and weft distributes the ids
+        over `group`. "global_batch": a rank passes the features of its own tables for the samples of all ranks, in rank
+        order, and weft distributes no ids.
+    is_weighted: True if the features have one float32 weight per id. If False, weights in the features are ignored, as
+        in TorchRec.
+    optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update
+        rows in backward. None: backward leaves gradients for a torch optimizer.
+    sparse: True for sparse COO gradients, as `nn.EmbeddingBag(sparse=True)` has. Only without an optimizer.
+    deterministic: with an optimizer, True for equal bits from equal inputs. False allows other bits where that is
+        faster (`weft.embedding.FusedUpdate`): `weft.SGD` on GPUs then uses atomics, without sorting ids.
+    gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel and
+        TorchRec do. "sum" does not.
+    max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).
+        If any rank would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are
+        sent. With a limit, ranks exchange these numbers in each call.
+    transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
+        `weft.embedding_all_to_all`. The input distribution uses `deadline_s` on CPU, and the process group's timeout on
+        GPUs. `output_dtype` supports only whole tables.
     """
 
     _container = "embedding_bags"
     _of_parts: ClassVar[type[Any] | None] = None
-    """The subclass with tables that are cut into parts (`weft.nn.partitioned_embedding`, which imports this file)."""
+    """The subclass for sharded tables (`weft.nn.partitioned_embedding`, which imports this file and sets this
+    attribute).
+    """
 
     def __init__(
         self,
@@ -158,7 +163,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
-            # Refuse bad options now, on every rank, instead of at the first call.
+            # Check options now, on every rank, instead of at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs, output_dtype)
         except (ValueError, TypeError) as error:
             refusal = error
@@ -187,18 +192,19 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for documentation
 
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
-        """Pool the features of all tables, and return the vectors of this rank's samples. Collective.
+        """Return the pooled vectors of all tables for this rank's samples. Collective.
 
-        features: a KeyedJaggedTensor, ours or TorchRec's. Keys without a table are ignored, as in TorchRec: several modules may
-            share one input.
-        batch_sizes: with input="global_batch", the number of samples that each rank gets, in rank order. By default the
-        global batch is divided evenly; if it is not divisible, the first ranks get one sample more. With
-        input="local_batch" ranks exchange their batch sizes, and this argument raises an error.
+        features: a KeyedJaggedTensor, weft's or TorchRec's. Keys without a table are ignored, as in TorchRec, so
+            several modules can share one input.
+        batch_sizes: with input="global_batch", the number of samples of each rank, in rank order. Default: the global
+            batch divided evenly; the first ranks get one sample more if needed. With input="local_batch" ranks exchange
+            their batch sizes, and this argument raises an error.
 
-        Returns a KeyedTensor of [local batch, sum(D)] values in the tables' dtype or `output_dtype`, with columns in table order. A
-        key is the feature's name, or "feature@table" if several tables use the feature.
+        Returns a KeyedTensor of values [local batch, sum(D)] in the tables' dtype or `output_dtype`, with columns in
+        table order. A key is the feature's name, or "feature@table" if several tables use the feature.
 
-        Raises `RefusedError` (a `ValueError`) on every rank for bad input, for example if a table's feature is missing.
+        Raises `RefusedError` (a `ValueError`) on every rank for bad input on any rank, for example if a table's feature
+        is missing.
         """
         is_trained = torch.is_grad_enabled() and (self._is_trained or self._optimizer)
         is_opaque = is_trained or self._max_ids is not None or self._prefetched is not None
@@ -215,19 +221,22 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 "sizes of local batches"
             )
         if torch.compiler.is_compiling():
-            if refusal is not None and batch_sizes is not None:  # the operator refuses tables on meta, on every rank
+            if (
+                refusal is not None and batch_sizes is not None
+            ):  # the operator itself refuses tables on meta, on every rank
                 raise refusal
             call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
         with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
-            # Several collectives, one call for the ranks.
+            # The call has several collectives, but counts as one call across ranks.
             if self._prefetched is not None and refusal is None:
                 return self._pooled(*self._taken(features))
             self._require_bound(features)
             return self._pooled(*self._input_dist(features, refusal))
 
     def prefetch(self, features: Any) -> None:
-        """Begin to distribute the ids of the next batch, while earlier work runs. Collective; the next call must be of this batch.
+        """Begin to distribute the ids of the next batch while earlier work runs. Collective. The next call must be of
+        this batch.
 
             module.prefetch(batches[0])
             for batch, following in zip(batches, batches[1:]):
@@ -235,18 +244,19 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 module.prefetch(following)
                 loss(pooled).backward()
 
-        On GPUs the numbers of ids are exchanged on a separate stream, after the work that is already enqueued. So at the next call
-        the host waits only for that exchange, and not for the device. The ids travel while the work that you enqueue in between
-        runs. Do not change the tensors of the batch before its call. Bad input raises at the call.
+        On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. At the next
+        call the host waits only for that exchange, not for the device. The ids are sent while work that you enqueue in
+        between runs. Do not change the tensors of the batch before its call. Bad input raises at the call.
 
-        features: as for a call, the same object.
+        features: the object that you pass to the next call.
 
-        Raises `ValueError` with input="global_batch", with row-wise or data-parallel tables, or if a batch waits for its call.
+        Raises `ValueError` with input="global_batch", with row-wise or data-parallel tables, or if another prefetched
+        batch has not been called yet.
         """
         with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
             if self.input != "local_batch":
                 raise ValueError(
-                    f"prefetch with input={self.input!r}: this input exchanges no ids, so there is nothing to prefetch: "
+                    f"prefetch has no effect with input={self.input!r}, because ranks exchange no ids: "
                     "remove the call to prefetch"
                 )
             if self.device.type == "meta":
@@ -256,7 +266,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._prefetched = Prefetched(self._input_dist, features)
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Return the prefetched batch, distributed. Collective."""
+        """Return the prefetched batch after its distribution. Collective."""
         prefetched = cast(Prefetched, self._prefetched)
         if features is not prefetched.features:
             raise ValueError(
@@ -267,7 +277,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return prefetched.arrived(lambda: self._require_bound(features))
 
     def _require_bound(self, features: Any) -> None:
-        """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. Collective if there is a bound."""
+        """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. Collective if `max_ids`
+        is set.
+        """
         if (bound := self._max_ids) is not None:
             of_ranks = self._input_dist.features_of_rank
             totals = totals_of_ranks(features, of_ranks, self.group, self._speaks_on(), self.deadline_s)
@@ -304,27 +316,31 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return training_of(self._update, self._sparse, is_trained, self._speaks_on(), self._factor)
 
     def memory(self) -> EmbeddingMemory:
-        """Return the bytes that this module holds on this rank. Print the result for a table. Not collective."""
+        """Return the memory of this module on this rank, in bytes. Print the result for a table. Not collective."""
         weights = dict(zip(self.embedding_bags, self._weights(), strict=True))
         buffers = buffer_bytes(plan_in(*self._form), self.group, self._speaks_on())
         return memory_of(weights, self._update, self._batches, self.sharding, self.rank, buffers)
 
     def close(self) -> None:
-        """Free the symmetric memory that calls of this module have allocated, but not the tables. Collective. Without
-        it, the memory is kept as long as the group exists, so it accumulates in a program that creates many modules. A
-        later call of this module, or of a copy, allocates it again, as the first call did. Close modules that are not
-        needed any more before `half()` and similar conversions, which need other memory. On GPUs it waits for the
-        device, and CUDA graphs that have captured calls must not be replayed after it.
+        """Free the symmetric memory that calls of this module have allocated, but not the tables. Collective.
 
-        Raises `RefusedError` on every rank while any rank holds a result (or a view of one) in that memory; `DisagreementError`
-        if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as calls do: the memory of a
-        failed group is freed with the group.
+        Without it, the memory is kept until the group is destroyed, so it accumulates in a program that creates many
+        modules. A later call of this module, or of a copy, allocates it again. Close a module before `half()` and
+        similar conversions, which need other memory. On GPUs it waits for the device, and CUDA graphs that have
+        captured calls must not be replayed after it.
+
+        Raises `RefusedError` on every rank if any rank still keeps a result, or a view of a result, in this memory.
+        Raises `DisagreementError` if ranks close different modules, and `DeadlineError`, `PeerLostError` or
+        `PoisonedGroupError` as calls do. The memory of a failed group is freed with the group.
         """
         release(plan_in(*self._form), group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Return the parameters without `nn.Module.__getattr__`, which takes longer for all tables than the kernel's
-        launch. Attributes are used if the parameters were replaced."""
+        """Return the parameters, without `nn.Module.__getattr__`: for all tables it takes longer than the launch of the
+        kernel.
+
+        Attributes are used only if the parameters were replaced.
+        """
         bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
         try:
             return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
@@ -335,28 +351,29 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self._input_dist.device
 
     def _own_features(self, features: Any) -> JaggedInput:
-        """Return the global batch's features, without unused keys and without weights unless is_weighted."""
+        """Return the features of the global batch, without unused keys, and without weights unless is_weighted."""
         jagged = as_jagged(features)
         if not self._is_weighted:
             jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
-        elif jagged.weights is None:  # no weights: refused later as too few, unless there are no ids
+        elif jagged.weights is None:  # a later check refuses missing weights, unless there are no ids
             jagged = jagged._replace(weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
         keys = jagged.keys
         if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
         check_parts(jagged, None)
-        if jagged.values.device.type == "cpu":  # dropped keys are not checked later
+        if jagged.values.device.type == "cpu":  # dropped keys are checked only here
             blocks = blocks_of_slots(keys, self.sharding, self.rank)
             check_offsets(jagged, self.sharding, self.rank, CheckedInput(blocks, (), jagged.stride or 0))
         keyed = KeyedJaggedTensor(keys, jagged.values, jagged.weights, offsets=jagged.offsets, stride=jagged.stride)
         return as_jagged(keyed.permute([block for block, key in enumerate(keys) if key in self._own]))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's tables from `weights`, whole tables by table name (tables of other ranks may be there too).
+        """Copy this rank's tables from whole tables. Values are converted to the tables' dtype.
 
-        For example from an unsharded collection: `{name: bag.weight for name, bag in ebc.embedding_bags.items()}`. Values are
-        converted to the table's dtype. Raises `ValueError` for a missing or unknown table or a wrong shape, before anything is
-        copied.
+        weights: whole tables, by table name; tables of other ranks may be present too. For an unsharded collection pass
+            `{name: bag.weight for name, bag in ebc.embedding_bags.items()}`.
+
+        Raises `ValueError` for a missing or unknown table or a wrong shape, before anything is copied.
         """
         names = [table.name for table in self.sharding.tables]
         if unknown := [name for name in weights if name not in set(names)]:
@@ -364,7 +381,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         local = dict(zip(self.embedding_bags, self._weights(), strict=True))
         for name, weight in local.items():
             if name not in weights:
-                raise ValueError(f"weights lack table {name!r} of rank {self.rank}: they have {', '.join(weights)}")
+                raise ValueError(f"weights lacks table {name!r} of rank {self.rank}: it has {', '.join(weights)}")
             check_tensor(f"weights[{name!r}]", weights[name])
             if weights[name].shape != weight.shape:
                 given, wanted = list(weights[name].shape), list(weight.shape)
@@ -374,7 +391,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 weight.copy_(weights[name])
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values, as after `to_empty`. Not collective."""
+        """Fill this rank's tables with their initial values, for use after `to_empty`. Not collective."""
         for table in self.embedding_bags.children():
             cast(Table, table).reset_parameters()
 
@@ -384,13 +401,15 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         def make() -> None:
             for index in self.sharding.local_tables(self.rank):
                 table = self.sharding.tables[index]
-                # Not by add_module, which refuses names of the container's own attributes: a table may be called "items".
+                # add_module would refuse names of the container's own attributes, but a table may be called "items".
                 self.embedding_bags._modules[table.name] = Table(table, self.device, seed + index)
 
         fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
-        """Mark the parameters for DDP and `ignore_tables`, and make or move the optimizer's states."""
+        """Mark the parameters for DDP and `ignore_tables`. Make the optimizer's states, or move them to the tables'
+        device.
+        """
         for bag in self.embedding_bags.children():
             weight: Any = bag.weight
             weight._weft_table = weight._ddp_ignored = True
@@ -409,13 +428,13 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """Store the sharding, the device of the tables, and derived attributes."""
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
-        # Ranks with tables on meta still take part, to report their refusal.
+        # Ranks whose tables are on meta still communicate, to report that they refuse the call.
         speaks_on = device_for(self.group, None) if device.type == "meta" else device
         self._input_dist = input_dist_of(sharding, self.group, speaks_on, self._is_weighted, self.deadline_s)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Convert and move parameters: `half()`, `to(...)`, `cuda()` and others of `nn.Module` end here."""
-        if not recurse:  # this module's own parameters: none
+        """Convert and move parameters. `half()`, `to(...)`, `cuda()` and similar methods of `nn.Module` call it."""
+        if not recurse:  # only this module's own parameters, and it has none
             return super()._apply(fn, recurse)
         dtype, device = self._after(fn)
         super()._apply(fn)
@@ -427,8 +446,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self
 
     def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
-        """Return the dtype and device of tables after a conversion. Raise `ValueError` if tables cannot have them."""
-        # An empty table shows them also on a rank that owns no table.
+        """Return the tables' dtype and device after a conversion. Raise `ValueError` if tables do not support them."""
+        # An empty tensor shows both, even on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
         if after.dtype not in DTYPES:
             raise ValueError(
@@ -442,7 +461,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
         memo[id(self.group)] = self.group  # a process group cannot be copied
-        # The optimizer is made anew: its group passes the learning rate on to the copied states.
+        # The copy makes a new optimizer object, which writes the learning rate to the copied states.
         own = {name: value for name, value in self.__dict__.items() if name != "_fused_optimizer"}
         own["_prefetched"] = None
         copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None)
@@ -462,7 +481,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return all tables, of all ranks, in the order of the output's columns."""
+        """Return the configs of all tables on all ranks, in the order of the output's columns."""
         return list(self.sharding.tables)
 
     def is_weighted(self) -> bool:

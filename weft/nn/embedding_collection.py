@@ -1,7 +1,7 @@
-"""`EmbeddingCollection` with its tables spread over ranks: a row for each id, not pooled; TorchRec's interface.
+"""TorchRec's `EmbeddingCollection` with sharded tables: a row for each id, without pooling.
 
-ids of my samples -> owners of their rows -> rows back to my samples            (`weft.nn.row_dist`)
-gradients of rows -> owners, which reduce them by row and update the tables     (`weft.runtime.embedding_rows`)
+ids of this rank's samples -> owners of the rows -> rows of this rank's samples    (`weft.nn.row_dist`)
+gradients of rows -> owners, which reduce them by row and update the tables        (`weft.runtime.embedding_rows`)
 """
 
 from __future__ import annotations
@@ -53,32 +53,37 @@ NAME = "ShardedEmbeddingCollection"
 
 
 class ShardedEmbeddingCollection(TrainedTables):
-    """Embedding tables on the ranks of `group`; a row for each id of each rank's own samples.
+    """Embedding tables that are sharded over `group`. A call returns a row for each id of each rank's own samples.
 
-    The constructor is collective, and so are every call and every backward. Ids go to the owners of their rows, and rows come back.
-    Backward sends the gradient of each row to its owner, which sums equal rows in a fixed order, in float32. So equal inputs give
-    equal bits. With an `optimizer` it updates the tables, and `fused_optimizer` has the learning rate.
+    The constructor, every call and every backward are collective. A call sends ids to the owners of their rows, and
+    returns the rows. Backward sends the gradient of each row to its owner, which sums the gradients of equal rows in a
+    fixed order, in float32. So equal inputs give equal bits. With an `optimizer`, backward updates the tables, and
+    `fused_optimizer` has the learning rate.
 
-    Parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part; a rank has only its own parts.
-    Initial values depend on the seed and the table alone.
+    The parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part. A rank has only its own
+    parts. Initial values depend only on the seed and the table.
 
-    tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, of one dimension and one dtype.
-    group: a process group that this rank is in.
-    device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU.
-    placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise`, `RowWise` or `ColumnWise`.
-        Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are cut by columns, all parts of the
-        collection have the same number of columns.
+    tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, all with one dimension
+        and one dtype.
+    group: a process group that contains this rank.
+    device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
+        CPU).
+    placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise`, `RowWise` or
+        `ColumnWise`. Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are sharded by
+        columns, all parts of the collection must have the same number of columns.
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
-    dedup: if True, each rank sends each distinct id once, and one gradient for it. This is faster if ids repeat often.
-    Sums of gradients are rounded to the tables' dtype before they are sent.
-    max_ids: the largest number of ids that a rank may receive in a call, where the ids of each part of a table count. If any rank
-    would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
-    hash: map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
-    bounds_check: "warning" reads ids out of range as zero rows, and warns; "fatal" refuses the call on every rank; "ignore" reads
-        zero rows.
-    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs the process group's timeout.
+    dedup: True to send each distinct id once per rank, and one gradient for it. This is faster if ids repeat often.
+        Sums of gradients are rounded to the tables' dtype before they are sent.
+    max_ids: the largest number of ids that a rank may receive in a call (default: no limit). An id counts once for each
+        part of a table that it reads. If any rank would receive more, every rank raises `RefusedError` with the numbers
+        of all ranks, before ids are sent.
+    hash: True to map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
+    bounds_check: how ids out of range are treated. "warning" reads them as zero rows, and warns. "fatal" refuses the
+        call on every rank. "ignore" reads them as zero rows.
+    deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
+        timeout applies.
 
-    Memory: a call holds its ids, the rows that this rank sends and those that it receives; backward needs the same for gradients.
+    Memory: a call needs its ids, and the rows that this rank sends and receives. Backward needs the same for gradients.
     """
 
     _container = "embeddings"
@@ -164,11 +169,12 @@ class ShardedEmbeddingCollection(TrainedTables):
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """Return the rows of all ids, [number of ids, embedding_dim] for each feature. Collective.
 
-        features: a KeyedJaggedTensor, ours or TorchRec's, of this rank's samples. Keys without a table are ignored.
+        features: a KeyedJaggedTensor, weft's or TorchRec's, of this rank's samples. Keys without a table are ignored.
 
-        A key of the result is the feature's name, or "feature@table" if several tables use the feature.
+        Returns a dict of JaggedTensors. A key is the feature's name, or "feature@table" if several tables use the
+        feature.
 
-        Raises `RefusedError` on every rank for a bad input on any rank.
+        Raises `RefusedError` on every rank for bad input on any rank.
         """
         return self._called(features)
 
@@ -190,7 +196,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: _Ids) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return the rows of all ids, the routing of the ids, and the rows that peers requested. Collective."""
+        """Return the rows of all ids, the routing of the ids, and the row numbers that peers requested. Collective."""
         route, arrived, (bad,) = self._dist.send(ids.places, ids.rows, [ids.bad.sum()])
         if bad and self._bounds_check == "warning":
             warnings.warn(
@@ -201,19 +207,19 @@ class ShardedEmbeddingCollection(TrainedTables):
         for asked, weight in zip(arrived, self._weights(), strict=True):
             inside = (asked >= 0) & (asked < len(weight))
             found = weight.detach()[asked.clamp(0, len(weight) - 1)]
-            rows.append(torch.where(inside[:, None], found, 0))  # not a product: a row may be infinite
+            rows.append(torch.where(inside[:, None], found, 0))  # where, because 0 times an infinite row would be NaN
         if not rows:
             rows = [torch.empty(0, self.partition.parts[0].columns, dtype=self._dtype, device=self.device)]
             route = route if self._own else replace(route, counts=[0] * self.group.size())
         dim = self.partition.tables[0].embedding_dim
-        return self._dist.back(rows, route).view(-1, dim), route, arrived  # pieces of an id's row lie side by side
+        return self._dist.back(rows, route).view(-1, dim), route, arrived  # the pieces of an id's row are adjacent
 
     @property
     def _dtype(self) -> torch.dtype:
         return self.partition.tables[0].dtype
 
     def _record(self, number: int) -> ForwardCall:
-        """Return the record that ranks compare in backward, with the memory of the update."""
+        """Return the record that ranks compare in backward, with the tables and states that backward updates."""
         tables, update = None, self._update
         if update is not None:
             states = [list(of_table.values()) for of_table in update.states]
@@ -275,7 +281,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     # --- handling ---
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
-        """Return this rank's parts with their weights, in the order of `embeddings`."""
+        """Return this rank's parts and their weights, in the order of `embeddings`."""
         return list(zip(self._own, self._weights(), strict=True))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -283,7 +289,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         load_full(self.partition, self.rank, self.parts(), weights)
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values, as after `to_empty`. Not collective."""
+        """Fill this rank's tables with their initial values, for use after `to_empty`. Not collective."""
         for table in self.embeddings.children():
             cast(Table, table).reset_parameters()
 
@@ -320,7 +326,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         )
 
     def embedding_configs(self) -> list[EmbeddingBagConfig]:
-        """Return all tables, of all ranks."""
+        """Return the configs of all tables on all ranks."""
         return list(self.partition.tables)
 
     def extra_repr(self) -> str:
@@ -328,10 +334,12 @@ class ShardedEmbeddingCollection(TrainedTables):
 
 
 class _Ids:
-    """The ids of a batch, slot by slot.
+    """The ids of a batch, by output feature. Raises `ValueError` for bad input.
 
-    places, rows: for each id, the index of each part that has a piece of its row, and the row in that part. spans: the spans of
-    each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises `ValueError`.
+    places, rows: for each id, the index of each part that has a piece of its row, and the row in that part.
+    spans: for each output feature, the first position and the end of its ids. offsets, weights: of each output
+        feature's bags.
+    bad: True for ids out of range.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection, features: Any) -> None:
@@ -379,7 +387,7 @@ class _Ids:
             raise ValueError(self.first_bad())
 
     def first_bad(self) -> str:
-        """Return the text for the first id out of range."""
+        """Return a text that names the first id out of range."""
         at = int(self.bad.nonzero()[0])
         number = next(n for n, (_, end) in enumerate(self.spans) if at < end)
         slot = self._module.partition.slots[number]
@@ -391,7 +399,7 @@ class _Ids:
 
 
 class _Received:
-    """The ids and gradients that have arrived for each part of this rank."""
+    """The ids and gradients that arrived for each part of this rank."""
 
     def __init__(self, ids: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         self.ids, self.grads = ids, grads
@@ -407,7 +415,7 @@ class _Rows(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows, ctx.route, ctx.arrived = module._looked_up(ids)
-        # After the lookup, which raises on all ranks or on none: ranks compare the numbers in backward.
+        # Counted after the lookup, which raises on all ranks or on none, because ranks compare the numbers in backward.
         ctx.module, ctx.number, ctx.is_done = module, next(module._numbers), False
         return rows
 
@@ -444,7 +452,7 @@ class _Rows(torch.autograd.Function):
 
 
 def config_of(table: Any) -> EmbeddingBagConfig:
-    """Return TorchRec's `EmbeddingConfig`, which has no pooling, as ours."""
+    """Return a table config as `EmbeddingBagConfig`. TorchRec's `EmbeddingConfig` has no pooling."""
     if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
         return EmbeddingBagConfig.of(table)
     if not hasattr(table, "__dict__"):
@@ -476,5 +484,5 @@ def _check(partition: Partition) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked ones."""
+    """Mark the parameters with which `load_state_dict(assign=True)` has replaced marked parameters."""
     module._mark_tables()

@@ -1,4 +1,4 @@
-"""The memory that a module of embedding tables holds on its rank, in bytes."""
+"""The memory that a module with embedding tables uses on this rank, in bytes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from weft.embedding.tables import EmbeddingSharding, bytes_text
 from weft.embedding.update import FusedUpdate
 
 _SORT_BYTES = {"cpu": 20, "cuda": 60}
-"""Bytes that backward takes for each id to sort them: docs/training_embeddings.md."""
+"""Bytes that backward needs for each id to sort the ids (docs/training_embeddings.md)."""
 
 
 @dataclass(frozen=True)
 class EmbeddingMemory:
     """The memory of a module on one rank, in bytes.
 
-    tables, states: the bytes of each table of this rank, and of its optimizer states.
-    gradients: `.grad` of tables without an optimizer.
+    tables, states: the bytes of each table of this rank, and of its optimizer states, by table name.
+    gradients: the bytes of `.grad`, for tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
-    in_flight: ids, offsets and weights of calls whose backward has not run, and what `accumulate()` keeps; also of batches that a
-        pipeline distributes ahead of their call. On GPUs also the input of the last call, by which an error names bad ids.
-    workspace: an estimate of the memory that backward of the last differentiated call takes while it runs; not part of `total`.
+    in_flight: ids, offsets and weights of calls whose backward has not run, data that `accumulate()` keeps, and
+        prefetched batches. On GPUs also the input of the last call, which errors about bad ids need.
+    workspace: an estimate of the memory that backward of the last differentiated call needs while it runs. `total` does
+        not include it.
     """
 
     tables: dict[str, int]
@@ -39,7 +40,7 @@ class EmbeddingMemory:
 
     @property
     def total(self) -> int:
-        """Bytes that are held now, without `workspace`."""
+        """The bytes that are in use now, without `workspace`."""
         return sum(self.tables.values()) + sum(self.states.values()) + self.gradients + self.buffers + self.in_flight
 
     def __str__(self) -> str:
@@ -51,21 +52,21 @@ class EmbeddingMemory:
 
 
 class BatchesInFlight:
-    """The input of a module's differentiated calls, as long as autograd keeps it."""
+    """The inputs of a module's differentiated calls, as long as autograd keeps them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = 64  # storages to keep before those that are gone are dropped
+        self._most = 64  # when more storages are recorded, freed ones are dropped
         self.last: tuple[int, int] = 0, 0
-        """Ids and samples of the last call that was noted."""
+        """The numbers of ids and of samples in the last recorded call."""
 
     def note(self, jagged: JaggedInput, blocks: int) -> None:
-        """Add the input of a call. blocks: features of a rank's tables."""
+        """Record the input of a call. blocks: the number of features of this rank's tables."""
         self.keep([jagged.values, jagged.offsets, jagged.weights])
         self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Count the bytes of these tensors as long as anything refers to them."""
+        """Count the bytes of these tensors as long as anything refers to their storage."""
         if len(self._kept) > self._most:
             self._kept = {address: one for address, one in self._kept.items() if not one[0].expired()}
             self._most = max(64, 2 * len(self._kept))
@@ -77,7 +78,7 @@ class BatchesInFlight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of inputs that are still referenced, each storage once."""
+        """The bytes of inputs that are still referenced. Each storage counts once."""
         return sum(nbytes for ref, nbytes in self._kept.values() if not ref.expired())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchesInFlight:
@@ -88,7 +89,7 @@ def memory_of(
     weights: dict[str, torch.Tensor], update: FusedUpdate | None, batches: BatchesInFlight, sharding: EmbeddingSharding,
     rank: int, buffers: Sequence[int],
 ) -> EmbeddingMemory:  # fmt: skip
-    """Return the memory of a module. buffers: bytes of each executor's results."""
+    """Return the memory of a module. buffers: the bytes of results of each executor."""
     grads = [weight.grad for weight in weights.values() if weight.grad is not None]
     states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else [0] * len(weights)
     ids, samples = batches.last

@@ -1,5 +1,8 @@
-"""A table of a `ShardedEmbeddingBagCollection`, and its initial values: they depend on the seed and the table alone, so not on the
-placement or the number of ranks, or on how a table is cut into parts."""
+"""A table of a `ShardedEmbeddingBagCollection`, and its initial values.
+
+Initial values depend only on the seed and the table. So they do not depend on the placement, on the number of ranks, or
+on the table's parts.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from torch import nn
 from weft import _core
 from weft.embedding.tables import EmbeddingBagConfig, bytes_text
 
-BLOCK_ELEMENTS = 1 << 26  # that one seed fills: memory for a part's values, and the least to draw for it
-_STEP = 1_000_003  # between the seeds of blocks; tables have adjacent ones
+BLOCK_ELEMENTS = 1 << 26  # elements drawn with one seed. Filling a part needs memory for one block
+_STEP = 1_000_003  # difference between the seeds of two blocks; tables have adjacent seeds
 
 
 class Table(nn.EmbeddingBag):
-    """The table's parameter, with TorchRec's name and module type. The module is never called."""
+    """The parameter of a table, with TorchRec's name and module type. The module itself is never called."""
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
@@ -27,11 +30,11 @@ class Table(nn.EmbeddingBag):
             weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
         except (MemoryError, RuntimeError) as error:
             text = (
-                f"table {table.name!r} has {bytes_text(table.nbytes)}, which {device} cannot hold: cut it by rows or columns "
+                f"table {table.name!r} has {bytes_text(table.nbytes)}, which do not fit on {device}: shard it by rows or columns "
                 "(placement=, weft.embedding.RowWise, ColumnWise; weft.embedding.plan_tables chooses)"
             )
             raise (torch.OutOfMemoryError if device.type == "cuda" else MemoryError)(text) from error
-        if device.type == "cpu":  # rows are read at random: each would need a page table walk
+        if device.type == "cpu":  # huge pages: reading rows at random would otherwise miss the TLB each time
             _core.prefer_huge_pages(weight.data_ptr(), weight.nbytes)
         super().__init__(rows, dim, mode=table.pooling, include_last_offset=True, _weight=weight)
         self._table, self._seed = table, seed
@@ -45,9 +48,9 @@ class Table(nn.EmbeddingBag):
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
     """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`.
 
-    Uniform values are drawn for one block of rows at a time, and each block has its own seed. So on one type of device
-    a part gets the same values as in the whole table, and needs temporary memory for one block only. An `init_fn` fills
-    a whole table for each part.
+    Uniform values are drawn block by block, and each block has its own seed. So on one type of device a part gets the
+    values that the whole table has there, with temporary memory for one block only. An `init_fn` fills a temporary
+    whole table for each part.
     """
     (rows, columns), dim = weight.shape, table.embedding_dim
     is_whole = (rows, columns) == (table.num_embeddings, dim)
@@ -65,7 +68,7 @@ def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 
 
 
 def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
-    """Return the `init_fn` of a part of `table`."""
+    """Return a function that fills a part of `table`, to be the part's `init_fn`."""
     return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
 
 
@@ -74,7 +77,7 @@ def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, ro
 
 
 def first_values(table: EmbeddingBagConfig) -> str:
-    """Return the text that ranks compare for the initialization of a table."""
+    """Return the text by which ranks compare how a table is initialised."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"
@@ -88,7 +91,7 @@ def first_values(table: EmbeddingBagConfig) -> str:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of `device`, and restore them at the end."""
+    """Seed the generators of the CPU and of `device` inside the context, and restore them at its end."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.default_generator.manual_seed(seed)

@@ -1,14 +1,13 @@
-"""Experts of a mixture, divided over the ranks of a group: tokens travel to their experts and back during the GEMMs.
+"""An MoE layer whose experts are distributed over the ranks of a group. Communication overlaps with the experts' GEMMs.
 
-    x, routing      top_k experts of each token, and their weights: a router's choice, made outside
-    sort            each token once for each of its experts, by expert of all ranks
-    h               weft.all_to_all_matmul: tokens to their experts' ranks, times gate_up_proj, as they arrive
-    a               activation(gate) * up
-    y               weft.matmul_all_to_all: times down_proj, and back, as they are computed
-    sum             each token's rows, weighted
+ x, routing      the top_k experts of each token and their weights: a router's result, computed outside
+ sort            each token once for each of its experts, sorted by global expert
+ h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
+ a               activation(gate) * up
+ y               weft.matmul_all_to_all: multiply by down_proj, send rows back as they are computed
+ sum             the weighted sum of each token's rows
 
-Source: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 3.2 (experts of all ranks, dispatch
-    and combine).
+Source: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 3.2 (dispatch and combine).
 """
 
 from __future__ import annotations
@@ -34,36 +33,38 @@ _WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class ExpertParallelMLP(nn.Module):
-    """The weighted sum of each token's experts, down_proj(activation(gate_proj(x)) * up_proj(x)), with experts divided over
-    ranks.
+    """The weighted sum of each token's experts, down_proj(activation(gate_proj(x)) * up_proj(x)). Ranks share the
+    experts.
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The caller provides the router, because
-    models differ in it. Every rank has the whole router: reduce its parameters' gradients over ranks, as data parallelism does.
-    Tokens are neither dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of experts are
-    already sums over all ranks' tokens: do not reduce them again.
+    Every rank has its own tokens, and E of the W * E experts, from rank * E on. The caller provides the router, because
+    models have different routers. Every rank has the whole router: reduce the gradients of its parameters over ranks,
+    as data parallelism does. Tokens are neither dropped nor padded. Every forward and every backward is collective over
+    `group`. Gradients of experts are already summed over the tokens of all ranks: do not reduce them again.
 
-    hidden, intermediate: sizes of an expert.
+    hidden, intermediate: the sizes of an expert.
     num_experts: the number of experts of all ranks, divisible by the number of ranks.
     group: a process group, or its name.
     activation: the activation function of the gate.
-    gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
-    max_rows: an upper bound on the rows that a rank's experts may get in a call. With it, the host never waits on GPUs,
-    and a CUDA graph can capture the forward, if neither schedule is "serial". Rows above the bound are dropped on GPUs,
-    and raise an error on CPU. None: no bound.
-    capacity: the largest value of tokens x top_k of any rank in any call, equal on all ranks. Default: a little above
-    the value in the first call.
-    schedules: pin the schedules of `all_to_all_matmul` and of `matmul_all_to_all`, by name.
-    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, the dtype of x too. Autocast does not apply.
+    gated: False for experts down_proj(activation(up_proj(x))) with two GEMMs.
+    max_rows: an upper bound on the rows that a rank's experts may get in a call, or None. With a bound, the host never
+        waits on GPUs, and a CUDA graph can capture forward unless a schedule is "serial". Rows above the bound are
+        dropped on GPUs, and raise an error on CPU.
+    capacity: the largest value of tokens x top_k of any rank in any call, equal on all ranks. Default: slightly more
+        than the value in the first call.
+    schedules: the names of schedules of `all_to_all_matmul` and of `matmul_all_to_all`, to pin them.
+    device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16, and x must have the same dtype. Autocast has no
+        effect.
 
-    Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
-    hidden]), and `down_proj` [E, hidden, intermediate]: rows of the parameters of Hugging Face's `MixtralExperts`. Forward has its
-    signature. `local_part` takes them from all experts' state dict, stacked or expert by expert, and `weft.nn.local_state_dict`
-    from a whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the
-    order of
-    top_k: equal calls give equal bits. Calls raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
-    routing is refused on every rank.
+    The parameters are `gate_up_proj` [E, 2 * intermediate, hidden], with the gate's rows first, and `down_proj` [E,
+    hidden, intermediate]. With gated=False, `up_proj` [E, intermediate, hidden] replaces `gate_up_proj`. They are
+    slices of the parameters of Hugging Face's `MixtralExperts`, whose forward has the same signature. `local_part`
+    takes them from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole model.
+    `deepcopy` and pickle keep the group's name.
+
+    Rows are weighted in x's dtype and summed in fp32, in the order of top_k, so equal calls give equal bits. Calls
+    raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. Every rank refuses impossible routing.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ExpertParallelMLP(nn.Module):
             above = max(1, -(-num_experts // self.world_size)) * self.world_size
             raise ValueError(
                 f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, "
-                f"because all ranks have the same number of experts: use {above}, or another number of ranks"
+                f"since every rank has equally many experts: use {above}, or another number of ranks"
             )
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity
@@ -102,17 +103,18 @@ class ExpertParallelMLP(nn.Module):
 
     @property
     def first_name(self) -> str:
-        """The name of the parameter of the first GEMM."""
+        """The name of the first GEMM's parameter."""
         return "gate_up_proj" if self.gated else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Initialise all experts as `nn.Linear` does, one after the other, so that ranks with equal seeds have parts of
-        the same model."""
+        """Initialise all experts as `nn.Linear` does, one after the other. Ranks with equal seeds get parts of the same
+        model.
+        """
         parameters = self.get_parameter(self.first_name), self.down_proj
         if parameters[0].is_meta:
             return
         local = self.num_experts // self.world_size
-        # FSDP2 may have sharded them further.
+        # FSDP2 may have sharded the parameters further.
         divided = [hasattr(w, "placements") for w in parameters]
         parts = [
             torch.empty(w.shape, device=w.device, dtype=w.dtype) if of_fsdp else w.detach()
@@ -131,9 +133,10 @@ class ExpertParallelMLP(nn.Module):
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's slice of the full expert state dict.
 
-        `whole` has stacked weights of this module's names and num_experts, and views of them are returned. Or it has for
-        every expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, or `i.w1.weight`, `i.w3.weight`
-        and `i.w2.weight` (Mixtral's), which are copied."""
+        whole: either stacked weights [num_experts, ...] with this module's names, of which views are returned. Or for
+            every expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight` (in Mixtral `i.w1.weight`,
+            `i.w3.weight` and `i.w2.weight`), which are copied.
+        """
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)
         if self.first_name in whole:
@@ -147,22 +150,23 @@ class ExpertParallelMLP(nn.Module):
         missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
         if missing:
             raise ValueError(
-                f"the state dict has no {self.first_name}, and lacks {counted(len(missing), 'weight')} of single experts, first "
+                f"the state dict has no {self.first_name}, and lacks {counted(len(missing), 'weight')} of single experts, such as "
                 f"{missing[0]}; it has {', '.join(list(whole)[:4])}, ...: strip the prefix of the experts' names"
             )
         first = [torch.cat([found[i, name] for name in parts]) for i in mine]
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
 
     def is_of_experts(self, name: str) -> bool:
-        """True if `local_part` may use this name."""
+        """True if `local_part` reads the entry `name` of a state dict."""
         return name in (self.first_name, "down_proj") or _ONE_BY_ONE.fullmatch(name) is not None
 
     @tells_peers
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Run the experts on x.
+        """Return the weighted sum of each token's experts.
 
-        top_k_index: each token's experts among all, integers; on CPU their values are checked. top_k_weights: the weight of each,
-            in any floating dtype."""
+        top_k_index: integers, the global numbers of each token's experts. On CPU their values are checked.
+            top_k_weights: the weight of each of these experts, in any floating dtype.
+        """
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")
         require_alike(self, x, self.get_parameter(self.first_name), self.down_proj)
@@ -174,7 +178,7 @@ class ExpertParallelMLP(nn.Module):
         top_k = top_k_index.shape[1]
         expert, order = top_k_index.flatten().to(torch.int64).sort(stable=True)
         splits = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        splits = splits.scatter_add(0, expert, torch.ones_like(expert))  # bincount would wait for the device
+        splits = splits.scatter_add(0, expert, torch.ones_like(expert))  # torch.bincount would wait for the device
         received: torch.Tensor
         h, received = all_to_all_matmul(
             tokens[order // top_k], _columns(self.get_parameter(self.first_name)), splits, group=self.group_name,
@@ -193,7 +197,9 @@ class ExpertParallelMLP(nn.Module):
 
     @ends_group
     def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's rows. order: for each row of y, the row of the sorted tokens."""
+        """Return the weighted sum of each token's rows. order: for each row of y, its index among (token, expert)
+        pairs.
+        """
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(*top_k_weights.shape, self.hidden)
         return (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
@@ -218,7 +224,7 @@ class ExpertParallelMLP(nn.Module):
         if top_k_index.dtype not in _INTEGERS:
             return f"top_k_index is {top_k_index.dtype}: use torch.int64"
         if not top_k_weights.is_floating_point():
-            return f"top_k_weights is {top_k_weights.dtype}: use a floating dtype, as {x.dtype}"
+            return f"top_k_weights is {top_k_weights.dtype}: use a floating dtype, such as {x.dtype}"
         if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()) and top_k_index.device.type == "cpu":
             for expert in (top_k_index.min(), top_k_index.max()) if top_k_index.numel() else ():
                 if not 0 <= expert < self.num_experts:
@@ -233,5 +239,5 @@ class ExpertParallelMLP(nn.Module):
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:
-    """Return [E, in, out] of [E, out, in]: on GPUs the same memory."""
+    """Return a weight [E, out, in] as [E, in, out]: a view on GPUs, a copy on CPU."""
     return weight.mT if weight.is_cuda else weight.mT.contiguous()

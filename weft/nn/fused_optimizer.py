@@ -1,4 +1,4 @@
-"""The optimizer of embedding tables that backward updates, as torch's schedulers and checkpoints see it."""
+"""The optimizer that backward runs on embedding tables, in the form that torch's schedulers and checkpoints expect."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from weft.embedding.update import FusedUpdate
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` for a rank's tables, which backward updates.
+    """A `torch.optim.Optimizer` for this rank's tables, which backward updates.
 
-    `step()` and `zero_grad()` do nothing, so that a training loop may call them for all optimizers alike. A learning rate written
-    to `param_groups[0]["lr"]`, by a scheduler for example, applies to all later updates of this rank, also in a
-    replayed CUDA graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are
-    fixed.
+    `step()` and `zero_grad()` do nothing, so a training loop can call them for all optimizers alike. A learning rate
+    written to `param_groups[0]["lr"]`, for example by a scheduler, applies to all later updates of this rank, also in a
+    replayed CUDA graph. All ranks must write the same value; CPU ranks compare it at each backward. Other
+    hyperparameters are fixed.
 
-    `state_dict()` has torch's form, and names of TorchRec: state "<table>.momentum1" of parameter "embedding_bags.<table>.weight".
-    It contains only this rank's part. `load_state_dict()` copies into the states in place. For checkpoints that another number of
-    ranks may load, use `weft.nn.FusedOptimizers`.
+    `state_dict()` has torch's form and TorchRec's names: state "<table>.momentum1" of parameter
+    "embedding_bags.<table>.weight". It contains only this rank's part. `load_state_dict()` copies into the states in
+    place. For checkpoints that another number of ranks can load, use `weft.nn.FusedOptimizers`.
     """
 
     def __init__(self, update: FusedUpdate, tables: Mapping[str, nn.Parameter]) -> None:
@@ -35,8 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = {f"{name}.{state}": tensor for state, tensor in states.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do nothing, because backward has already updated the tables. Call `closure` if it is given, and return its
-        value."""
+        """Do nothing: backward has already updated the tables. If `closure` is given, call it and return its value."""
         if closure is None:
             return None
         with torch.enable_grad():
@@ -46,14 +45,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Do nothing: the tables have no gradients."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates so far, which Adam uses for its bias correction. Use it for a TorchRec checkpoint,
-        which does not contain this number."""
+        """Set the number of updates, for Adam's bias correction. Use it after loading a TorchRec checkpoint, which
+        lacks this number.
+        """
         if not 0 <= step < 2**63:
             raise ValueError(f"step={step} must be the number of updates so far, a whole number of at least 0")
         self._update.step.fill_(step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error, because a fused optimizer has only its module's tables."""
+        """Raise `ValueError`: a fused optimizer has only its module's tables."""
         if getattr(self, "param_groups", None):
             raise ValueError(
                 "a fused optimizer has only the tables of its module: use another optimizer for other parameters"
@@ -61,14 +61,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the states, the numbers, and the number of updates as "step". On GPUs it waits for the device."""
+        """Return states and hyperparameters, with the number of updates as "step". On GPUs the host waits for the
+        device.
+        """
         found = super().state_dict()
         found["param_groups"] = [{**group, "step": int(self._update.step)} for group in found["param_groups"]]
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Copy states, learning rate and number of updates. Raise `ValueError` before anything is copied if they are those of
-        another optimizer or other tables."""
+        """Copy states, learning rate and number of updates.
+
+        Raise `ValueError`, before anything is copied, if the state dict is of another optimizer or other tables.
+        """
         if missing := [name for name in ("param_groups", "state") if name not in state_dict]:
             raise ValueError(
                 f"the state dict has no {' and no '.join(missing)}: pass what fused_optimizer.state_dict() returned"
@@ -77,7 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         own = self.param_groups[0]
         if len(groups) != 1 or len(groups[0]["params"]) != len(own["params"]):
             raise ValueError(
-                f"the state dict has groups of {[len(g['params']) for g in groups]} parameters, and this rank has "
+                f"the state dict has groups of {[len(g['params']) for g in groups]} parameters, but this rank has "
                 f"one group of {len(own['params'])} tables: load the state of the same rank and placement"
             )
         if missing := [name for name in ("lr", "step") if name not in groups[0]]:
@@ -118,7 +122,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that passes its learning rate on to the device, and keeps the other numbers."""
+    """A parameter group that passes its learning rate on to the device, and refuses changes of other hyperparameters."""
 
     def __init__(self, group: Mapping[str, Any], update: FusedUpdate) -> None:
         super().__init__(group)
@@ -176,10 +180,12 @@ def _refuse(name: str, states: Iterable[str]) -> NoReturn:
 
 
 def ignore_tables(model: nn.Module) -> set[nn.Parameter]:
-    """Mark the sharded embedding tables in `model`, so that `DistributedDataParallel(model)` leaves them alone.
+    """Mark the sharded embedding tables in `model`, so that `DistributedDataParallel(model)` ignores them. Return their
+    parameters.
 
-    DDP copies the first rank's parameters to all ranks and averages gradients, but every rank has other tables. Call it on the
-    module that DDP wraps, before DDP. Returns the tables' parameters, for `fully_shard(model, ignored_params=...)` of FSDP.
+    DDP copies the first rank's parameters to all ranks and averages gradients, but each rank has different tables. Call
+    this function before DDP, on the module that DDP wraps. Pass the returned parameters to FSDP's `fully_shard(model,
+    ignored_params=...)`.
     """
     found = {
         name: parameter for name, parameter in model.named_parameters() if getattr(parameter, "_weft_table", False)

@@ -1,5 +1,7 @@
-"""A bound on the number of ids that a rank may receive in a call. If a skewed batch exceeds it, every rank raises an
-error before ids are sent."""
+"""`max_ids`: a bound on the number of ids that a rank may receive in a call.
+
+If a skewed batch exceeds it, every rank raises an error before ids are sent.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,13 @@ from weft.words import counted
 
 
 def check_max_ids(max_ids: Any) -> None:
-    """Raise `ValueError` unless `max_ids` is a bound, or None."""
+    """Raise `ValueError` unless `max_ids` is None or an integer of at least 1."""
     if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 1):
         raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no limit")
 
 
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
-    """Raise `RefusedError` if a rank would receive more than `max_ids` ids. totals: the number of ids of each rank, equal on all
-    ranks."""
+    """Raise `RefusedError` if a rank would receive more than `max_ids` ids. totals: the number of ids for each rank."""
     if max(totals) > max_ids:
         worst = totals.index(max(totals))
         raise RefusedError(
@@ -37,9 +38,10 @@ def totals_of_ranks(
     features: Any, features_of_rank: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device,
     deadline_s: float | None,
 ) -> list[int]:  # fmt: skip
-    """Return the number of ids that each rank would receive from all ranks. Collective; it waits for the device.
+    """Return the number of ids that each rank would receive from all ranks. Collective. On GPUs the host waits for the
+    device.
 
-    features: the features of this rank's samples. Invalid features count as 0 ids; a later check refuses them.
+    features: the features of this rank's samples. Invalid features count as 0 ids: a later check refuses them.
     """
     try:
         counts = dict(zip(features.keys(), features.length_per_key(), strict=True))

@@ -1,15 +1,15 @@
-"""Redistribution from "every rank has all features of its own samples" to "every rank has its own features of all samples".
+"""The input distribution: from all features of this rank's samples to this rank's features of all samples.
 
-It is TorchRec's input distribution for table-wise sharding. There are two rounds over the process group. The first round
-exchanges a header (batch size, and the number of ids of each feature). Only after it does the host wait for the device. The
-second round sends lengths, ids and weights, all at once. Ids leave grouped by destination. They arrive source by source and are
-concatenated feature by feature, samples in rank order, as the operator reads them.
+As in TorchRec's table-wise sharding, there are two rounds of all-to-alls. The first exchanges headers: the batch size
+and the number of ids of each feature. Then the host waits once for the device. The second round sends lengths, ids and
+weights together. Ids are sent grouped by destination. They arrive grouped by source, and are concatenated by feature, with
+samples in rank order, as the operator reads them.
 
-On GPUs one kernel writes a message for each destination, and another reads the messages that have arrived
-(`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every reordering
-is a concatenation of slices.
+On GPUs one kernel writes a message for each destination, and another kernel unpacks the received messages
+(`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every
+reordering is a concatenation of slices.
 
-A rank that refuses its input reports it in its header, so that the others raise too and do not wait for its ids.
+A rank that refuses its input says so in its header, so its peers raise too and do not wait for its ids.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import turn_on
 from weft.words import by_rank, counted
 
-_HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
+_HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch size. Counts follow
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of input with `keys`: the blocks to send, in order, and the corresponding words of the header."""
+    """The plan for input with these `keys`: the blocks (features) to send, in order, and which header words to send
+    with them.
+    """
 
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -52,21 +54,21 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _LocalBatch:
-    """This rank's samples, checked as far as the host can without waiting for the device."""
+    """This rank's samples, after the checks for which the host need not wait for the device."""
 
     layout: _Layout
     values: torch.Tensor
     lengths: torch.Tensor
-    offsets: torch.Tensor | None  # if given, the bags may be a part of `values`
+    offsets: torch.Tensor | None  # with offsets, the bags may use only a part of `values`
     weights: torch.Tensor | None
     batch_size: int
 
 
 class _Route(NamedTuple):
-    """The way of one batch's ids.
+    """The routing of one batch's ids, which the gradients of weights take in reverse.
 
-    Block `blocks[i]` of this rank left as piece i: `counts[block]` ids from `begin` on. `ids_out[r]` ids went to rank r, and
-    `ids_in[r]` ids came from it, with the header `heads[r]`.
+    This rank sent block `blocks[i]` as piece i. Block b has `counts[b]` ids; the first block begins at `begin`.
+    `ids_out[r]` ids went to rank r, and `ids_in[r]` ids came from it, with the header `heads[r]`.
     """
 
     blocks: tuple[int, ...]
@@ -78,7 +80,7 @@ class _Route(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """The numbers of ids that arrived: of each feature from the first source, then from the next."""
+        """The number of received ids of each (source, feature)."""
         return [count for head in self.heads for count in head[_HEAD:]]
 
     @property
@@ -89,7 +91,7 @@ class _Route(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """All-to-alls that have begun, and their results."""
+    """Several all-to-alls that have begun, and their results."""
 
     received: list[torch.Tensor]
     works: list[Any]
@@ -102,9 +104,10 @@ class _Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class BegunBatch:
-    """A batch whose headers are on the way.
+    """A batch whose headers are being exchanged.
 
-    numbers: the header of each rank, as it arrives; then this rank's own, with a count for every block, and the first offset.
+    numbers: the headers of all ranks, once received; then this rank's own header with the count of every block, and the first
+    offset.
     """
 
     local: _LocalBatch | None
@@ -115,7 +118,7 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features have been sent but have not arrived yet. numbers: see `BegunBatch`."""
+    """A batch whose features have been sent, but have not arrived. numbers: see `BegunBatch`."""
 
     local: _LocalBatch
     numbers: torch.Tensor
@@ -124,17 +127,17 @@ class SentBatch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The memory that `InputDist.arrive` reads."""
+        """The tensors that `InputDist.arrive` reads."""
         return [*self.features.received, self.numbers]
 
 
 class InputDist:
-    """The input distribution of one sharding over one group and device. Every call is collective.
+    """The input distribution for a sharding, a group and a device. Every call is collective.
 
-    `begin`, `send` and `arrive` are its three parts, so that other work may run meanwhile.
+    `begin`, `send` and `arrive` are its three stages, between which other work may run.
 
-    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs the process group's timeout
-        applies, except for the exchange of refusals.
+    deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
+        timeout applies, except to the exchange of refusals.
     """
 
     def __init__(
@@ -153,7 +156,8 @@ class InputDist:
         self.features_of_rank = tuple(
             tuple(dict.fromkeys(slot.feature for slot in sharding.local_slots(rank))) for rank in range(self.world_size)
         )
-        # Ranks compare this before they exchange anything, because other features have other numbers of elements.
+        # Ranks compare this text before they exchange anything, because other features would have other numbers of
+        # elements.
         digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
@@ -163,20 +167,23 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return this rank's features of the global batch, and every rank's batch size.
 
-        `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch sizes.
-        Unused keys are dropped, and so are values before the first offset and after the last: bags may share their values
-        with other batches. The sum of lengths without offsets must be the number of values. If any rank's input is bad,
-        every rank raises `RefusedError` (a `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 on
-        one rank and int64 on another. `refusal`: an error that the caller has already found; the other ranks are notified.
+        Keys without a table are dropped, and so are values before the first offset and after the last: batches may
+        share a values tensor. Without offsets, the lengths must sum to the number of values. Raises `RefusedError` (a
+        `ValueError`) on every rank, with the reason, if any rank's input is bad, and `DisagreementError` if ids are
+        int32 on one rank and int64 on another.
+
+        features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch
+            sizes.
+        refusal: an error that the caller has already found. The other ranks are notified of it.
         """
         return self.arrive(self.send(self.begin(features, refusal)))
 
     def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch:
-        """Begin the exchange of headers. Arguments and errors, which `send` raises, are those of a call."""
+        """Begin the exchange of headers. `send` raises the errors of the input."""
         local = None
         try:
             local = self._read(features) if refusal is None else None
-        except Exception as error:  # the other ranks are notified of any error
+        except Exception as error:  # any error is reported to the other ranks
             refusal = error
         return BegunBatch(local, refusal, *self._begin_headers(local))
 
@@ -191,13 +198,13 @@ class InputDist:
         for rank, (_, bits, *_) in enumerate(heads):
             if bits != heads[0][1]:
                 raise DisagreementError(
-                    f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: give all ranks one dtype"
+                    f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: use one dtype on all ranks"
                 )
         assert local is not None
         return self._begin_features(local, begun.numbers, heads, own)
 
     def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Wait for the features. Return the results of a call."""
+        """Wait for the features. Return what a call returns."""
         jagged, weights = self._end_features(sent), sent.local.weights
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
@@ -206,7 +213,7 @@ class InputDist:
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. Collective.
 
-        grad: the gradient of the weights that have arrived here. like: this rank's weights.
+        grad: the gradient of the weights that arrived on this rank. like: this rank's own weights.
         """
         order, ids = route.order, route.ids
         backwards = sorted(range(len(order)), key=order.__getitem__)
@@ -217,16 +224,18 @@ class InputDist:
         total = torch.zeros_like(like)
         starts = list(accumulate(route.counts, initial=route.begin))
         for block, piece in zip(route.blocks, returned.split([route.counts[b] for b in route.blocks]), strict=True):
-            total[starts[block] : starts[block + 1]] += piece  # a feature may have gone to several ranks
+            total[starts[block] : starts[block + 1]] += (
+                piece  # summed, because a feature may have been sent to several ranks
+            )
         return total
 
     def _read(self, features: Any) -> _LocalBatch:
         check_keyed(features)
         keys, batch_size = tuple(features.keys()), features.stride()
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
-        # Use offsets only if they exist: making them from lengths costs a kernel, and they would begin at 0.
+        # Read offsets only if they exist already: making them from lengths takes a kernel, and they would begin at 0.
         offsets = getattr(features, "offsets_or_none", features.offsets)()
-        if isinstance(offsets, torch.Tensor) and offsets.numel() == 0:  # TorchRec's form of no bags
+        if isinstance(offsets, torch.Tensor) and offsets.numel() == 0:  # TorchRec represents zero bags like this
             offsets = None
         if self._layout is None or self._layout.keys != keys:
             self._layout = self._lay_out(keys)
@@ -278,7 +287,7 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Begin the exchange of all headers. Return `BegunBatch.numbers`, and the exchange."""
+        """Begin the exchange of headers. Return `BegunBatch.numbers`, and the exchange."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         arrive = self.world_size * mine
@@ -303,7 +312,7 @@ class InputDist:
             else:
                 begin, end = local.offsets[:1].to(torch.int64), local.offsets[-1:]
                 wrong = (begin < 0) | (end > count) | (end - begin != counts.sum())
-            # A length beyond all values would overflow sums and int32.
+            # A length greater than the number of values would overflow sums and int32.
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin], out=own)
             send = own[local.layout.header_index]
@@ -311,10 +320,10 @@ class InputDist:
         return numbers, self._all_to_all("numbers", [send], [words], [[mine] * self.world_size], into)
 
     def _end_headers(self, begun: BegunBatch) -> tuple[list[list[int]], list[int]]:
-        """Return the header that each rank sent here, and this rank's own."""
+        """Return the headers that all ranks sent to this rank, and this rank's own header."""
         mine = _HEAD + len(self.features_of_rank[self.rank])
         begun.headers.wait()
-        host = begun.numbers.tolist()  # the one wait for the device
+        host = begun.numbers.tolist()  # the only wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
     def _begin_features(
@@ -379,7 +388,10 @@ class InputDist:
         self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]],
         received: list[torch.Tensor] | None = None,
     ) -> _Exchange:  # fmt: skip
-        """Begin several all-to-alls; `out[i]` and `into[i]` are elements per rank of `send[i]`. received: their results."""
+        """Begin an all-to-all for each tensor in `send`, into `received` or new tensors.
+
+        out[i], into[i]: the numbers of elements per rank that `send[i]` sends, and that arrive.
+        """
         if self.world_size == 1:
             if received is not None:
                 torch._foreach_copy_(received, list(send))
@@ -398,8 +410,9 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return why the check on the device failed: a negative length, or lengths or offsets that do not match the
-        values."""
+        """Return the reason why the check on the device failed: a negative length, or lengths or offsets that do not
+        match the values.
+        """
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
             block, sample = divmod(int(negative[0]), local.batch_size)
@@ -407,7 +420,7 @@ class InputDist:
             tables = [self.sharding.tables[s.table].name for s in self.sharding.slots if s.feature == feature]
             return (
                 f"feature {feature!r} (tables {tables}), sample {sample}: length {int(local.lengths[negative[0]])} is "
-                f"negative: a bag holds 0 or more ids, offsets must ascend"
+                f"negative: a bag has 0 or more ids, offsets must ascend"
             )
         total, count = sum(local.lengths.flatten().tolist()), local.values.numel()
         if local.offsets is None:
@@ -417,7 +430,7 @@ class InputDist:
             return f"lengths sum to {total} but offsets go from {begin} to {end}: pass one of the two"
         return (
             f"offsets go from {begin} to {end} but there are {counted(count, 'value')}: offsets are positions in values, 0 or "
-            f"more{f', so if only the values before were cut off, pass offsets - {begin}' if begin > 0 else ''}"
+            f"more{f'. If you cut off the values before the first offset, pass offsets - {begin}' if begin > 0 else ''}"
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
@@ -430,7 +443,9 @@ class InputDist:
 
 
 class _Arrived(torch.autograd.Function):
-    """Per-sample weights that have arrived from the ranks of their samples. Their gradients go back there. Collective."""
+    """The received per-sample weights. Backward, which is collective, returns their gradients to the ranks of the
+    samples.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -455,7 +470,7 @@ _made: weakref.WeakValueDictionary[tuple[Any, ...], InputDist] = weakref.WeakVal
 def input_dist_of(
     sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, is_weighted: bool, deadline_s: float | None
 ) -> InputDist:  # fmt: skip
-    """Return the input distribution of modules with these arguments."""
+    """Return the input distribution that all modules with these arguments share."""
     key = sharding.written, group.group_name, device, is_weighted, deadline_s
     made = _made.get(key)
     if made is None or made.group is not group:
@@ -464,8 +479,10 @@ def input_dist_of(
 
 
 def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Split `flat` into blocks of `sizes` and join them in `order`, which may omit and repeat blocks; no copy if nothing
-    changes."""
+    """Split `flat` into blocks of `sizes`, and concatenate them in `order`, which may omit and repeat blocks.
+
+    Return `flat` itself if the order does not change.
+    """
     if list(order) == list(range(len(sizes))):
         return flat
     blocks = flat.split(list(sizes))

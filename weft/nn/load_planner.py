@@ -1,4 +1,4 @@
-"""A planner for `torch.distributed.checkpoint.load` that refuses a checkpoint which does not fit before anything is written."""
+"""A planner for `torch.distributed.checkpoint.load` that checks the whole checkpoint before it writes anything."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.caller import warn
 from weft.nn.checkpoint import OPTIONAL
-from weft.words import counted
 
 _SHOWN = 8
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """The `planner` for `torch.distributed.checkpoint.load` of a model with tables.
+    """The `planner` for `torch.distributed.checkpoint.load` of a model with sharded tables.
 
-    It compares names, shapes and dtypes of all tensors with the checkpoint's before anything is written. A difference on any rank
-    makes every rank raise torch's `CheckpointException`, with a `ValueError` that names each tensor. torch's own planner converts
-    dtypes silently. A checkpoint of TorchRec has neither learning rates nor numbers of updates: they keep their values, with a
-    warning.
+    It compares names, shapes and dtypes of all tensors with the checkpoint before it writes anything. If they differ on
+    any rank, every rank raises torch's `CheckpointException` with a `ValueError` that names the tensors. (torch's own
+    planner silently converts dtypes.) TorchRec's checkpoints have no learning rates and no numbers of updates: these
+    keep their values, with a warning.
     """
 
     def create_local_plan(self) -> LoadPlan:
@@ -38,10 +37,10 @@ class LoadPlanner(DefaultLoadPlanner):
             more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
             raise ValueError(
                 "the checkpoint does not match the module, so nothing was loaded: "
-                f"{'; '.join(bad[:_SHOWN])}{more}. Load it into modules with the tables that were saved"
+                f"{'; '.join(bad[:_SHOWN])}{more}. Load it into a model with the same tables"
             )
         if kept:
-            warn(f"the checkpoint has no {', '.join(kept)}: {counted(len(kept), 'value')} kept")
+            warn(f"the checkpoint has no {', '.join(kept)}: the present values are kept")
             self.state_dict = {name: value for name, value in self.state_dict.items() if name not in kept}
         return super().create_local_plan()
 
@@ -51,7 +50,7 @@ def _differences(name: str, value: Any, stored: Any) -> list[str]:
     if not callable(size) or not isinstance(dtype, torch.dtype):
         return []
     if not isinstance(stored, TensorStorageMetadata):
-        return [f"{name} is a tensor, and none in the checkpoint"]
+        return [f"{name} is not a tensor in the checkpoint"]
     if tuple(stored.size) != tuple(size()):
         return [f"{name} has shape {list(stored.size)} in the checkpoint and {list(size())} here"]
     if stored.properties.dtype != dtype:

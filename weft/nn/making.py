@@ -1,4 +1,4 @@
-"""The set-up of a module with embedding tables, by all ranks together: compare arguments, choose a seed, fill tables."""
+"""The collective construction of a module with embedding tables: compare arguments, choose a seed, fill tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rank_in(group: Any) -> int:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    """Return the device of a rank's tables. Raise `ValueError` for a device that cannot pool tables."""
+    """Return the device of this rank's tables. Raise `ValueError` for a device that is not supported."""
     if device is None:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     try:
@@ -47,7 +47,7 @@ def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> t
 
 
 def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
-    """Raise `ValueError` for options of a module's input that are invalid or exclude each other."""
+    """Raise `ValueError` for invalid or contradictory options of a module's input."""
     if input not in ("local_batch", "global_batch"):
         raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
     if not isinstance(is_weighted, bool):
@@ -69,13 +69,13 @@ def agree_on_module(
     deadline_s: float | None,
     module: str,
 ) -> tuple[EmbeddingSharding, int]:
-    """Return (the sharding, the first rank's seed) if all ranks have the same sharding and other arguments. Collective.
+    """Return (the sharding, the first rank's seed) if all ranks have equal arguments. Collective.
 
-    module: the name of its class, for errors. Otherwise every rank raises `RefusedError`, with the reason of the rank that refused
-    its arguments, or `DisagreementError`.
+    Otherwise every rank raises `DisagreementError`, or, if a rank refused its arguments, `RefusedError` with the
+    reason. module: the name of the class, for error texts.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
-    # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
+    # Refused arguments may have any type, and may not pickle. An `init_fn` may not pickle either.
     mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
     if refusal is None and sharding is not None:
         mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
@@ -92,8 +92,7 @@ def agree_on_module(
                 difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
         if difference:
             raise DisagreementError(
-                f"rank 0 has {difference} as on rank {rank}: construct the collection with the same arguments on "
-                "all ranks"
+                f"rank 0 has {difference} as on rank {rank}: construct the module with the same arguments on all ranks"
             )
     assert sharding is not None
     return sharding, seed
@@ -110,7 +109,7 @@ def agree_on_parts(
 ) -> int:
     """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. Collective.
 
-    Raises errors as `agree_on_module` does.
+    Raises the errors of `agree_on_module`.
     """
     whole = None
     if partition is not None:
@@ -121,15 +120,20 @@ def agree_on_parts(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator for making a module: the communicator of the group's usual calls, even if a rank passed another
-    device type."""
+    """Return the communicator for making a module.
+
+    It is the communicator of the group's usual device type, even if this rank passed another type: all ranks must use
+    the same.
+    """
     usual = device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
     return symm.communicator(group, meets_on, deadline_s=_patient(deadline_s))
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return the deadline for calls instead of the shorter set-up deadline: a rank may be filling tables meanwhile."""
+    """Return the deadline: the caller's, otherwise that of calls. The set-up deadline is too short: a peer may be
+    filling tables.
+    """
     return env.deadline_s() if deadline_s is None else deadline_s
 
 
@@ -138,7 +142,8 @@ def fill_together(
 ) -> None:
     """Call `make`, which makes and fills this rank's tables. Collective.
 
-    All ranks fail together if a rank has no memory for its tables, or an `init_fn` that raises."""
+    If a rank runs out of memory, or its `init_fn` raises, all ranks raise.
+    """
     failed = None
     try:
         make()
@@ -147,7 +152,7 @@ def fill_together(
     comm = _comm_of(group, device, deadline_s)
     said = None if failed is None else str(failed) or repr(failed)
     everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(deadline_s))
-    if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it and retry
+    if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch memory errors and retry
         raise failed
     if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
         raise RefusedError(f"tables could not be filled: {reasons}") from failed

@@ -1,4 +1,4 @@
-"""A norm whose input is sharded along the sequence, and whose weight is replicated."""
+"""A norm with a replicated weight, for an input that is sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.symm.groups import group_of
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` of activations that are sharded along the sequence: the weight's gradient is the sum over ranks of `group`.
+    """`nn.RMSNorm` for activations that are sharded along the sequence. The gradient of its weight is summed over
+    `group`.
 
-    For replicated activations (layers with `sequence_dim=None`) use torch's `nn.RMSNorm`.
-
-    Other arguments are as for `nn.RMSNorm`.
+    For replicated activations (layers with `sequence_dim=None`) use torch's `nn.RMSNorm`. Other arguments are as for
+    `nn.RMSNorm`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Without this check the rank would raise alone: forward has no collective.
+        # Forward has no collective: without this check and `tells_peers`, only this rank would raise.
         if self.weight is not None and (wrong := wrong_device(x, self.weight)):
             raise ValueError(f"RMSNorm: {wrong}")
         compare_options(

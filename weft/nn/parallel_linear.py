@@ -1,7 +1,8 @@
-"""Linear layers whose weight [out, in] is divided over ranks: by rows (column-parallel) or by columns (row-parallel). Every
-collective overlaps with the layer's GEMM, forward and backward.
+"""Linear layers whose weight [out, in] is sharded over ranks: by rows (column-parallel) or by columns (row-parallel).
 
-Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3.
+Every collective overlaps with the layer's GEMM, in forward and in backward.
+
+Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from weft.words import kind
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer whose weight is divided over ranks."""
+    """The base class of linear layers whose weight is sharded over ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     divided: ClassVar[int]
-    """The divided dimension of the weight."""
+    """The sharded dimension of the weight."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of(group)
-        # Store the name, not the group, so that a module can be copied and pickled.
+        # Store the name, not the group, because groups cannot be copied or pickled.
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.in_features, self.out_features, self.sequence_dim = in_features, out_features, sequence_dim
         shape = [out_features, in_features]
@@ -67,7 +68,7 @@ class ParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int | None = 1) -> Self:
-        """Return this rank's part of `linear`, copied: its values, dtype, device, and requires_grad."""
+        """Return a layer with a copy of this rank's part of `linear`, with its dtype, device and requires_grad."""
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")
         made = cls(
@@ -80,8 +81,10 @@ class ParallelLinear(nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters like `nn.Linear`. Ranks with the same seed get shards of the same full weight. Temporarily
-        needs memory for the full weight."""
+        """Initialise the parameters as `nn.Linear` does. Ranks with equal seeds get shards of the same full weight.
+
+        Temporarily needs memory for the full weight.
+        """
         if not self.weight.is_meta:
             device, dtype = self.weight.device, self.weight.dtype
             whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype)
@@ -89,42 +92,43 @@ class ParallelLinear(nn.Module):
                 fill(self.get_parameter(name), part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of an `nn.Linear`'s given parameters: views."""
+        """Return this rank's part of the given parameters of an `nn.Linear`, as views."""
         divided = {"weight"} if self.divided else {"weight", "bias"}
         parts = {name: whole[name].chunk(self.world_size, self.divided)[self.rank] for name in divided & whole.keys()}
         return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module, *, three: bool = False) -> None:
-        """Raise an error if x does not match the layer's parameters. Call it at the beginning of a forward.
+        """Raise `ValueError` if x does not match the layer's parameters. Call it at the beginning of a forward.
 
-        of: the called module. three: x must have three dimensions."""
+        of: the module that was called, for error texts. three: True if x must have three dimensions.
+        """
         require(of, self._wrong_input(x, three) or wrong_device(x, self.weight))
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
-        """Return the error of x."""
+        """Return the error text for a bad x; "" for a valid x."""
         if not isinstance(x, torch.Tensor):
             return f"x is {kind(x)}: pass a torch.Tensor"
         features, dim, shape = self.weight.shape[1], self.sequence_dim, tuple(x.shape)
         if dim is None:
             if len(shape) < 2 or shape[-1] != features or (three and len(shape) != 3):
-                return f"x has shape {shape}, and sequence_dim=None takes [{'B, S' if three else '..., S'}, {features}]: pass that"
+                return f"x has shape {shape}, but sequence_dim=None needs [{'B, S' if three else '..., S'}, {features}]"
             return ""
         fits = -len(shape) <= dim < len(shape) and dim % len(shape) < len(shape) - 1 and shape[-1] == features
         if not fits or (three and len(shape) != 3):
             part = "S" if self.divided else "S/W"
             flat = f"[{part}, {features}]"
             known = {0: f"[{part}, B, {features}]{'' if three else f' or {flat}'}", 1: f"[B, {part}, {features}]"}
-            takes = known.get(dim, f"[..., {features}], the sequence not in the last dimension")
+            takes = known.get(dim, f"[..., {features}], with the sequence in any dimension except the last")
             other = (
                 f", or make the layer with sequence_dim=0 for {flat}"
                 if len(shape) == 2 and dim == 1 and not three
                 else ""
             )
-            return f"x has shape {shape}, and sequence_dim={dim} takes {takes}: pass that{other}"
+            return f"x has shape {shape}, but sequence_dim={dim} needs {takes}: pass such a tensor{other}"
         if self.divided and shape[dim] % self.world_size:
             return (
                 f"x has shape {shape}, and the {shape[dim]} of sequence_dim={dim} must be divisible by "
-                f"world_size={self.world_size}, as every rank gets equally many: pad the sequence"
+                f"world_size={self.world_size}, since every rank gets an equal part: pad the sequence"
             )
         return ""
 
@@ -136,24 +140,27 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """x @ weight.T + bias, with the output features divided over ranks, for an x that is divided along the sequence.
+    """x @ weight.T + bias, with the output features sharded over ranks, for an x that is sharded along the sequence.
 
         x [B, S/W, in_features]  ->  [B, S, out_features/W]
 
     The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with the GEMM of the weight's
-    gradient. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features] ->
-    [..., out_features/W], nothing is gathered: only backward is collective, and the all-reduce of x's gradient overlaps
-    (`weft.matmul_all_reduce`).
+    gradient. Every forward and every backward is collective over `group`.
 
-    in_features, out_features: sizes of the whole layer. out_features must be divisible by the number of ranks.
-    bias: divided like the output features.
+    With `sequence_dim=None`, x is replicated, and forward is [..., in_features] -> [..., out_features/W] without a
+    collective. Backward all-reduces the gradient of x, overlapped with a GEMM (`weft.matmul_all_reduce`).
+
+    in_features, out_features: the sizes of the whole layer. out_features must be divisible by the number of ranks.
+    bias: True for a bias, which is sharded like the output features.
     group: a process group, or its name.
-    sequence_dim: the divided dimension of x: 1 for [B, S, H], 0 for [S, B, H] or [S, H]; None if x is whole on every rank.
-    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16. Autocast converts x and the weight as in `nn.Linear`.
+    sequence_dim: the sharded dimension of x: 1 for [B, S, H], 0 for [S, B, H] or [S, H], None if x is replicated.
+    device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16. Autocast converts x and the weight as for
+        `nn.Linear`.
 
-    Parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W], ordinary tensors with rows of a stock layer's
-    parameters. `from_linear` makes a layer from a stock layer, `weft.nn.local_state_dict` loads a stock checkpoint. `deepcopy` and
-    pickle keep the group's name. Calls raise the errors of `weft.all_gather_matmul`.
+    The parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W]: ordinary tensors with this
+    rank's rows of an `nn.Linear`. `from_linear` makes a layer from an `nn.Linear`, and `weft.nn.local_state_dict` loads
+    an unsharded checkpoint. `deepcopy` and pickle keep the group's name. Calls raise the errors of
+    `weft.all_gather_matmul`.
     """
 
     divided = 0
@@ -169,33 +176,36 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """x @ weight.T + bias, with the input features divided over ranks; the result is divided along the sequence.
+    """x @ weight.T + bias, with the input features sharded over ranks, for a result that is sharded along the sequence.
 
         x [B, S, in_features/W]  ->  [B, S/W, out_features]
 
-    The GEMM overlaps with the reduce-scatter of the ranks' products (`weft.matmul_reduce_scatter`), and in backward with the
-    all-gather. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features/W] ->
-    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`). Then backward has no collective: ranks
-    continue with the same result, and the incoming gradient must be whole and equal on all ranks.
+    The reduce-scatter of the ranks' products overlaps with the GEMM (`weft.matmul_reduce_scatter`), and in backward the
+    all-gather overlaps with a GEMM. Every forward and every backward is collective over `group`.
 
-    in_features must be divisible by the number of ranks, and so must the sequence. Other arguments are as for
+    With `sequence_dim=None`, forward is [..., in_features/W] -> [..., out_features], and every rank gets the whole sum
+    (`weft.matmul_all_reduce`). Backward then has no collective: ranks continue with the same result, so the incoming
+    gradient must be complete and equal on all ranks.
+
+    in_features and the sequence must be divisible by the number of ranks. Other arguments are as for
     `ColumnParallelLinear`.
 
-    Parameters are `weight` [out_features, in_features/W], columns of a stock layer's weight, and `bias` [out_features], the same on
-    every rank. The bias is added once, to the sum. Its gradient is the sum over ranks; with `sequence_dim=None` each rank has the
-    whole gradient already. Calls raise the errors of `weft.matmul_reduce_scatter`.
+    The parameters are `weight` [out_features, in_features/W], this rank's columns of an `nn.Linear`, and `bias`
+    [out_features], equal on every rank. The bias is added once, to the sum. Its gradient is summed over ranks. (With
+    `sequence_dim=None` each rank already has the complete gradient.) Calls raise the errors of
+    `weft.matmul_reduce_scatter`.
     """
 
     divided = 1
 
     @tells_peers
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
-        """Return the result y; with `norm` the pair (norm(y), y): the next layer's input, and its residual.
+        """Return the result y. With `norm` return (norm(y), y): the input and the residual of the next layer.
 
-        residual: a tensor of the result's shape, which is added to it.
-        norm: a norm over the hidden dimension. With `sequence_dim=None`, the all-reduce includes residual and norm on two
-            conditions. Residual and parameters have the same dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no
-            hooks.
+        residual: a tensor of the result's shape, which is added to the result.
+        norm: a norm over the hidden dimension. With `sequence_dim=None` it is fused with the all-reduce, together with
+            the residual, on two conditions: the residual and the parameters have the same dtype, and the norm is an
+            `nn.RMSNorm` with a weight, an eps and no hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
@@ -221,7 +231,7 @@ class RowParallelLinear(ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Apply bias, residual and norm after the collective. bias: the bias of this rank's positions."""
+        """Apply bias, residual and norm after the collective. bias: for this rank's positions."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)
@@ -229,9 +239,10 @@ class RowParallelLinear(ParallelLinear):
     def require_following(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None, of: nn.Module
     ) -> None:
-        """Refuse a residual and a norm that do not fit, before the first collective of a call.
+        """Raise `ValueError` for a residual or a norm that does not match, before the first collective of a call.
 
-        x: the input of `of`, the called module, whose result this layer makes."""
+        x: the input of `of`, the called module, whose last layer this is.
+        """
         if residual is None and norm is None:
             return
         shape, dim = [*x.shape[:-1], self.out_features], self.sequence_dim
@@ -245,7 +256,7 @@ class RowParallelLinear(ParallelLinear):
             return f"norm is {kind(norm)}: pass a module, such as nn.RMSNorm({self.out_features})"
         if self.sequence_dim is None and isinstance(norm, RMSNorm):
             return (
-                "norm is a weft.nn.RMSNorm, whose gradient is summed over ranks, but x is replicated here: pass "
+                "norm is a weft.nn.RMSNorm, whose gradient is summed over ranks, but with sequence_dim=None x is replicated: pass "
                 "torch's nn.RMSNorm"
             )
         weight = getattr(norm, "weight", None)
@@ -270,7 +281,7 @@ def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torc
 
 
 def require(of: nn.Module, wrong: str) -> None:
-    """Raise `ValueError` if `wrong` names an error in the arguments of `of`; its peers are notified."""
+    """Raise `ValueError` with the text `wrong`, unless it is empty. `tells_peers` around the caller notifies the peers."""
     if wrong:
         raise ValueError(f"{type(of).__name__}: {wrong}")
 
@@ -284,9 +295,10 @@ def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
 
 
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
-    """Return the result of each of `layers`, of one group, for `x`, which is gathered once.
+    """Return the result of each of `layers` for `x`, which is gathered once. The layers have the same group.
 
-    of: the called module, which has checked x."""
+    of: the called module, which has checked x.
+    """
     first = layers[0]
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     require_alike(of, x, *weights)

@@ -1,10 +1,10 @@
-"""`ShardedEmbeddingBagCollection` with tables that are cut into parts, and with data-parallel tables.
+"""`ShardedEmbeddingBagCollection` with column-wise, row-wise or data-parallel tables.
 
-    features -> PartitionedInput -> features of parts -> ShardedEmbeddingBagCollection of the parts -> vectors of parts
-                                 -> features of data-parallel tables -> pooled here                -> vectors
-    output   the vectors of columns side by side, of rows summed in float32 in the order of rows
+ features -> PartitionedInput -> features of parts -> ShardedEmbeddingBagCollection of the parts -> vectors of parts
+                              -> features of data-parallel tables -> pooled on this rank         -> vectors
+ output   columns of column-wise parts are concatenated; row-wise parts are summed in float32, in the order of rows
 
-A collection of the parts does everything that crosses ranks, except for the sum of data-parallel gradients.
+The collection of the parts does all communication, except for the all-reduce of data-parallel gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ NAME = "ShardedEmbeddingBagCollection"
 
 
 class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """A `ShardedEmbeddingBagCollection` whose placement names a `TableSharding` for some table. Made by its constructor."""
+    """A `ShardedEmbeddingBagCollection` whose placement contains a `TableSharding`. The constructor of the base class
+    returns it.
+    """
 
     def __init__(
         self, tables: Sequence[Any], *, group: dist.ProcessGroup, placement: Any, device: torch.device | str | None = None,
@@ -72,7 +74,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._options = EmbeddingOptions(hash=hash, **options)
             if self._options.output_dtype != "table":
                 raise ValueError(
-                    f"output_dtype={self._options.output_dtype!r} supports only whole tables, because the vectors of parts and of "
+                    f"output_dtype={self._options.output_dtype!r} supports only whole tables, because vectors of parts and of "
                     "data-parallel tables keep the tables' dtype: do not pass it, or place whole tables"
                 )
         except (ValueError, TypeError) as error:
@@ -95,7 +97,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self.register_load_state_dict_post_hook(mark_again)
 
     def _check(self, partition: Partition) -> None:
-        """Raise `ValueError` for options that the shardings exclude."""
+        """Raise `ValueError` for options that the shardings do not support."""
         if dotted := [table.name for table in partition.tables if "." in table.name]:
             raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
         local = partition.replicated_tables or [
@@ -104,7 +106,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self.input == "global_batch" and local:
             raise ValueError(
                 f"table {partition.tables[local[0]].name!r} is {partition.shardings[local[0]]}, which "
-                "input='global_batch' does not support, because each rank must know the ids of its own samples: "
+                "input='global_batch' does not support, because each rank needs the ids of its own samples: "
                 "pass input='local_batch'"
             )
         if self._optimizer is not None and self._optimizer.clip_norm is not None and partition.replicated_tables:
@@ -115,7 +117,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             )
 
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
-        """Make the tables, and the collection of parts. Collective."""
+        """Make the tables, and the collection of the parts. Collective."""
         partition, options = self.partition, {"hash": self._options.hash, **options}
         self._arrange = PartitionedInput(partition, self._is_weighted, self._options.refuses_bad_ids)
         self.sharding = cast(EmbeddingSharding, partition.sharding or partition.replicated)
@@ -125,7 +127,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 replace(config, weight_init_min=None, weight_init_max=None, init_fn=self._filler(part))
                 for part, config in zip(partition.parts, sharding.tables, strict=True)
             ]
-            with torch.random.fork_rng(devices=[]):  # the seed of the whole collection is drawn
+            with torch.random.fork_rng(devices=[]):  # the outer collection has already drawn the seed
                 parts = ShardedEmbeddingBagCollection(
                     configs, group=self.group, device=self.device, placement=list(sharding.rank_of_table),
                     rows_read=sharding.rows_read, input=cast(Any, self.input), is_weighted=self._is_weighted,
@@ -133,7 +135,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     **options | {"hash": self._options.hash and not partition.hashes_input},
                 )  # fmt: skip
             self.embedding_bags._modules.update(parts.embedding_bags._modules)
-        # Not a submodule: its tables would have two names.
+        # Stored without registering a submodule, since its tables would then have two names.
         self.__dict__["_parts"] = parts
         self._replicated: ReplicatedTables | None = None
         if partition.replicated is not None:
@@ -141,7 +143,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._update = self._joint_update()
 
     def _filler(self, part: TablePart) -> Any:
-        """Return the function that fills `part`: with the table's own seed, as if it were whole."""
+        """Return a function that fills `part` with the values that it has in the whole table."""
         return filler_of(self.partition.tables[part.table], self._seed + part.table, part.row, part.column)
 
     def _make_replicated(self, sharding: EmbeddingSharding) -> None:
@@ -217,7 +219,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _output(
         self, of_parts: torch.Tensor | None, of_replicated: torch.Tensor | None, lengths: Mapping[tuple[int, str], torch.Tensor]
     ) -> KeyedTensor:  # fmt: skip
-        """Return the vectors of all tables in table order. lengths: the lengths of the bags of row-wise means."""
+        """Return the vectors of all tables in table order. lengths: of bags, for row-wise tables with mean pooling."""
         slots, order = self.partition.slots, self._order
         keys, dims = [slot.key for slot in slots], [slot.dim for slot in slots]
         if of_parts is not None and of_replicated is None and not lengths and order == [[n] for n in range(len(order))]:
@@ -236,7 +238,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the numbers of its pieces: vectors of parts first, then of data-parallel tables."""
+        """For each block of output columns, the indices of its vectors: vectors of parts come first, then those of
+        data-parallel tables.
+        """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots
         for number, slot in enumerate(parts):
@@ -266,7 +270,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         try:
             with contextlib.nullcontext() if parts is None else parts.accumulate():
                 yield
-                if replicated is not None:  # before the parts, which count updates
+                if replicated is not None:  # before the update of the parts, which counts updates
                     with together(f"accumulate() of {NAME}", self.group, self._speaks_on, self.deadline_s):
                         step = None if parts is None or parts._update is None else parts._update.step
                         replicated.end_accumulation(step)
@@ -277,7 +281,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     # --- handling ---
 
     def memory(self) -> EmbeddingMemory:
-        """Return the bytes as for whole tables. Reduced gradients of data-parallel tables, which backward holds, are not in it."""
+        """Return the memory in bytes, as for whole tables. Reduced gradients that backward keeps for data-parallel
+        tables are not included.
+        """
         weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
         parts, batches, rank = self._parts, BatchesInFlight(), 0
         buffers: list[int] = []
@@ -302,7 +308,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         load_full(self.partition, self.rank, self.parts(), weights)
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
-        """Return this rank's parts with their weights, in the order of `embedding_bags`. Data-parallel tables are whole."""
+        """Return this rank's parts and their weights, in the order of `embedding_bags`. Data-parallel tables are whole."""
         weights = [cast(nn.EmbeddingBag, bag).weight for bag in self.embedding_bags.children()]
         return list(zip(parts_of_rank(self.partition, self.rank), weights, strict=True))
 
@@ -342,7 +348,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of partial vectors, in float32 and in their order, over the lengths of bags if they are given."""
+    """Return the sum of partial vectors, in float32 and in their order. If `lengths` is given, divide it by them."""
     total = partial[0].to(torch.float32)
     for one in partial[1:]:
         total = total + one.to(torch.float32)
@@ -350,7 +356,7 @@ def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.
 
 
 class JointUpdate(FusedUpdate):
-    """The updates of sharded and of data-parallel tables as one, for the optimizer that a user sees."""
+    """The updates of sharded and of data-parallel tables, combined for `fused_optimizer`."""
 
     def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
         self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
@@ -370,7 +376,7 @@ class JointUpdate(FusedUpdate):
 
     @property
     def step(self) -> torch.Tensor:  # type: ignore[override]
-        """The number of updates of sharded tables, which data-parallel tables follow."""
+        """The update counter of the sharded tables. That of the data-parallel tables follows it."""
         return self._both[0].step
 
     @property

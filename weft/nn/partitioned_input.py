@@ -1,11 +1,12 @@
-"""The input of tables that are cut into parts: a rank's own samples, with the ids of row-wise tables sorted by owners of rows.
+"""The input of sharded tables: a rank's own samples, with the ids of row-wise tables sorted by the owners of the rows.
 
-    given        features of this rank's samples
-    parts        features that parts on any rank read: as given for whole tables and parts of columns. A feature of a row-wise table
-                 becomes one feature for each part, with the ids of its rows, counted from its first row
-    replicated   features of data-parallel tables, which this rank pools
+ given        all features of this rank's samples
+ parts        the features that parts on any rank read. Whole tables and column-wise parts read the given features. Each part of a
+              row-wise table reads a feature of its own, with the ids of its rows, counted from its first row
+ replicated   the features of data-parallel tables, which this rank pools itself
 
-An id out of range goes to the nearest part, where it is out of range too. A bag keeps the order of its ids within each part.
+An id out of range goes to the nearest part, where it is out of range too. Within each part, a bag keeps the order of
+its ids.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Arranged:
-    """The input of a call, sorted by the kind of table. parts: the input for the parts of tables on all ranks, or None.
-    replicated: the input for data-parallel tables, or None.
+    """The input of a call, separated by kind of table.
 
-    spans: for each key of `replicated`, where its ids begin and end. lengths: the lengths of the bags of each (row-wise table,
-    feature) that pools by means, [samples] float32, at least 1.
+    parts: the input for the parts of tables on all ranks, or None. replicated: the input for data-parallel tables, or None.
+    spans: for each key of `replicated`, the first position of its ids, and their end. lengths: for each (row-wise table,
+        feature) with mean pooling, the lengths of the bags, [samples] float32, at least 1.
     """
 
     parts: KeyedJaggedTensor | None
@@ -43,10 +44,12 @@ class Arranged:
 
 
 class PartitionedInput:
-    """Arranges the samples of one rank for `partition`. Not collective."""
+    """A function that arranges the samples of this rank for the shardings of `partition`. Not collective."""
 
     def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
-        """refuses_bad_ids: raise for ids of row-wise tables that are out of range, with the table's own rows."""
+        """refuses_bad_ids: True to raise for ids of row-wise tables that are out of range, with the row number in the
+        whole table.
+        """
         self.partition, self._is_weighted, self.refuses_bad_ids = partition, is_weighted, refuses_bad_ids
         row_wise = [n for n, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)]
         self.row_wise = [(n, feature) for n in row_wise for feature in partition.tables[n].feature_names]
@@ -55,9 +58,10 @@ class PartitionedInput:
             (n, feature): [partition.feature_of_part(partition.parts[p], feature) for p in partition.parts_of(n)]
             for n, feature in self.row_wise
         }
-        """For each (row-wise table, feature), the features that its parts read."""
+        """For each (row-wise table, feature), the names of the features that its parts read."""
         self.passed: dict[str, tuple[str, int | None]] = {}
-        """For each feature of whole tables and of parts of columns: the given feature, and rows to hash it to."""
+        """For each feature that a part reads unchanged: the given feature, and the number of rows for hashing, or None.
+        """
         for number in whole:
             part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]
             rows = table.num_embeddings if partition.hashes_input else None
@@ -68,11 +72,13 @@ class PartitionedInput:
 
     @property
     def is_needed(self) -> bool:
-        """False if all tables are whole or cut by columns, so that parts read the features as they are."""
+        """False if no table is row-wise or data-parallel. Then parts read the given features unchanged."""
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
-        """Return the arranged input. It waits for the device, for the numbers of ids. Raises `ValueError` for bad input."""
+        """Return the arranged input. Raise `ValueError` for bad input. The host waits for the device, for the numbers
+        of ids.
+        """
         jagged = as_jagged(features)
         keys = jagged.keys
         if keys is None:
@@ -92,7 +98,7 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """A batch whose input is being arranged. ends: the first position of each key's ids, and the end of the last key's ids."""
+    """The arrangement of one batch. ends: the first position of each key's ids, and the end of the last key's ids."""
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:
         self.of, self.jagged, self.block = of, jagged, block
@@ -144,7 +150,7 @@ class _Arranging:
 
     @cached_property
     def _rows(self) -> list[torch.Tensor]:
-        """The rows of each (row-wise table, feature)."""
+        """The row number of each id, for each (row-wise table, feature)."""
         found = []
         for table, feature in self.of.row_wise:
             ids = self.ids[self.block[feature]]
@@ -159,7 +165,7 @@ class _Arranging:
         return self.of.partition.tables[number]
 
     def _split(self) -> tuple[list[str], torch.Tensor, torch.Tensor, Any]:
-        """Return the features of parts of row-wise tables: names, ids, lengths, weights."""
+        """Return the input of the parts of row-wise tables: feature names, ids, lengths of bags, weights or None."""
         partition, batch = self.of.partition, self.batch
         names: list[str] = []
         owners, local, samples, sources = [], [], [], []
@@ -177,15 +183,15 @@ class _Arranging:
                 sources.append(self.weights[block])
             names += of_parts
         owner, at = torch.cat(owners), torch.cat(samples)
-        order = owner.argsort(stable=True)  # ids of a part stay in the order of samples and of places in the bag
+        order = owner.argsort(stable=True)  # stable: ids of a part stay in the order of samples and bags
         counts = occurrences(owner * batch + at, len(names) * batch)
         ids = torch.cat(local)[order]
-        if not partition.hashes_input:  # hashes may need 64 bits
+        if not partition.hashes_input:  # hashes may need 64 bits, so they stay int64
             ids = ids.to(self.jagged.values.dtype)
         return names, ids, counts, torch.cat(sources).index_select(0, order) if sources else None
 
     def _check(self, table: int, feature: str, rows: torch.Tensor) -> None:
-        """Raise `ValueError` for a row that the table does not have. It waits for the device."""
+        """Raise `ValueError` for a row number that the table does not have. The host waits for the device."""
         config, lengths = self._table(table), self.lengths[self.block[feature]]
         bad = ((rows < 0) | (rows >= config.num_embeddings)).nonzero()
         if bad.numel():
@@ -200,16 +206,20 @@ class _Arranging:
 
 
 def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return how often each number below `count` occurs. Unlike `torch.bincount` it does not wait for a GPU."""
+    """Return how often each of the numbers 0 to `count` - 1 occurs. Unlike `torch.bincount`, it does not wait for a
+    GPU.
+    """
     return torch.zeros(count, dtype=torch.int64, device=numbers.device).scatter_add_(
         0, numbers, torch.ones_like(numbers)
     )
 
 
 def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
-    """Return the first position of each key's ids, and the end of the last key's ids. Raise `ValueError` for invalid bags.
+    """Return the first position of each key's ids, and the end of the last key's ids. Raise `ValueError` for invalid
+    bags.
 
-    It waits for the device."""
+    The host waits for the device.
+    """
     offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0
     if not batch or not keys:
         return [0] * (len(keys) + 1)
@@ -218,7 +228,7 @@ def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
     if least < 0:
         key, sample = divmod(int((lengths < 0).nonzero()[0]), batch)
         raise ValueError(
-            f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag holds 0 or "
+            f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag has 0 or "
             "more ids, offsets must ascend"
         )
     if ends[0] < 0 or ends[-1] > count:

@@ -1,10 +1,10 @@
-"""Parts of tables under the names of their tables, for checkpoints that another sharding may load.
+"""Checkpoints of sharded tables under the names of the whole tables, so that another sharding can load them.
 
-    <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
-    <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
+ <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
+ <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
 
-Data-parallel and whole tables are plain tensors, as in a module without parts. A state with one number per row has one number per
-row and part of a column-wise table: it is [parts x rows], as in TorchRec, and fits only the same number of parts.
+Whole tables and data-parallel tables are plain tensors, as in a module without parts. An optimizer state with one
+number per row is [parts x rows] for a column-wise table, as in TorchRec. Only the same number of parts can load it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 def partitioned(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of `model` that have sharded or replicated tables, by path."""
+    """Return the modules of `model` that have sharded or data-parallel tables, by path."""
     return {path: one for path, one in model.named_modules() if isinstance(getattr(one, "partition", None), Partition)}
 
 
 def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
-    """Yield (part, parameter name, name of the whole table's weight in a state dict) for each part on this rank."""
+    """Yield (part, name of its parameter, name of the whole table's weight in a state dict) for each part on this rank."""
     names = [name for name, _ in module.named_parameters()]
     for (part, _), name in zip(module.parts(), names, strict=True):
         attribute = name.partition(".")[0]
@@ -34,9 +34,10 @@ def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
 
 
 def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, Any]:
-    """Return one value for each table of which this rank has parts: a plain tensor, or a ShardedTensor of all ranks' parts.
+    """Return a value for each table of which this rank has parts: a plain tensor, or a ShardedTensor of all ranks'
+    parts.
 
-    own: the weights of this rank's parts, or one state of them.
+    own: (part, tensor) for this rank's parts. The tensors are the weights, or one optimizer state.
     """
     partition: Partition = module.partition
     found: dict[int, Any] = {}
@@ -52,18 +53,18 @@ def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, A
 
 
 def local_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of this rank in a value of a checkpoint."""
+    """Return this rank's tensors in a value of a checkpoint."""
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value] if isinstance(value, torch.Tensor) else []
 
 
 class ModelState:
-    """The state dict of `model`, with the parts of sharded tables under the names of their tables, for
-    `torch.distributed.checkpoint`.
+    """The state dict of `model` for `torch.distributed.checkpoint`, with sharded tables under the names of the whole
+    tables.
 
-    Pass it instead of the model if a module has sharded tables. It loads checkpoints of whole tables. Its checkpoints load
-    into models with whole tables, or with other parts:
+    Pass it instead of the model if a module has sharded tables. It can load checkpoints of whole tables. Models with
+    whole tables, or with other parts, can load its checkpoints:
 
         state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
@@ -74,7 +75,7 @@ class ModelState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of this rank (not copies)."""
+        """Return this rank's values. They are not copies."""
         found = self._model.state_dict()
         for path, module in partitioned(self._model).items():
             prefix, names, own = f"{path}." if path else "", dict[int, str](), list[tuple[TablePart, torch.Tensor]]()

@@ -1,4 +1,4 @@
-"""The distribution of a batch's ids before the call of the batch, while other work runs."""
+"""Prefetching: distribute the ids of a batch before the module is called with it, while other work runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from weft.nn.input_dist import InputDist
 
 
 class Prefetched:
-    """A batch on its way to the ranks that own its tables. Every rank makes and ends it.
+    """A batch whose ids are being distributed to the ranks that own its tables. Every rank makes one, and calls
+    `arrived`.
 
-    On GPUs this happens on a separate stream. The numbers of ids are sent after the work that is enqueued by then. The ids follow
-    at the call of the batch. There the host waits only for that stream, not for the work enqueued since.
+    On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. The ids are sent
+    when the module is called with the batch. At that call, the host waits only for the separate stream, not for work
+    enqueued since.
 
-    features: a batch, as for `InputDist`. Errors are raised by `arrived`.
+    features: a batch, as for `InputDist`. `arrived` raises errors of a bad batch.
     """
 
     def __init__(self, distribution: InputDist, features: Any) -> None:
@@ -32,7 +34,7 @@ class Prefetched:
             self._begun = distribution.begin(features)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Send the ids, and return the results of `InputDist`'s call, valid in the order of the current stream."""
+        """Send the ids. Return the results of a call of `InputDist`, valid in the order of the current stream."""
         with self._aside():
             before_ids_leave()
             sent = self._distribution.send(self._begun)

@@ -1,4 +1,4 @@
-"""The data-parallel tables of a collection: every rank pools its own samples, and backward sums gradients over ranks."""
+"""The data-parallel tables of a collection. Every rank pools its own samples, and backward all-reduces the gradients."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NAME = "ShardedEmbeddingBagCollection"
 
 
 class ReplicatedTables:
-    """The tables of `sharding`, which describes a group of one rank, on every rank of `group`.
+    """The data-parallel tables, on every rank of `group`. `sharding` describes them as tables of a group of one rank.
 
-    weights: returns this rank's tables. update: None if they are not updated in backward.
+    weights: a function that returns this rank's tables.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class ReplicatedTables:
         self.plan = EmbeddingPlan(sharding, self._options)
         self.update = None if optimizer is None else FusedUpdate(optimizer, weights(), factor=factor)
         self.collected: list[tuple[ForwardCall, torch.Tensor]] | None = None
-        """The sums of ranks' gradients that are kept for one update; None if backward updates the tables."""
+        """The reduced gradients that are kept for one update at the end of `accumulate()`; None outside of it."""
 
     def settle(self, sharding: EmbeddingSharding) -> None:
-        """Adopt the tables' dtype and device after a conversion."""
+        """Take over the tables' dtype and device after a conversion."""
         self.plan = EmbeddingPlan(sharding, self._options)
         if self.update is not None and self.update.step.device != self.weights()[0].device:
             self.update.move(self.weights()[0].device)
 
     def checked(self, jagged: JaggedInput | None) -> CheckedInput:
-        """Check the input. Raises `ValueError`."""
+        """Check the input, and return the result of the checks. Raise `ValueError` for bad input."""
         assert jagged is not None
         checked = check_jagged(jagged, self.plan.sharding, 0, None, self.weights())
         check_contents(jagged, self.plan.sharding, 0, checked, self.plan.options)
@@ -66,8 +66,8 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts`, and the pooled vectors of this rank's samples, [samples, columns of all tables].
 
-        parts: the vectors of sharded tables, whose backward follows that of these tables. step: the step counter of their
-        optimizer. Not collective; backward is.
+        Not collective, but backward is. parts: the vectors of sharded tables. Passing them through makes their backward
+        run after that of the data-parallel tables. step: the update counter of the sharded tables' optimizer.
         """
         assert jagged is not None
         weights, sharding = self.weights(), self.plan.sharding
@@ -90,7 +90,9 @@ class ReplicatedTables:
         return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions=versions)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
-        """Update the tables by the sum of all ranks' gradients. step: the number of updates of sharded tables before this one."""
+        """Update the tables by the gradients reduced over ranks. step: the number of updates of sharded tables before
+        this one.
+        """
         assert of.tables is not None
         of.is_updated = True
         of.tables.step.copy_(of.tables.step if step is None else step)
@@ -98,13 +100,13 @@ class ReplicatedTables:
         runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
-        """Update the tables once, by the sum of the gradients that were kept."""
+        """Update the tables once, by the sum of the kept gradients."""
         collected, self.collected = self.collected, None
         if collected:
             of, total = collected[0]
             for other, flat in collected[1:]:
                 other.is_updated, total = True, total + flat
-            # Before anything is updated: the learning rate may have changed since the last backward.
+            # Compared before anything is updated: the learning rate may have changed since the last backward.
             what = "the end of accumulate() of data-parallel tables"
             runtime.compare(of, what, self.group, total.device, self.deadline_s)
             with torch.no_grad():
@@ -114,7 +116,9 @@ class ReplicatedTables:
 def _require_finite(
     tables: ReplicatedTables, of: ForwardCall, grad: torch.Tensor, of_parts: torch.Tensor | None
 ) -> None:
-    """Raise `RefusedError` on every rank if a gradient is infinite or NaN, also of sharded tables, which are updated later."""
+    """Raise `RefusedError` on every rank if a gradient is infinite or NaN. Sharded tables, which are updated later, are
+    checked too.
+    """
     bad = nonfinite_tables(of.plan.sharding, 0, grad)
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")

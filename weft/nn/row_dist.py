@@ -1,12 +1,14 @@
-"""Rows of tables on their way: ids go to the owners of their rows, rows come back, and gradients of rows go to the owners.
+"""The exchange of rows: ids are sent to the owners of their rows, rows are returned, and gradients are sent to the
+owners.
 
-    ids       the ids of this rank's samples, in order: (part of a table, row in the part) each
-    sent      the same ids in the order of (rank of the part, part), or each distinct id once
-    arrived   [part of this rank][source rank]
-    rows      the way back, into the order of `ids`
+ ids       for each id of this rank's samples: its part of a table, and the row in the part
+ sent      the same ids sorted by (rank of the part, part); with `dedup` each distinct id once
+ arrived   ids from peers, by [part of this rank][source rank]
+ rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The host waits once, for the numbers of ids. Each rank tells every other how many ids it has for each of its parts, and how many it
-has for each rank. So every rank knows what every rank would receive. If that is more than `max_ids` for any rank, all ranks raise.
+The host waits once, for the numbers of ids. Each rank tells every peer how many ids it has for each part of the peer,
+and how many it has for each rank in all. So every rank knows how many ids every rank would receive. If that is more
+than `max_ids` for any rank, all ranks raise.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class RowRoute:
-    """The way of one batch. to_sent: for each id, its place among the sent ids. order: the inverse, without duplicates removed.
+    """The routing of one batch.
 
-    out, into: ids to and from each rank. counts: the number of ids from [source rank] for [part of this rank].
+    to_sent: for each id, its index among the sent ids. order: the inverse permutation; None with `dedup`.
+    out, into: the numbers of ids to and from each rank. counts: the number of ids by [source rank][part of this rank].
     """
 
     to_sent: torch.Tensor
@@ -42,7 +45,7 @@ class RowRoute:
 
 
 class RowDist:
-    """The exchange for the parts of `partition`. Every method is collective."""
+    """The exchange of rows for the parts of `partition`. All public methods are collective."""
 
     def __init__(
         self, partition: Partition, group: dist.ProcessGroup, dedup: bool, max_ids: int | None, deadline_s: float | None
@@ -52,7 +55,7 @@ class RowDist:
         self.partition = partition
         order = sorted(range(len(partition.parts)), key=lambda number: partition.parts[number].rank)
         self.place_of_part = {number: place for place, number in enumerate(order)}
-        """The place of each part among all, sorted by rank."""
+        """For each part, its index in the order of ranks."""
         self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
         self._most_rows = max(part.rows for part in partition.parts)
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
@@ -60,13 +63,15 @@ class RowDist:
     def send(
         self, places: torch.Tensor, rows: torch.Tensor, bad: Sequence[torch.Tensor] = ()
     ) -> tuple[RowRoute, list[torch.Tensor], list[int]]:
-        """Send ids to their owners. Return the route back, the rows that arrive for each part of this rank, and `bad` as numbers.
+        """Send ids to their owners. Return the routing, the rows that peers request from each part of this rank, and
+        `bad` as integers.
 
-        places: the index of each id's part. rows: the row in the part; out of range rows travel as they are. bad: numbers that
-        the host needs.
+        places: the index of each id's part. rows: the row in the part; rows out of range are sent unchanged. bad:
+            one-element tensors that the host must read.
         """
         if self.dedup:
-            # Rows out of range are next to all others, and not equal to one of another part.
+            # Keys stay distinct between parts although rows out of range are clamped: each part has one more key at
+            # both ends.
             width = self._most_rows + 2
             keys, to_sent = torch.unique(places * width + rows.clamp(-1, self._most_rows) + 1, return_inverse=True)
             sent_places, sent, order = keys // width, keys % width - 1, None
@@ -83,8 +88,11 @@ class RowDist:
         return route, self._by_part(arrived, route), numbers
 
     def _numbers(self, counts: torch.Tensor, bad: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-        """Return the number of ids sent to each rank, the numbers of ids from each source for each part of this rank,
-        and `bad`. Raise an error if a rank would receive too many ids."""
+        """Return the number of ids sent to each rank, the number from each source for each part of this rank, and
+        `bad`.
+
+        Raise `RefusedError` if a rank would receive more than `max_ids` ids.
+        """
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
         send = torch.cat([torch.cat([part, of_rank]) for part in counts.split(sizes)])
@@ -100,13 +108,17 @@ class RowDist:
         return host[end : end + self.world], of_parts, host[end + self.world :]
 
     def back(self, rows: Sequence[torch.Tensor], route: RowRoute) -> torch.Tensor:
-        """Return the rows of all ids of this rank's samples. rows: the rows of each part, in the order in which ids arrived."""
+        """Return the rows of all ids of this rank's samples. rows: for each part of this rank, the rows in the order of
+        arrived ids.
+        """
         leaving = self._by_source(rows, route)
         arrived = self._exchanged("rows", leaving, route.into, route.out)
         return arrived.index_select(0, route.to_sent)
 
     def to_owners(self, grads: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return the gradients of rows that arrive for each part of this rank. grads: the gradients of all ids, [n, columns]."""
+        """Return the gradients that arrive for each part of this rank. grads: the gradient of the row of each id, [n,
+        columns].
+        """
         if route.order is None:
             leaving = sums_of_equal(route.to_sent, sum(route.out), grads.contiguous())
         else:
@@ -114,7 +126,7 @@ class RowDist:
         return self._by_part(self._exchanged("gradients of rows", leaving, route.out, route.into), route)
 
     def _by_part(self, arrived: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return the rows that have arrived for each part, source by source."""
+        """Return the arrived rows of each part, concatenated by source rank."""
         parts = len(self.parts_of_rank[self.rank])
         blocks = arrived.split(route.counts) if parts else ()
         return [torch.cat([blocks[source * parts + part] for source in range(self.world)]) for part in range(parts)]

@@ -1,7 +1,7 @@
-"""The parts of tables and optimizer states as ShardedTensors, the form of TorchRec's state dicts.
+"""Parts of tables and optimizer states as ShardedTensors, as in TorchRec's state dicts.
 
-A tensor is described by its parts: rank, offsets and sizes of each. Table-wise there is one part. The memory is shared, so that
-`torch.distributed.checkpoint` loads in place.
+A ShardedTensor lists the rank, offsets and sizes of each part. A table-wise table has one part. The ShardedTensor
+shares the memory of the part, so that `torch.distributed.checkpoint` loads in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.embedding.tables import EmbeddingBagConfig
 
 
 class Part(NamedTuple):
-    """A part of a tensor on `rank` of a group: `sizes` elements in each dimension from `offsets` on."""
+    """A part of a tensor, on `rank` of a group: `sizes` elements from `offsets` on, by dimension."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -27,10 +27,10 @@ class Part(NamedTuple):
 
 
 def layout(table: EmbeddingBagConfig, parts: Sequence[TablePart], per_row: bool) -> tuple[tuple[int, ...], list[Part]]:
-    """Return the size and the parts of a table, or of a state of it with one number per row.
+    """Return the size and the parts of a table, or, with `per_row`, of an optimizer state with one number per row.
 
-    Such a state is [rows]. Each part of a column-wise table has its own numbers, because a mean is over its columns. They are
-    concatenated, [parts x rows], as in TorchRec.
+    Such a state is [rows]. For a column-wise table it is [parts x rows], as in TorchRec: each part has its own numbers,
+    because they are means over its columns.
     """
     if not per_row:
         places = [Part(part.rank, (part.row, part.column), (part.rows, part.columns)) for part in parts]
@@ -46,9 +46,10 @@ def sharded_tensor(
     size: Sequence[int], parts: Sequence[Part], own: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:  # fmt: skip
-    """Return a tensor whose parts are on the ranks of `group`. own: this rank's parts, in their order. Not collective.
+    """Return a ShardedTensor whose parts are on the ranks of `group`. Not collective.
 
-    device: the device of this rank. Other ranks are assumed to use the device of the same type that has their rank as its number.
+    own: this rank's parts, in the order of `parts`. device: this rank's device. Another rank is assumed to use the
+        device of the same type whose number is its rank.
     """
     rank = group.rank()
     metadata = [

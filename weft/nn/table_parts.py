@@ -1,4 +1,4 @@
-"""This rank's parts of tables, as a module has them: the list of parts, and values from whole tables."""
+"""This rank's parts of tables, and how to copy them from whole tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.embedding.partition import Partition, TablePart
 
 
 def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
-    """Return the parts of `rank`, then the data-parallel tables, which are whole."""
+    """Return the parts of `rank`, followed by the data-parallel tables, which every rank has whole."""
     found = [part for part in partition.parts if part.rank == rank]
     for number in partition.replicated_tables:
         table = partition.tables[number]
@@ -22,14 +22,17 @@ def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
 def load_full(
     partition: Partition, rank: int, parts: Sequence[tuple[TablePart, torch.Tensor]], weights: Mapping[str, torch.Tensor]
 ) -> None:  # fmt: skip
-    """Copy a rank's parts from whole tables, by table name. Raise `ValueError` before anything is copied."""
+    """Copy this rank's parts from whole tables. Raise `ValueError` before anything is copied.
+
+    parts: (part, its weight) for each part of this rank. weights: whole tables, by table name.
+    """
     names = [table.name for table in partition.tables]
     if unknown := [name for name in weights if name not in set(names)]:
         raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
     for part, _ in parts:
         table = partition.tables[part.table]
         if table.name not in weights:
-            raise ValueError(f"weights lack table {table.name!r} of rank {rank}: they have {', '.join(weights)}")
+            raise ValueError(f"weights lacks table {table.name!r} of rank {rank}: it has {', '.join(weights)}")
         check_tensor(f"weights[{table.name!r}]", weights[table.name])
         given, wanted = list(weights[table.name].shape), [table.num_embeddings, table.embedding_dim]
         if given != wanted:

@@ -1,18 +1,19 @@
-"""Layers of a tensor-parallel transformer: weights are sharded over the ranks of a group, activations between layers along the
-sequence. Every collective overlaps with the adjacent GEMM, forward and backward.
+"""Layers of a tensor-parallel transformer. Ranks share the weights; activations between layers are sharded along the
+sequence.
 
-A column-parallel layer has rows of the weight [out, in], a row-parallel layer has columns. A block needs two collectives forward
-and two backward, and each is part of a GEMM:
+Every collective overlaps with the adjacent GEMM, in forward and in backward. A column-parallel layer has rows of the
+weight [out, in], a row-parallel layer has columns. A block needs two collectives in forward and two in backward. Each
+is fused with a GEMM:
 
-    x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
+ x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
-With `sequence_dim=None` activations between layers are replicated. Use it to decode a few tokens at a time, or if the sequence is
-not divisible by the number of ranks. Then a block needs one collective forward and one backward:
+With `sequence_dim=None`, activations between layers are replicated. Use it to decode a few tokens at a time, or if the
+sequence is not divisible by the number of ranks. A block then needs one collective in forward and one in backward:
 
-    x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
+ x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
 
-Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3, and "Reducing Activation
-Recomputation in Large Transformer Models", 4.2.2, for the sequence.
+Sources: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3. "Reducing
+    Activation Recomputation in Large Transformer Models", 4.2.2, for the sequence.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class ParallelMLP(nn.Module):
 
     x is gathered once for gate_proj and up_proj.
 
-    hidden, intermediate: sizes of the whole layer; intermediate must be divisible by the number of ranks.
-    bias: True for biases in all three layers.
-    activation: a function of one tensor; it must act on each column separately, and keep the shape and the dtype.
+    hidden, intermediate: the sizes of the whole layer. intermediate must be divisible by the number of ranks.
+    bias: True for biases in all three projections.
+    activation: a function of one tensor. It must act on each column separately, and keep the shape and the dtype.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
 
-    Children are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's code).
+    The submodules are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's
+    code).
     """
 
     def __init__(
@@ -91,21 +93,22 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Llama's self-attention, with the heads divided over ranks: each rank attends with its own heads, over the whole sequence.
+    """Llama's self-attention, with the heads distributed over ranks. Each rank computes its own heads over the whole
+    sequence.
 
         x [B, S/W, hidden]  ->  [B, S/W, hidden]        with sequence_dim=None  [B, S, hidden]  ->  [B, S, hidden]
 
-    x is gathered once for q_proj, k_proj and v_proj. Grouped-query if kv_heads < heads.
+    x is gathered once for q_proj, k_proj and v_proj. Attention is grouped-query if kv_heads < heads.
 
-    hidden, heads, kv_heads: sizes of the whole layer; heads and kv_heads must be divisible by the number of ranks. kv_heads:
-        default `heads`.
-    head_dim: default hidden / heads.
+    hidden, heads, kv_heads: the sizes of the whole layer (kv_heads default: heads). heads and kv_heads must be
+        divisible by the number of ranks.
+    head_dim: the size of a head (default: hidden / heads).
     bias: True for biases in all four projections.
-    causal: True: without a mask, a position attends only to itself and earlier positions.
-    group, sequence_dim, device, dtype: as for `ColumnParallelLinear`; x has three dimensions.
+    causal: True if, without a mask, a position attends only to itself and earlier positions.
+    group, sequence_dim, device, dtype: as for `ColumnParallelLinear`. x must have three dimensions.
 
-    Children are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, whose weights they accept
-    (rotary embeddings rotate halves of a head, not neighbours).
+    The submodules are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, and accept its
+    weights. (Rotary embeddings rotate the two halves of a head, not adjacent pairs.)
     """
 
     def __init__(
@@ -128,8 +131,8 @@ class ParallelAttention(nn.Module):
         part_of("kv_heads", kv_heads, world)
         if heads % kv_heads:
             raise ValueError(
-                f"heads={heads} must be divisible by kv_heads={kv_heads}, because all keys are "
-                "shared by the same number of heads"
+                f"heads={heads} must be divisible by kv_heads={kv_heads}, because each key head is "
+                "shared by equally many query heads"
             )
         if head_dim is None and hidden % heads:
             raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
@@ -166,13 +169,14 @@ class ParallelAttention(nn.Module):
         residual: torch.Tensor | None = None,
         norm: nn.Module | None = None,
     ) -> Any:
-        """Run the attention.
+        """Return the result of the attention; with `norm`, see `RowParallelLinear`.
 
-        rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as
-            `rotary_embedding` and Hugging Face's `LlamaRotaryEmbedding` make them. Pass the whole sequence, not this rank's
-            part: S is not broadcast.
-        mask: `scaled_dot_product_attention`'s, of the whole sequence and of this rank's heads, broadcastable to [B, heads/W, S, S].
-        residual, norm: as for `RowParallelLinear`."""
+        rotary: (cosines, sines) for all positions of the sequence, each [S, head_dim] or [B, S, head_dim], as from
+            `rotary_embedding` or Hugging Face's `LlamaRotaryEmbedding`. Pass the whole sequence, not this rank's part.
+        mask: as for `scaled_dot_product_attention`, for the whole sequence and this rank's heads, broadcastable to [B,
+            heads/W, S, S].
+        residual, norm: as for `RowParallelLinear`.
+        """
         q_proj, k_proj, v_proj, o_proj = self.q_proj, self.k_proj, self.v_proj, self.o_proj
         q_proj.require_input(x, self, three=True)
         if rotary is not None or mask is not None:
@@ -205,7 +209,9 @@ class ParallelAttention(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of this rank's heads, [B, S, heads/W x head_dim]; k and v have the columns of kv_heads."""
+        """Return the attention of this rank's heads, [B, S, heads/W x head_dim]. k and v have kv_heads/W x head_dim
+        columns.
+        """
         sequence = 1 if self.sequence_dim is None else self.sequence_dim
         q, k, v = (y.movedim(sequence, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if rotary is not None:
@@ -216,7 +222,7 @@ class ParallelAttention(nn.Module):
         )
         if self.sequence_dim is None:
             return y.transpose(1, 2).flatten(2)
-        # [B, heads, S, head_dim] -> [S, B, heads x head_dim], the reduce-scatter's layout: one copy at most.
+        # [B, heads, S, head_dim] -> [S, B, heads x head_dim], the layout of the reduce-scatter, with at most one copy.
         return y.permute(2, 0, 1, 3).flatten(2).movedim(0, sequence)
 
 
@@ -228,7 +234,7 @@ def _wrong_rotary(rotary: Any, batch: int, length: int, head_dim: int, device: t
     if len(parts) != 2 or not all(isinstance(t, torch.Tensor) for t in parts):
         return f"rotary is {kind(rotary) if parts[0] is rotary else [kind(t) for t in parts]}: {fix}"
     for name, t in zip(("cos", "sin"), parts, strict=True):
-        # A table of one position would broadcast over all of them.
+        # A table for one position would silently broadcast over all positions.
         whole = 2 <= t.dim() <= 3 and t.shape[-2] == length and t.shape[-1] == head_dim
         if not whole or (t.dim() == 3 and t.shape[0] not in (1, batch)):
             takes = f"[S, head_dim] = {(length, head_dim)} or [B, S, head_dim] = {(batch, length, head_dim)}"
@@ -243,7 +249,7 @@ def _wrong_mask(mask: Any, shape: tuple[int, ...], x: torch.Tensor) -> str:
         return f"mask is {kind(mask)}: pass a torch.Tensor"
     if not 2 <= mask.dim() <= 4 or any(n not in (1, of) for n, of in zip(mask.shape[::-1], shape[::-1], strict=False)):
         return (
-            f"mask has shape {tuple(mask.shape)}: pass one of the whole sequence and of this rank's heads, that broadcasts to "
+            f"mask has shape {tuple(mask.shape)}: pass a mask for the whole sequence and this rank's heads, which broadcasts to "
             f"[B, heads/W, S, S] = {shape}"
         )
     converted = mask.is_floating_point() and torch.is_autocast_enabled(x.device.type)
@@ -256,8 +262,10 @@ def _wrong_mask(mask: Any, shape: tuple[int, ...], x: torch.Tensor) -> str:
 def rotary_embedding(
     length: int, head_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines for positions 0 ... length - 1, [length, head_dim] in fp32, for `ParallelAttention`. Call it once
-    for all layers.
+    """Return (cosines, sines) of the positions 0 to length - 1, each [length, head_dim] in fp32, for
+    `ParallelAttention`.
+
+    Call it once for all layers.
 
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """

@@ -1,5 +1,6 @@
-"""State dicts of models with tensor-parallel layers: this rank's part of a stock checkpoint, and DTensors for
-`torch.distributed.checkpoint`."""
+"""State dicts for tensor-parallel layers: this rank's part of an unsharded checkpoint, and DTensors for
+`torch.distributed.checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from weft.symm.groups import group_of
 
 
 def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict for `model.load_state_dict` on this rank, from a stock model's state dict.
+    """Return this rank's state dict for `model.load_state_dict`, from the state dict of an unsharded model.
 
-    Layers of `weft.nn` in `model` get this rank's part; other entries are unchanged. The tensors are views, except for
-    experts that are given one by one, which are copied."""
+    Layers of `weft.nn` get this rank's part. Other entries are unchanged. The tensors are views, except that experts
+    with separate entries are copied into one tensor.
+    """
     found = dict(whole)
     for prefix, module in model.named_modules():
         if isinstance(module, ParallelLinear):
@@ -39,15 +41,17 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
 def distributed_state_dict(
     model: nn.Module, state: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of `model` for `torch.distributed.checkpoint`, with the divided parameters of `weft.nn` layers
+    """Return the state dict of `model` for `torch.distributed.checkpoint`, with sharded parameters of `weft.nn` layers
     as DTensors.
 
-    A checkpoint then has all parts, under stock names and shapes, and any number of ranks can load it.
+    The checkpoint then contains all parts, under the names and shapes of an unsharded model. Any number of ranks can
+    load it.
 
         dcp.save(weft.nn.distributed_state_dict(model), checkpoint_id=folder)
-        dcp.load(weft.nn.distributed_state_dict(model), checkpoint_id=folder)  # into the parameters: memory is shared
+        dcp.load(weft.nn.distributed_state_dict(model), checkpoint_id=folder)  # writes into the model's parameters
 
-    state: tensors with the parameters' names and shapes, such as an optimizer's moments; default `model.state_dict()`.
+    state: tensors with the parameters' names and shapes, such as an optimizer's moments (default:
+        `model.state_dict()`).
 
     Raises `ValueError` for parameters that FSDP2 has sharded too.
     """

@@ -1,4 +1,4 @@
-"""The part of modules of embedding tables that concerns an optimizer in backward."""
+"""The common base of modules with embedding tables: the optimizer that backward runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from weft.operator.together import together
 
 
 class TrainedTables(nn.Module):
-    """The base class of modules whose tables backward may update."""
+    """The base class of modules whose tables may be updated in backward."""
 
     _container: ClassVar[str]
-    """The name of the module that has the tables."""
+    """The name of the submodule that contains the tables."""
     group: dist.ProcessGroup
     deadline_s: float | None
     _optimizer: EmbeddingOptimizer | None
@@ -38,7 +38,7 @@ class TrainedTables(nn.Module):
         """
         if self._update is None:
             raise ValueError(
-                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
+                "this module has no optimizer in backward: construct it with one, such as optimizer=weft.RowwiseAdagrad(lr=...)"
             )
         if self._fused_optimizer is None:
             tables: Any = getattr(self, self._container)
@@ -47,13 +47,14 @@ class TrainedTables(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Keep the ids and gradients of every backward in this context, and update the tables once, when it ends. All
-        ranks must enter it. Use it to make one update from several micro-batches, or from several losses of one call;
-        scale the losses as for torch's optimizers. The end is collective and waits for the device. It reads the
-        learning rate, which CPU ranks compare. After an error nothing is updated. Without an `optimizer` the context
-        does nothing, because gradients accumulate in `.grad`.
+        """Collect ids and gradients of every backward in this context, and update the tables once, at its end. Collective.
 
-        Memory: the ids and the gradients of all calls inside, twice at the end.
+        Use it to make one update from several micro-batches, or from several losses of one call. Scale the losses as for
+        torch's optimizers. All ranks must enter the context. Its end waits for the device. The end reads the learning rate,
+        which CPU ranks compare. After an error nothing is updated. Without an `optimizer` the context does nothing:
+        gradients accumulate in `.grad`.
+
+        Memory: the ids and the gradients of all calls in the context, and twice that at its end.
         """
         if self._update is None:
             yield
@@ -64,10 +65,11 @@ class TrainedTables(nn.Module):
             self._update_collected(collected)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set if backward trains the tables. All ranks must call it with the same value, even ranks without tables.
-        With an `optimizer`, False freezes the tables, and True lets backward update them again. Call it on this module.
-        If you call it on a module that contains this one, PyTorch only sets flags of parameters, which an optimizer in
-        backward ignores.
+        """Enable or disable training of the tables in backward. Return self.
+
+        All ranks must call it with the same value, even ranks without tables. With an `optimizer`, False freezes the
+        tables, and True lets backward update them again. Call it on this module itself. On a module that contains this
+        one, PyTorch only sets flags of parameters, which an optimizer in backward ignores.
         """
         self._is_frozen = not requires_grad
         if self._optimizer is not None:
@@ -76,11 +78,11 @@ class TrainedTables(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _collecting(self) -> AbstractContextManager[list[Any]]:
-        """Keep the gradients of every backward inside, in the list that it yields."""
+        """Return a context that collects the gradients of every backward in a list, which it yields."""
         raise NotImplementedError
 
     def _update_collected(self, collected: list[Any]) -> None:
-        """Update the tables once by these gradients. Collective."""
+        """Update the tables once by the collected gradients. Collective."""
         raise NotImplementedError
 
     def _speaks_on(self) -> torch.device:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ScheduleError
-from weft.hw.topology import Wiring, hosts, mesh, switch, torus
+from weft.hw.topology import Wiring, hosts, mesh, ring, switch, torus
 from weft.schedule import ITEM_BYTES, Collective, Copy, Schedule
 from weft.schedule.steps import substitute
 from weft.sim.lower import Await, LaneProgram, Raise, Work, lower
@@ -227,7 +227,7 @@ def _network(wiring: Wiring, ranks: int, scale: int) -> tuple[str, list[str]]:
         gpus = int(numbers[4])
         dimensions = [("Switch", min(gpus, ranks), *numbers[:2]), ("Switch", -(-ranks // gpus), *numbers[2:4])]
         dimensions = [one for one in dimensions if one[1] > 1]
-    elif wiring.builder.__name__ == "ring":
+    elif wiring.builder is ring:
         dimensions = [("Ring", ranks, *numbers)]
     else:
         raise ValueError("ASTRA-sim's network needs a switch, a mesh, a ring, a torus or hosts: use --topology")

@@ -36,7 +36,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +46,7 @@ import torch.distributed as dist
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
 from weft.reading import parse_json
 from weft.symm import hosts
-from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours
+from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours, same_user
 from weft.symm.entries import Entry as _Entry
 from weft.symm.entries import has_ended, hosts_of, require_one_version
 from weft.symm.store import PatientStore
@@ -280,7 +279,7 @@ class _Setup:
                 self._pause([other])
                 self._look_up(other)
         with sock:
-            pid = _same_user(sock)
+            pid = same_user(sock)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours(theirs)
             self.peers[other] = Peer(other, pid, UnixConnection(mine))
@@ -376,7 +375,7 @@ class _Setup:
         files: list[int] = []
         with sock:
             try:
-                pid = _same_user(sock)
+                pid = same_user(sock)
                 flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
                 data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, flags)
                 hello = parse_json(data, "the first packet of a connection")
@@ -492,11 +491,3 @@ def _digest(text: str) -> str:
 
 def _port_key(entry: _Entry) -> str:
     return f"{entry.rank} {entry.name}"
-
-
-def _same_user(sock: socket.socket) -> int:
-    """Return the pid of the other end. Raise `PermissionError` unless it runs under our user."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if uid != os.geteuid():
-        raise PermissionError(f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}")
-    return pid

@@ -1,7 +1,7 @@
-"""Handles on symmetric memory: tensors that every rank can address (`SymmetricBuffer`) and counters (`Signal`).
+"""Handles of symmetric memory: tensors that every rank can address (`SymmetricBuffer`), and counters (`Signal`).
 
-Both belong to an explicit process group and exist on each of its ranks. The caller makes and frees them: making one is
-collective, closing one is not. See `csrc/signal.hpp` for how a signal orders the writes around it.
+Both belong to an explicit process group, and exist on each of its ranks. The caller makes and closes them: making one
+is collective, closing one is not. `csrc/signal.hpp` explains how a signal orders the writes before it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from weft.symm.communicator import Communicator, communicator
 
 
 class SymmetricBuffer:
-    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write the tensors of all ranks.
+    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write the tensors of all
+    ranks.
 
-    The memory is zero at first. Reads and writes are plain loads and stores: a `Signal` (or another synchronisation) must order
-    them after a peer's writes. `local` is this rank's tensor, `peer(rank)` any rank's (group ranks). After `close()` both raise,
-    but earlier tensors stay valid. The memory is freed when the last rank drops it.
+    The memory is initially zero. Reads and writes are plain loads and stores, so a `Signal` or another synchronisation
+    must order them after a peer's writes. `local` is this rank's tensor, and `peer(rank)` the tensor of a rank of the
+    group. After `close()` both raise, but tensors that were obtained before stay valid. The memory is freed when the
+    last rank has dropped it.
 
-    Raises on every rank: `DisagreementError` if ranks request different shapes or dtypes, `OutOfSharedMemoryError` if there is
-    not enough memory, and the errors of `weft.symm.communicator.communicator`.
+    Raises on every rank: `DisagreementError` if ranks request different shapes or dtypes, `OutOfSharedMemoryError` if
+    there is not enough memory, and the errors of `weft.symm.communicator.communicator`.
     """
 
     def __init__(
@@ -60,11 +62,11 @@ class SymmetricBuffer:
 
 
 class Signal:
-    """`count` 64-bit counters on every rank of `group`. Any rank can raise them, and their owner can wait for them.
+    """`count` 64-bit counters on every rank of `group`. Any rank can increase them, and their owner can wait for them.
 
-    Order: `set` and `add` release, `wait` and `read` acquire. Writes of a rank to symmetric memory before it raises a signal are
-    visible to the rank that has waited for the raised value. Counters start at 0 and should only grow (an epoch per use), since
-    no rank can know if a peer still reads a counter.
+    Memory order: `set` and `add` release, `wait` and `read` acquire. A rank that has waited for a value sees all writes
+    to symmetric memory that the setting rank made before it set that value. Counters start at 0 and should only grow,
+    for example to the number of the use: no rank can know if a peer still reads an older value.
     """
 
     def __init__(self, count: int = 1, *, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
@@ -74,18 +76,17 @@ class Signal:
         self.comm: Communicator = communicator(group, device)
         if self.comm.device.type != "cpu":
             raise ValueError(
-                f"device={device}: signals between CPU processes need device='cpu'; GPU code sets its signals on "
-                "streams"
+                f"device={device}: signals between CPU processes need device='cpu'; on GPUs, signals are set on streams"
             )
         self._region = self.comm.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
 
     def set(self, value: int, *, peer: int, index: int = 0) -> None:
-        """Set counter `index` of rank `peer` to `value` and wake its waiters."""
+        """Set counter `index` of rank `peer` to `value`, and wake waiting threads."""
         self.comm.check()
         _core.signal_set(self._address(peer, index), value)
 
     def add(self, amount: int, *, peer: int, index: int = 0) -> None:
-        """Add `amount` to counter `index` of rank `peer`, atomically, and wake its waiters."""
+        """Add `amount` atomically to counter `index` of rank `peer`, and wake waiting threads."""
         self.comm.check()
         _core.signal_add(self._address(peer, index), amount)
 
@@ -94,11 +95,12 @@ class Signal:
         return _core.signal_read(self._address(self.comm.rank, index))
 
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
-        """Wait until this rank's counter `index` is at least `value`. Return its value then.
+        """Wait until this rank's counter `index` is at least `value`. Return its value.
 
-        peer: the rank that will raise the counter; if that rank leaves, the wait ends at once. Raises `DeadlineError` with rank,
-        signal, wanted and found values after `deadline_s` seconds (default `WEFT_DEADLINE_S`), and `PeerLostError` or
-        `PoisonedGroupError` if the group fails meanwhile. After any of these errors the group is unusable.
+        peer: the rank that will set the counter. If that rank leaves, the wait ends at once. After `deadline_s` seconds
+            (default `WEFT_DEADLINE_S`) raises `DeadlineError` with rank, signal, and the expected and found values.
+            Raises `PeerLostError` or `PoisonedGroupError` if the group fails meanwhile. After any of these errors the
+            group is unusable.
         """
         address = self._address(self.comm.rank, index)
         return self.comm.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)

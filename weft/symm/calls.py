@@ -1,20 +1,19 @@
-"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not synchronise, peers are notified of
-refusals and compare calls.
+"""The calls of a group, which are numbered. On GPUs, this module also sends refusals and compares calls across ranks.
 
-A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached this call yet refuses it too,
-and the group stays usable. The group also stays usable if the peer has refused the call by itself. If a peer has made the call,
-the refusing rank will never take part in it, so the group fails. The refusing rank makes no other call until all peers have
-answered, because its next call would pair with the call that its peers have made.
+A rank makes calls on a group from one thread at a time. GPU hosts do not synchronise, so:
 
-Each rank keeps a digest of its calls up to each call. The watchdog thread sends the newest digest to the peers, a few times a
-second, and each peer compares it with its own digest up to the same call. A difference makes the group fail: ranks have made
-calls of different sizes, dtypes or options, and their results are wrong. This costs less than a microsecond per call. A
-difference is found up to a quarter of a second after the call.
-
-`WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls. Each rank sends its peers the number and the place of
-every call (operator, file and line). A peer's watchdog thread compares it with its own call of this number, off the critical
-path, and makes the group fail if they differ. By then a few more calls may have been enqueued. This costs each call a message to
-every peer, some microseconds of host time.
+- Refusals. A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached the call
+  refuses it too, and the group stays usable. It also stays usable if the peer refused the call independently. If a peer
+  has already made the call, this rank will never take part in it, so the group fails. The refusing rank makes no
+  further call until all peers have answered: its next call could pair with the refused call of a peer.
+- Comparison. Each rank has a digest of all its calls up to each call. A few times per second, the watchdog thread sends
+  the newest digest to the peers, which compare it with their digest up to the same call. A difference makes the group
+  fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. This takes less than
+  a microsecond per call, and finds a difference within a quarter of a second.
+- `WEFT_CHECK_CALLS=1` finds the lines that differ. Each rank sends its peers the number and the place of every call
+  (operator, file and line). A peer's watchdog compares it with the peer's call of that number, and makes the group fail
+  if they differ. By then a few more calls may have been enqueued. Each call takes some microseconds more host time, for
+  a message to every peer.
 """
 
 from __future__ import annotations
@@ -31,46 +30,47 @@ from weft import _core
 from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted, words_differ
 
 _NUMBER = struct.Struct("<q")
-_DIGEST = struct.Struct("<qQQQ")  # a call's number, the digest up to this call, and the words of layers
-_KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message travels
+_DIGEST = struct.Struct("<qQQQ")  # number of a call, digest of the calls up to it, words of layers
+_KEPT = 1 << 14  # digests to keep: more calls than a rank makes while a message is in transit
 
 
 class GroupCalls(_core.CallCounts):
-    """The calls of this rank on a group, of any operator: the numbers of begun and ended calls, their digest, and refusals.
+    """The calls of this rank on a group, by any operator: numbers of begun and ended calls, their digest, and refusals.
 
-    begun, ended, running (the lock of a call), refused_by_peers and unanswered (peers that have not answered the last refusal) are
-    native: replayed calls read and change them without Python (`weft.operator.replay`).
+    Native code has the attributes begun, ended, running (the lock of a call), refused_by_peers and unanswered (the
+    number of peers that have not answered the last refusal). So replayed calls use them without Python
+    (`weft.operator.replay`).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.misused = ""  # the misuse, if it was found before a communicator could notify the peers
+        self.misused = ""  # an error that was found before a communicator could notify the peers
         self.made = MadeCalls()
         self.layers = Layers(self)
         """The options of layers, which the next call carries."""
         self._here: set[int] = set()
         self._there: dict[int, str] = self.refused_by_peers
         self._refused_last = 0
-        self._answers: dict[int, int] = {}  # to calls that this rank has not refused (yet)
+        self._answers: dict[int, int] = {}  # number of answers, by call that this rank has not refused (yet)
         self._lock = threading.Lock()
 
     def begin(self) -> str:
-        """Begin the next call. Return the reason why a peer has refused it, or ''."""
+        """Begin the next call. Return the reason why a peer has refused it, or ""."""
         self.begun += 1
         return self.refused() if self._there else ""
 
     def refused(self) -> str:
-        """Return the reason why a peer has refused the last call that was begun, or ''."""
+        """Return the reason why a peer has refused the newest call of this rank, or ""."""
         return self._there.get(self.begun, "")
 
     def end(self) -> str:
-        """End the call. Return the reason why a peer has refused it meanwhile, or ''."""
+        """End the call. Return the reason why a peer has refused it meanwhile, or ""."""
         self.ended = self.begun
         self.made.end(self.begun, self.layers.take())
         return self.refused() if self._there else ""
 
     def refuse(self, text: str, peers: int = 0) -> bytes:
-        """Refuse the last call that was begun. Return the message to every peer. peers: their number."""
+        """Refuse the newest call of this rank. Return the message for every peer. peers: the number of peers."""
         self.layers.take()
         with self._lock:
             self.ended = self.begun
@@ -80,9 +80,10 @@ class GroupCalls(_core.CallCounts):
         return _NUMBER.pack(self.begun) + text.encode()
 
     def heard(self, message: bytes) -> str:
-        """Handle a peer's refusal of a call. Return the error that makes the group fail, if this rank has made that call; or ''.
+        """Handle a peer's refusal of a call. If this rank has made that call, return the error that makes the group
+        fail; else "".
 
-        If this rank refuses the call too, the message is the peer's answer.
+        If this rank refuses the call too, the message counts as the peer's answer.
         """
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:
@@ -93,10 +94,11 @@ class GroupCalls(_core.CallCounts):
             return text if self.ended >= number else ""
 
     def answer(self, message: bytes) -> bytes | None:
-        """Return the answer to a peer's refusal: this rank will not make the call.
+        """Return the answer to a peer's refusal, which says that this rank will not make the call. Return None if there
+        is no answer.
 
-        Return None during that call: then this rank either refuses it too and notifies the peer, or makes it, and the group
-        fails.
+        During that call there is no answer: this rank will either refuse it too and notify the peer, or make it, and
+        the group fails.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
@@ -114,11 +116,13 @@ class GroupCalls(_core.CallCounts):
             self._answers[number] = self._answers.get(number, 0) + 1
 
 
-_of_group: dict[int, GroupCalls] = {}  # by the group's id while it lives: every call looks here
+_of_group: dict[int, GroupCalls] = {}  # by id(group) while the group exists, since every call looks here
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """Return the calls of `group`. check: called with a group that is new here, or that torch no longer knows."""
+    """Return the calls of `group`. check: a function to call with a group that is new here, or that torch does not
+    know.
+    """
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):
         check(group)
@@ -129,25 +133,25 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 
 
 class MadeCalls(_core.CallDigest):
-    """The digest up to each call of this rank, and the comparison with peers' digests.
+    """The digest of this rank's calls up to each call, and its comparison with the digests of peers.
 
-    `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: equal on all ranks that call the same.
+    `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: equal on all ranks that make equal calls.
     """
 
     def __init__(self) -> None:
         super().__init__(_KEPT)
         self._told = self._agreed = 0
-        self._early: dict[int, bytes] = {}  # by rank: news of a call that this rank has not made yet
+        self._early: dict[int, bytes] = {}  # by rank, a message about a call that this rank has not made yet
         self._layers = MadeLayers()
 
     def end(self, number: int, noted: Noted = NOTHING) -> None:
-        """End a call. noted: options of layers that it has taken along."""
+        """End a call. noted: the layer options that it carried."""
         if noted is not NOTHING:
             self.words = self._layers.add(self.words, noted)
         super().end(number)
 
     def news(self) -> bytes:
-        """Return the message to every peer about the newest call; empty if the peers know it."""
+        """Return the message for every peer about the newest call; empty if it has been sent."""
         number = self.last
         if number == self._told or not self.digest:
             return b""
@@ -156,14 +160,14 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's digest; return how its calls differ from this rank's, or ''."""
+        """Compare a peer's digest. Return an error text if its calls differ from this rank's, else ""."""
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")
         self._layers.heard(rank, layers)
         if number > self.last:
             self._early[rank] = message[: _DIGEST.size] + what
             return ""
-        if number <= self.last - _KEPT // 2:  # about to be overwritten; a newer message will be compared
+        if number <= self.last - _KEPT // 2:  # this digest may be overwritten soon; a newer message will be compared
             return ""
         between = f"between call {self._agreed + 1} and call {number} of this group"
         if self.digest_at(number) != digest:
@@ -181,7 +185,7 @@ class MadeCalls(_core.CallDigest):
         return ""
 
     def heard_early(self) -> str:
-        """Compare digests that arrived before this rank had made the call."""
+        """Compare digests that arrived before this rank made the call. Return an error text, or ""."""
         for rank, message in [*self._early.items()]:
             if _DIGEST.unpack_from(message)[0] <= self.last:
                 del self._early[rank]
@@ -191,16 +195,18 @@ class MadeCalls(_core.CallDigest):
 
 
 class CallLog:
-    """Calls of this rank that not every peer has reported yet, and reported calls of peers that this rank has not made yet."""
+    """This rank's calls that not every peer has reported yet, and reported calls of peers that this rank has not made
+    yet.
+    """
 
     def __init__(self, rank: int, world_size: int, differ: Callable[[str], None]) -> None:
         self._rank, self._peers, self._differ = rank, world_size - 1, differ
-        self._mine: dict[int, tuple[bytes, int]] = {}  # by number: the call, and how many peers have reported theirs
+        self._mine: dict[int, tuple[bytes, int]] = {}  # by number: the call, and how many peers have reported it
         self._theirs: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
 
     def note(self, number: int, what: str) -> bytes:
-        """Note that this rank makes a call. Return the message to every peer."""
+        """Record that this rank makes a call. Return the message for every peer."""
         mine = what.encode()
         with self._lock:
             early = self._theirs.pop(number, [])

@@ -1,14 +1,16 @@
-"""The connection of two ranks, over which watchdogs send packets: a Unix socket on one host, TCP between hosts.
+"""The connection of two ranks, over which their watchdogs exchange packets: a Unix socket on one host, TCP between
+hosts.
 
-|           | `UnixConnection`                                    | `TcpConnection`                                              |
+|           | `UnixConnection`                              | `TcpConnection`                                        |
 |-----------|-----------------------------------------------|--------------------------------------------------------|
-| reach     | one kernel and network namespace              | hosts                                                  |
+| reach     | one kernel and network namespace              | other hosts                                            |
 | a packet  | one message of a sequential-packet socket     | a frame: its length, an authentication code, the bytes |
-| files     | descriptors travel with a packet              | none                                                   |
-| the end   | end-of-file: the peer's process has ended     | the same; or an error, if the other host is silent     |
+| files     | a packet can carry a file descriptor          | not supported                                          |
+| the end   | end-of-file: the peer's process has ended     | the same, or an error if the other host is silent      |
 
-A frame's code is HMAC-SHA256 over its number and bytes, with a key that `weft.symm.hosts` derives when the peers prove to each
-other that they know the group's secret. So nobody else can insert, change, repeat or reorder frames. They are not encrypted.
+The code of a frame is the HMAC-SHA256 of its number and bytes. `weft.symm.hosts` derives the key when the peers prove
+to each other that they know the group's secret. So nobody else can insert, change, repeat or reorder frames. Frames are
+not encrypted.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ import time
 import weakref
 from typing import Protocol
 
-MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that a send of one message never blocks
-_HEADER = struct.Struct("!I16s")  # bytes of the packet, its authentication code
+MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that sending one message never blocks
+_HEADER = struct.Struct("!I16s")  # length of the packet in bytes, authentication code
 _NUMBER = struct.Struct("!Q")
-_MOST_PENDING = 4 * MAX_PACKET  # bytes that a full connection keeps: beyond this, senders wait
-_LINGER_S = 0.5  # how long closing waits for pending bytes to leave
+_MOST_PENDING = 4 * MAX_PACKET  # most bytes that wait for a full socket; then `send` raises
+_LINGER_S = 0.5  # longest time that `close` waits for pending bytes to be sent
 _LEAST_SILENCE_S = 10.0
 
 
 class BadFrameError(OSError):
-    """A peer's bytes are no frame of this connection: too large, or not from the peer."""
+    """The peer sent bytes that are no frame of this connection: too large, or with a wrong authentication code."""
 
 
 class Connection(Protocol):
@@ -43,26 +45,27 @@ class Connection(Protocol):
     def fileno(self) -> int: ...
 
     def send(self, packet: bytes, file: int | None = None) -> None:
-        """Send a packet, at most `MAX_PACKET` bytes, with a file descriptor or without."""
+        """Send a packet of at most `MAX_PACKET` bytes, and optionally a file descriptor."""
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """Return the next packet and its file descriptors. An empty packet is the end."""
+        """Return the next packet and its file descriptors. An empty packet means that the connection has ended."""
 
     @property
     def pending(self) -> bool:
-        """True if bytes wait for room in the socket: call `flush` when it can be written."""
+        """True if bytes wait for space in the socket's buffer. Call `flush` when the socket is writable."""
 
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-# A forked child inherits sockets. A socket that outlives us there would hide our death from the peers.
+# A forked child inherits sockets. If it outlived this process, its copies would hide the death of this process from
+# peers.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def ours(sock: socket.socket) -> socket.socket:
-    """Return `sock`, which forked children will close."""
+    """Register `sock` to be closed in forked children. Return it."""
     _sockets.add(sock)
     return sock
 
@@ -83,7 +86,7 @@ class UnixConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = ours(sock)
-        sock.setblocking(False)  # Python's recv_fds ignores its flags
+        sock.setblocking(False)  # needed because Python's recv_fds ignores MSG_DONTWAIT
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -105,7 +108,8 @@ class UnixConnection:
 class TcpConnection:
     """A connection between hosts.
 
-    sending, receiving: keys of the frames' codes. silence_s: it is lost if the other host's kernel answers nothing for so long.
+    sending, receiving: the keys for the codes of frames. silence_s: the connection is lost if the other host's kernel
+        does not respond for this time.
     """
 
     passes_files = False
@@ -173,7 +177,7 @@ class TcpConnection:
         return packet
 
     def close(self) -> None:
-        """Close it once pending bytes have left, or after a moment."""
+        """Close the connection when pending bytes have been sent, or after `_LINGER_S` seconds."""
         until = time.monotonic() + _LINGER_S
         with contextlib.suppress(OSError):
             self.flush()
@@ -182,7 +186,7 @@ class TcpConnection:
                 poll.register(self._socket, select.POLLOUT)
                 poll.poll(1000 * left)
                 self.flush()
-            # The kernel answers unread bytes with a reset, which could overtake our last frames.
+            # If unread bytes remain, the kernel sends a reset, which could overtake the last frames of this rank.
             while self._socket.recv(2 * MAX_PACKET):
                 pass
         self._socket.close()
@@ -190,3 +194,11 @@ class TcpConnection:
 
 def _code(key: bytes, number: int, packet: bytes) -> bytes:
     return hmac.digest(key, _NUMBER.pack(number) + packet, "sha256")[:16]
+
+
+def same_user(sock: socket.socket) -> int:
+    """Return the pid of the other end. Raise `PermissionError` unless it runs under our user."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid != os.geteuid():
+        raise PermissionError(f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}")
+    return pid

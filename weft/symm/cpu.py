@@ -1,9 +1,9 @@
-"""Symmetric memory between CPU processes: anonymous files (memfd), passed over the communicator's sockets and mapped by all
-ranks.
+"""Symmetric memory between CPU processes: anonymous files (memfd) that are passed over the communicator's sockets.
 
-The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all ranks have
-mapped it. So the kernel frees the pages when the last rank is gone, however the ranks end. Pages are reserved in advance and the
-files are sealed against shrinking. So a lack of memory is an error here, not a bus fault in the middle of a kernel.
+The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all
+ranks have mapped it. So the kernel frees the pages when the last rank has ended, however it ended. Pages are reserved
+in advance, and the files are sealed against shrinking. So a lack of memory raises an error here, and causes no bus
+error in a kernel.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from weft.symm.memory import SharingRanks, lent
 from weft.words import counted
 
 _CPU = torch.device("cpu")
-_KEEP_FREE = 0.05  # fraction of free memory that stays free: a refusal is better than an exhausted machine
+_KEEP_FREE = 0.05  # fraction of the free memory that weft leaves free
 
 
 class CpuRegion:
-    """Memory of every rank of a communicator on this host, mapped here. See `weft.symm.memory.Region`."""
+    """Memory of all ranks of a communicator that are on this host, mapped here. See `weft.symm.memory.Region`."""
 
     def __init__(self, nbytes: int, mappings: list[_core.Mapping | None]):
         self.nbytes = nbytes
@@ -45,7 +45,7 @@ class CpuRegion:
             raise ValueError(
                 f"{tuple(shape)} {dtype} at byte {offset_bytes} needs {offset_bytes + wanted} of {self.nbytes} bytes"
             )
-        # The tensor owns a reference to the mapping, not to this region: closing the region leaves it valid.
+        # The tensor refers to the mapping, not to this region, so closing the region leaves the tensor valid.
         flat = lent(mapping.address + offset_bytes, [wanted], torch.uint8, _CPU, mapping)
         return flat.view(dtype).view(shape)
 
@@ -68,15 +68,16 @@ class CpuRegion:
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve memory and exchange it; see `Communicator.allocate`. After each of three rounds all ranks have the same
-    information."""
+    """Reserve memory and exchange it (see `Communicator.allocate`). After each of its three rounds, all ranks know the
+    same.
+    """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # 1. Check that there is memory for all ranks before any rank reserves it: reserving too much triggers the kernel's
-    # out-of-memory killer instead of an error.
+    # 1. Check that there is memory for all ranks before any rank reserves it: otherwise the kernel's out-of-memory
+    # killer could end processes.
     rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])
-    ranks = max(Counter(comm.hosts).values())  # on one host
+    ranks = max(Counter(comm.hosts).values())  # the largest number of ranks on a host
     total = size * ranks
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
@@ -84,21 +85,21 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
             f"{free / 2**20:.1f} MiB are free, of which {_KEEP_FREE:.0%} must stay free: use smaller batches or "
             "fewer ranks"
         )
-    # 2. Each rank makes its own memory and sends it to its peers.
+    # 2. Each rank makes its own memory, and sends it to its peers.
     descriptor, error = _reserve(size)
     files: list[int | None] = []
     try:
         made = comm.all_gather_files(error, descriptor, what=what)
         files = [file for rank, (_, file) in enumerate(made) if rank != comm.rank]
         _agree(what, size, free, [text for text, _ in made])
-        # 3. Each rank maps the memory of all ranks.
+        # 3. Each rank maps the memory of all ranks on its host.
         mappings: list[_core.Mapping | None] = []
         try:
             for rank, (_, file) in enumerate(made):
                 if not comm.mapped[rank]:
                     mappings.append(None)
                     continue
-                if file is None:  # the kernel drops a descriptor if this process has too many
+                if file is None:  # the kernel drops a received descriptor if this process has too many
                     raise OSError(
                         errno.EMFILE,
                         f"no descriptor arrived from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
@@ -115,15 +116,15 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free bytes, and the error of the query or ""."""
+    """Return the free memory in bytes, and the error of the query, or ""."""
     try:
         return available_bytes(), ""
-    except OSError as trouble:  # no descriptor to read it with
+    except OSError as trouble:  # this process has no free descriptor to read the file
         return 0, f"reading the free memory failed: {trouble}"
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
-    """Return a sealed memfd of `size` bytes with its pages in place, and the error or ""."""
+    """Return a sealed memfd of `size` bytes whose pages are reserved, and the error, or ""."""
     descriptor = None
     try:
         descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -147,7 +148,9 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be reserved now without swapping, on the host and within the limits of control groups (v2)."""
+    """Return the bytes that can be reserved now without swapping, within the limits of the host and of control groups
+    (v2).
+    """
     free = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -161,7 +164,7 @@ def available_bytes() -> int:
             try:
                 limit = (path / "memory.max").read_text().strip()
                 used = int((path / "memory.current").read_text())
-            except OSError:  # the root group has no limit, and inside a container the path is the host's
+            except OSError:  # the root group has no limit; in a container the path may not exist
                 pass
             else:
                 if limit != "max":

@@ -1,11 +1,11 @@
-"""Symmetric memory on GPUs: slabs of device memory that every rank maps, from which regions are cut.
+"""Symmetric memory on GPUs: regions that are cut from slabs of device memory, which every rank maps.
 
-A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
-access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to them.
-All ranks cut slabs in the same way. `allocate` is collective and gets the same size on every rank. It places the region at an
-offset that is free on every rank. Every wait goes through the communicator, with its deadline.
+A slab is one allocation on each rank (`weft.symm.cuda_driver`). Every rank of the group maps it, over NVLink or PCIe
+peer access. It exists as long as its communicator, or a tensor in it. Regions are cut from slabs and may be returned to
+them. All ranks cut slabs alike: `allocate` is collective and gets the same size on every rank. It places the region at
+an offset that is free on every rank. Every wait is a wait of the communicator, with its deadline.
 
-A group of one rank needs no peer: its slab is ordinary memory.
+In a group of one rank, a slab is ordinary memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from weft.symm.device import synchronize
 from weft.symm.lasting import lasting
 from weft.symm.memory import SharingRanks, lent
 
-_ALIGNMENT = 512  # the least that cudaMalloc guarantees; suits vector accesses and copy engines
-_SLAB_BYTES = 8 << 20  # the smallest slab: signals and small buffers share one
+_ALIGNMENT = 512  # bytes, as cudaMalloc guarantees; enough for vector accesses and copy engines
+_SLAB_BYTES = 8 << 20  # the smallest slab, which signals and small buffers share
 
 
 class CudaRegion:
-    """`nbytes` on every rank of the communicator's group, zero at first. `address(rank)` is valid on this rank's device."""
+    """`nbytes` on every rank of the communicator's group, initially zero. Addresses are valid on this rank's device."""
 
     def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
         self._slab: _Slab | None = slab
@@ -45,7 +45,9 @@ class CudaRegion:
         return self._open().addresses[rank] + self._offset
 
     def tensor(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a view [shape] of `rank`'s memory that starts `offset_bytes` into the region and keeps the slab mapped."""
+        """Return a view [shape] of `rank`'s memory that begins at byte `offset_bytes` of the region. It keeps the slab
+        mapped.
+        """
         elements = 1
         for extent in shape:
             elements *= extent
@@ -59,9 +61,9 @@ class CudaRegion:
         return self._open().buffers[rank]
 
     def give_back(self) -> None:
-        """Close the region. Later allocations may use the memory once every rank has given it back.
+        """Close the region. Later allocations may use its memory when every rank has given it back.
 
-        No kernel of any rank, no captured graph and no tensor may use it any more.
+        After this, no kernel, captured graph or tensor on any rank may use it.
         """
         if self._slab is not None:
             self._slab.free = merged([*self._slab.free, (self._offset, self._offset + _rounded(self.nbytes))])
@@ -72,12 +74,14 @@ class CudaRegion:
 
 
 class _Slab:
-    """One allocation: `buffers[rank]` is the rank's memory as uint8 [nbytes], `addresses[rank]` its address on this device."""
+    """One allocation. `buffers[rank]` is the rank's memory as uint8 [nbytes], and `addresses[rank]` its address on this
+    device.
+    """
 
     def __init__(self, comm: SharingRanks, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free: list[Interval] = [(0, nbytes)]
-        self.zero_from = 0  # bytes from here on have not been handed out yet
+        self.zero_from = 0  # bytes from this offset on have never been used, and are zero
         if comm.world_size == 1:
             device = comm.device
             self.buffers = [lasting(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))]
@@ -88,8 +92,10 @@ class _Slab:
 
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
-    """Return each rank's memory, uint8 [nbytes]. This rank's is cleared before its peers get it. After each of two rounds all
-    ranks have the same information."""
+    """Return each rank's memory as uint8 [nbytes]. This rank clears its memory before it sends it to peers.
+
+    After each of its two rounds, all ranks know the same.
+    """
     device, what = comm.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""
     try:
@@ -130,7 +136,7 @@ def _made(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
     except DriverError as error:
         if not error.out_of_memory:
             raise
-        torch.cuda.empty_cache()  # drop what torch caches
+        torch.cuda.empty_cache()  # free torch's cached memory
         return make(nbytes, device)
 
 
@@ -143,7 +149,9 @@ _slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDi
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
-    """Allocate the same `nbytes` on every rank. Collective. Synchronises the device for a new slab, and for reused memory."""
+    """Allocate `nbytes` on every rank, which must be equal. Collective. For a new slab or reused memory it synchronises
+    the device.
+    """
     slabs = _slabs.setdefault(comm, [])
     asked = comm.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
     sizes = [size for size, _ in asked]
@@ -152,13 +160,13 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
             f"{what}: ranks requested different sizes ({sizes} bytes): request the same size on every rank"
         )
     wanted = _rounded(nbytes)
-    # Small regions avoid the free parts of large slabs: otherwise they would keep such a slab alive after its other regions are
-    # gone.
+    # Small regions avoid free parts of large slabs. Otherwise a small region could keep a large slab allocated after
+    # all other regions are gone.
     small = wanted <= _SLAB_BYTES // 8
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
     place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
     if place is None:
-        # Slabs that are free on all ranks go back to the device: this region does not fit in them.
+        # Free slabs that are unused on all ranks, since the region does not fit in them.
         idle = [n for n, slab in enumerate(slabs) if all(free[n] == [(0, slab.nbytes)] for _, free in asked)]
         for number in reversed(idle):
             del slabs[number]
@@ -169,7 +177,8 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
         slab, offset = slabs[place[0]], place[1]
     slab.free = without(slab.free, (offset, offset + wanted))
     if offset < slab.zero_from:
-        # The memory may have been used before. Wait for the work enqueued on all ranks, then clear it, and wait for that too.
+        # The memory may have been used before. Wait for the enqueued work of all ranks, then clear it, and wait for the
+        # clearing too.
         synchronize(comm.device)
         comm.all_gather(None, what=f"{what}, again")
         slab.buffers[comm.rank][offset : offset + wanted].zero_()
@@ -188,7 +197,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """Merge the intervals into as few as possible, in ascending order."""
+    """Merge adjacent and overlapping intervals. Return them in ascending order."""
     result: list[Interval] = []
     for first, end in sorted(intervals):
         if result and first <= result[-1][1]:
@@ -205,8 +214,11 @@ def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
 
 
 def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) -> tuple[int, int] | None:
-    """Return (slab, offset) of the smallest interval that is free on every rank and has `wanted` bytes; None if there is none.
-    free: the free regions by rank and slab."""
+    """Return (slab, offset) of the smallest interval of at least `wanted` bytes that is free on every rank; None if
+    there is none.
+
+    free: the free intervals, by rank and slab.
+    """
     found = []
     for number, of_ranks in enumerate(zip(*free, strict=True)):
         common = [(a, b) for a, b in of_ranks[0]]

@@ -1,8 +1,9 @@
-"""Device memory that other processes can map, from CUDA's driver: made, sent as a file descriptor, mapped, cleared.
+"""Device memory that other processes can map, by CUDA's driver API: allocate it, export it as a file descriptor, map
+it, fill it.
 
-torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, holding the GIL. A peer that dies
-or stops meanwhile blocks every thread of the process. This module never waits. A communicator's sockets send the descriptors
-(`weft.symm.cuda`), with deadlines and detection of dead peers.
+torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, while it holds the GIL. A
+peer that dies or stops meanwhile blocks every thread of the process. This module never waits. A communicator's sockets
+send the descriptors (`weft.symm.cuda`), with deadlines and detection of dead peers.
 
 The driver library comes with the GPU's driver, and is loaded at the first use.
 """
@@ -75,7 +76,7 @@ def _properties(device: torch.device) -> _Properties:
 
 
 def rounded(nbytes: int, device: torch.device) -> int:
-    """Return the size of an allocation for `nbytes` bytes."""
+    """Return the size to allocate for `nbytes` bytes: rounded up to the allocation granularity."""
     torch.cuda.init()
     with torch.cuda.device(device):
         granule = ctypes.c_size_t()
@@ -84,10 +85,9 @@ def rounded(nbytes: int, device: torch.device) -> int:
 
 
 def make(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
-    """Allocate `nbytes` (from `rounded`) and map them here. Return the mapping and a file descriptor for peers, which the caller
-    closes.
+    """Allocate `nbytes` (a result of `rounded`) and map them here. Return the mapping and a file descriptor for peers.
 
-    Raises `DriverError`.
+    The caller closes the descriptor. Raises `DriverError`.
     """
     with torch.cuda.device(device):
         handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
@@ -106,11 +106,11 @@ def make(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
                 os.close(descriptor.value)
                 raise
         finally:
-            _call("cuMemRelease", handle)  # the mapping keeps the memory
+            _call("cuMemRelease", handle)  # the mapping keeps the memory allocated
 
 
 def take(descriptor: int, nbytes: int, device: torch.device) -> Mapping:
-    """Map a peer's memory here. The caller still owns the descriptor."""
+    """Map a peer's memory here. The caller keeps, and closes, the descriptor."""
     with torch.cuda.device(device):
         handle = ctypes.c_ulonglong()
         _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
@@ -138,15 +138,17 @@ def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Ma
 
 
 class Mapping:
-    """A mapping of device memory. It ends with the last reference to this object, and the memory is freed with its last mapping
-    in any process."""
+    """A mapping of device memory. It ends with the last reference to this object.
+
+    The memory is freed when no process maps it any more.
+    """
 
     def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
         self.address, self.nbytes, self.device = address, nbytes, device
 
     def __del__(self) -> None:
-        # Enqueued work may still use the mapping. If waiting for it is impossible (a capture, a broken device, interpreter
-        # exit), the memory stays mapped until the process ends.
+        # Enqueued work may still use the mapping, so wait for it. If that is impossible (during a capture, on a broken
+        # device, or at interpreter exit), the memory stays mapped until the process ends.
         with contextlib.suppress(Exception):
             torch.cuda.synchronize(self.device)
             with torch.cuda.device(self.device):
@@ -156,7 +158,9 @@ class Mapping:
 
 
 def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
-    """Set every byte, in stream order. Loads no kernel, so it may be called while other streams wait."""
+    """Set every byte of the memory to `byte`, in stream order. It loads no kernel, so it works while other streams
+    wait.
+    """
     _call(
         "cuMemsetD8Async", ctypes.c_ulonglong(address), ctypes.c_ubyte(byte), ctypes.c_size_t(nbytes),
         ctypes.c_void_p(stream.cuda_stream),

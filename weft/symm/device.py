@@ -1,4 +1,4 @@
-"""Synchronisation of devices: GPU work is enqueued, and CPU work is complete when a call returns."""
+"""Synchronisation with a device: on GPUs work is enqueued, on CPU work is complete when a call returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work that is enqueued on the device."""
+    """Wait for all work that has been enqueued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,6 @@
-"""The entries that ranks publish about themselves in a process group's store, for the bootstrap (`weft.symm.bootstrap`)."""
+"""The entries about themselves that ranks publish in a process group's store, for the bootstrap
+(`weft.symm.bootstrap`).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ class Entry:
     name: str
     token: str
     host: str
-    kernel: str  # boot id and network namespace: abstract sockets reach no further
+    kernel: str  # boot id and network namespace, within which abstract sockets work
     pid: int
-    pids: str  # the machine and the namespace of that pid
-    calls: int  # the number of calls that it has begun on this group
+    pids: str  # the machine and the namespace in which the pid is valid
+    calls: int  # the number of calls that the rank has begun on this group
     versions: str
 
     @staticmethod
@@ -54,7 +56,9 @@ class Entry:
 
 
 def require_one_version(entries: Sequence[Entry]) -> None:
-    """Raise `RefusedError`, on every rank alike, if versions differ: ranks might compute and send differently."""
+    """Raise `RefusedError` on every rank if versions of weft or torch differ, since ranks might then compute or send
+    differently.
+    """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
         ranks_of.setdefault((entry.versions, entry.host), []).append(entry.rank)
@@ -66,7 +70,7 @@ def require_one_version(entries: Sequence[Entry]) -> None:
 
 
 def hosts_of(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """Return the name of each rank's host. Different hosts of one name, such as containers of a machine, are numbered."""
+    """Return the name of each rank's host. Hosts with equal names, such as containers of one machine, are numbered."""
     name_of = {entry.kernel: entry.host for entry in entries}
     for name in dict.fromkeys(name_of.values()):
         same = [kernel for kernel, host in name_of.items() if host == name]
@@ -81,5 +85,5 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # no descriptor to look with
+    except OSError:  # this process has no free descriptor to read the file
         return False

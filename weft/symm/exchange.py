@@ -1,9 +1,9 @@
-"""A small all-gather through shared memory: CPU ranks of a host agree on a call in microseconds, without sockets.
+"""A small all-gather through shared memory, by which CPU ranks of a host agree on a call in microseconds.
 
-Every rank publishes its payload in its own memory, raises its own counter to the epoch, and reads each peer's payload when the
-peer's counter reaches the epoch. Two slots, used by alternate epochs, are enough: a rank that publishes epoch e + 1 has finished
-reading epoch e from all ranks. When this rank overwrites its payload of epoch e by e + 2, it has seen every counter at e + 1, so
-all ranks have read e. A peer can be at most one epoch ahead of the epoch that is being read.
+Every rank writes its payload into its own memory and sets its own counter to the epoch. It reads each peer's payload
+when the peer's counter has reached the epoch. Two slots, used alternately, are enough. A rank that publishes epoch e +
+1 has read all payloads of epoch e. When this rank overwrites its payload of epoch e by that of e + 2, it has seen every
+counter at e + 1, so all ranks have read epoch e. A peer can be at most one epoch ahead of the epoch that is being read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank. The constructor is collective; `communicator` must be on CPU.
+    """An all-gather of up to `nbytes` bytes per rank. The constructor is collective. `communicator` must be on CPU.
 
-    Every rank makes the same calls; one thread at a time. On several hosts payloads travel over the communicator's connections, in
-    a round trip.
+    Every rank makes the same calls, from one thread at a time. In a group on several hosts, payloads are sent over the
+    communicator's connections, which takes a round trip.
     """
 
     def __init__(self, comm: Communicator, nbytes: int = 2048):
@@ -34,10 +34,10 @@ class Exchange:
         self.nbytes = nbytes
         self._epoch = 0
         self._closed = False
-        comm._holders.add(self)  # its views keep memory mapped
+        comm._holders.add(self)  # closed with the communicator, since its views keep memory mapped
         if not comm.all_mapped:
             return
-        # Per rank: a counter on a cache line of its own, then two slots of length and payload.
+        # Layout per rank: a counter on its own cache line, then two slots, each with a length and a payload.
         stride = -(-(_LENGTH_BYTES + nbytes) // 64) * 64
         self._offsets = (64, 64 + stride)
         self._region = comm.allocate(64 + 2 * stride, what=f"Exchange(nbytes={nbytes})")
@@ -50,8 +50,9 @@ class Exchange:
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
         """Return every rank's payload of this round, by rank.
 
-        Raises the errors of `Communicator.wait`, in which `name` names the subject of the exchange. Raises `ValueError` if the
-        payload is longer than `nbytes`: then nothing is published, and this rank may call again with a shorter payload.
+        name: the subject of the exchange, for error texts. Raises the errors of `Communicator.wait`. Raises
+            `ValueError` if the payload is longer than `nbytes`. Then nothing is published, and this rank may call again
+            with a shorter payload.
         """
         if len(payload) > self.nbytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit: this exchange takes up to {self.nbytes}")
@@ -71,12 +72,12 @@ class Exchange:
         result = []
         try:
             for rank, (view, counter) in enumerate(zip(self._views, self._counters, strict=True)):
-                if _core.signal_read(counter) < epoch:  # a read is much cheaper than a wait
+                if _core.signal_read(counter) < epoch:  # reading first, because it is much cheaper than a wait
                     comm.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
                 end = start + int.from_bytes(view[at:start], "little")
                 result.append(bytes(view[start:end]))
         except KeyboardInterrupt:
-            comm.poison(f"interrupted in {name}")  # its slots may no longer alternate
+            comm.poison(f"interrupted in {name}")  # the slots may no longer alternate
             raise
         return result
 

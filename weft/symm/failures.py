@@ -1,7 +1,6 @@
 """Failures of process groups, and callbacks for them.
 
-Failures belong to groups and not to communicators: a group that has failed on a type of device stays failed when its
-communicators are closed.
+A failure belongs to the group, not to a communicator: a failed group stays failed after its communicators are closed.
 """
 
 from __future__ import annotations
@@ -25,20 +24,22 @@ _log = logging.getLogger("weft")
 
 
 def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], None]:
-    """Register `callback(error)`, which weft calls when `group` fails: a rank died, was late, left too early, or raised
-    an error in a call.
+    """Register `callback(error)`, which weft calls once when `group` fails. Return a function that removes the
+    callback.
 
-    Use it to continue with the remaining ranks. `error` is a `PeerLostError`, whose `rank` is the lost rank, or a
+    A group fails if a rank dies, is late, leaves while others need it, or raises an error in a call. Use the callback
+    to continue with the remaining ranks. `error` is a `PeerLostError`, whose `rank` is the lost rank, or a
     `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
 
-    The callback runs at most once, on weft's thread that watches the group, right after waits for peers have been released. If
-    the group has failed already, it runs at once, on this thread. Keep it short, and call no collective in it: note the error,
-    set an event, end the process. If the group is closed or the process exits while a callback runs, weft waits for it, at most 2
-    seconds. Exceptions of the callback are logged. A group that is destroyed, or whose process exits, has not failed.
+    The callback runs on weft's watchdog thread, right after waits for peers have been released. If the group has
+    already failed, it runs at once on this thread. Keep it short, and call no collective in it: record the error, set
+    an event, or end the process. If the group is closed or the process exits while a callback runs, weft waits for it
+    for at most 2 seconds. Exceptions of the callback are logged. Destroying a group, or exiting its process, is no
+    failure.
 
-    Not collective. weft watches a group from weft's first call on it; a group without calls does not fail.
+    Not collective. weft watches a group from weft's first call on it. A group without calls does not fail.
 
-    Returns a function that removes the callback. Raises `ValueError` if this rank cannot make calls on `group`.
+    Raises `ValueError` if this rank cannot make calls on `group`.
     """
     require_member(group)
     mine: dict[object, Callback] = _callbacks.setdefault(group, {})
@@ -59,12 +60,12 @@ def of(group: dist.ProcessGroup) -> WeftError | None:
 
 
 def remember(group: dist.ProcessGroup, error: WeftError) -> None:
-    """Record the failure of a group. Only the first is kept."""
+    """Record the failure of a group, unless it already has one."""
     _failures.setdefault(group, error)
 
 
 def tell(group: dist.ProcessGroup, rank: int) -> None:
-    """Call the callbacks with the recorded failure. Each is removed before its call, so that it is called once."""
+    """Call the callbacks with the recorded failure. Each callback is removed first, so that it runs only once."""
     waiting = _callbacks.get(group, {})
     for key in list(waiting):
         callback = waiting.pop(key, None)
@@ -75,7 +76,7 @@ def tell(group: dist.ProcessGroup, rank: int) -> None:
 
 @contextlib.contextmanager
 def logged(rank: int) -> Iterator[None]:
-    """Log an exception of a callback, so that other callbacks still run."""
+    """Log an exception of a callback, so that the other callbacks still run."""
     try:
         yield
     except BaseException:

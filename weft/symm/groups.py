@@ -1,4 +1,4 @@
-"""Look-up of torch process groups and their stores, by the group or name that a caller passes."""
+"""Look-up of process groups and their stores, by the group or the name that a caller passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_member(group: Any) -> None:
 
 
 def store_of(group: Any) -> dist.Store:
-    """Return the group's key-value store. Raise `ValueError` if this rank cannot use the group."""
+    """Return the group's store. Raise `ValueError` if this rank cannot make calls on the group."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: call dist.init_process_group first")
     if group is None:
@@ -51,7 +51,7 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """Return the process group that a caller passes or names. Refuse None, because ranks of a default group would wait."""
+    """Return the process group that a caller passes or names. Raise `ValueError` for None: weft has no default group."""
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
@@ -79,7 +79,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 
 def rank_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return this rank's number in the group, also during tracing."""
+    """Return this rank's number in the group. Also works while torch traces."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return _rank_by_name(group)
     return group_of(group).rank()
@@ -89,16 +89,19 @@ def _rank_by_name(group: str) -> int:
     return group_of(group).rank()
 
 
-_rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result`, which would load Dynamo
+_rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result`, without Dynamo
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return the group's world size, also during tracing, when torch cannot look a group up by its name."""
+    """Return the group's world size. Also works while torch traces, when it cannot look up a group by name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()
 
 
 def backend_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the type of device of the group's backend: peers receive a refusal there if a call's tensors name no device."""
+    """Return the device type of the group's backend.
+
+    If a call's tensors do not determine a device, peers receive the refusal on this type of device.
+    """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

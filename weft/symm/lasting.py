@@ -1,8 +1,8 @@
-"""Device memory that outlives a call.
+"""Allocation of device memory that outlives the current call.
 
-A call may run while torch allocates from a temporary pool. In `torch.compile(mode="reduce-overhead")`, first calls allocate from
-the pool of the CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. Such a pool applies to
-one thread, so lasting memory is allocated on another thread.
+A call may run while torch allocates from a temporary pool. With `torch.compile(mode="reduce-overhead")`, first calls
+allocate from the pool of CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. Such
+a pool applies to one thread, so this module allocates on another thread.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Call `make` on another thread and return its result, so that its tensors on `device` outlive this call. Their
-    work is ordered on this thread's stream."""
+    """Call `make` on another thread and return its result, so that its tensors on `device` outlive this call.
+
+    Work that `make` enqueues is on this thread's current stream.
+    """
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

@@ -1,13 +1,13 @@
-"""Options of layers. Ranks compare them in addition to the layers' calls.
+"""Options of layers, which ranks compare in addition to the layers' calls.
 
-A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do not see
-them. So a layer notes its options when its forward begins, and the group's next call carries them:
+A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do
+not see these options. So a layer records them at the beginning of its forward, and the group's next call compares them:
 
-    on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
-    on GPUs   in the hosts' rendezvous at the first call of a shape, and in a digest next to the digest of calls (`weft.symm.calls`)
+ on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
+ on GPUs   in the hosts' exchange at the first call of a shape, and by a digest, as calls are compared (`weft.symm.calls`)
 
-There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs note
-no options. So a record that is empty on a rank is not compared.
+There are two records: for layers whose forward is collective, and for other layers, such as norms, which a single rank
+may call alone. Compiled graphs record no options. So a record that is empty on a rank is not compared.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from weft import _core
 from weft.words import by_rank
 
 _FACTOR, _COUNT_BITS, _DIGEST_BITS = 0x9E3779B97F4A7C15, 16, 48
-_TOLD_AT_ONCE = 16  # texts in a message, each of at most _TEXT_BYTES
+_TOLD_AT_ONCE = 16  # most texts in a message, each of at most _TEXT_BYTES
 _TEXT_BYTES = 1024
 
 
 class Noted(NamedTuple):
     """The layer options that a call carries.
 
-    records: the fingerprint of layers whose forward is collective, and the fingerprint of other layers; 0 if empty.
+    records: the fingerprint of layers whose forward is collective, and that of other layers. 0 means that a record is
+        empty.
     """
 
     records: tuple[int, int]
@@ -38,7 +39,9 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The layers of a group whose forward began on this rank since its last call. counts: the counts of the group's calls."""
+    """The layers of a group whose forward began on this rank since the group's last call. counts: the counts of the
+    group's calls.
+    """
 
     def __init__(self, counts: _core.CallCounts) -> None:
         self._counts = weakref.proxy(counts)
@@ -48,12 +51,12 @@ class Layers:
         self._others: dict[str, int] = {}
 
     def note(self, text: str, fingerprint: int, is_collective: bool) -> None:
-        """Add a layer. text: its options, for errors. fingerprint: 64 bits of the text."""
+        """Record a layer. text: its options, for error texts. fingerprint: a 64-bit hash of the text."""
         (self._collective if is_collective else self._others)[text] = fingerprint
         self._counts.has_layers = True
 
     def take(self) -> Noted:
-        """Return the options noted since the last call, and clear them."""
+        """Return the options that were recorded since the last call, and clear them."""
         if not self._collective and not self._others:
             return NOTHING
         taken, self._collective, self._others = (self._collective, self._others), {}, {}
@@ -69,18 +72,18 @@ def _joined(noted: dict[str, int]) -> int:
 
 
 def differ(records: Sequence[tuple[int, ...]]) -> bool:
-    """True if two ranks have noted different options. records: the records of each rank."""
+    """True if two ranks have recorded different options. records: the records of each rank."""
     return any(len({one for one in of_ranks if one}) > 1 for of_ranks in zip(*records, strict=True))
 
 
 def difference(texts: Sequence[Sequence[str]]) -> str:
-    """Return the options in which ranks differ. texts: the options that each rank has noted."""
+    """Return an error text with the options in which ranks differ. texts: the options that each rank has recorded."""
     own = [[one for one in some if any(one not in others for others in texts if others)] for some in texts]
     return f"ranks call layers with different options: {by_rank((rank, '; '.join(some)) for rank, some in enumerate(own) if some)}"
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """True if the two ranks' words (`MadeLayers`) show that they have called layers with different options."""
+    """True if the words of two ranks (`MadeLayers`) show that they called layers with different options."""
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
@@ -88,8 +91,8 @@ def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
 class MadeLayers:
     """The texts of all layers that this rank has called, and words that summarise them.
 
-    For each record there is a 64-bit word: 48 bits of a digest, and 16 bits that count the calls with options. Words with equal
-    counts are compared.
+    Each record has a 64-bit word, with 48 bits of a digest, and 16 bits that count the calls with options. Only words
+    with equal counts are compared.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,8 @@ class MadeLayers:
 
     def add(self, words: tuple[int, int], noted: Noted) -> tuple[int, int]:
         """Add the options that a call carried. Return the new words, one per record. words: the words up to the
-        previous call."""
+        previous call.
+        """
         for text in noted.texts:
             if text not in self._known:
                 self._known.add(text)
@@ -109,21 +113,21 @@ class MadeLayers:
         return first, second
 
     def news(self) -> list[bytes]:
-        """Return the next texts that peers do not know yet."""
+        """Return the next texts that have not been sent to peers."""
         texts = self._texts[self._told : self._told + _TOLD_AT_ONCE]
         self._told += len(texts)
         return [text.encode()[:_TEXT_BYTES] for text in texts]
 
     def heard(self, rank: int, texts: Sequence[bytes]) -> None:
-        """Record the layers that a peer has called."""
+        """Record layers that a peer has called."""
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def difference(self, rank: int) -> str:
-        """Return the layers that only this rank has called, and the layers that only `rank` has called."""
+        """Return an error text with the layers that only this rank has called, and those that only `rank` has called."""
         here, there = list(self._texts), self._of_peers.get(rank, [])
         mine, theirs = ([one for one in some if one not in others] for some, others in ((here, there), (there, here)))
         if not mine and not theirs:
-            return "the same layers in another order"
+            return "the same layers in a different order"
         return f"only here {_some(mine)}, and only on rank {rank} {_some(theirs)}"
 
 

@@ -1,6 +1,7 @@
-"""The interface of symmetric memory on any type of device, and the part of a communicator that allocators use.
+"""The interface of symmetric memory for any type of device, and of the communicator for allocators.
 
-`weft.symm.cpu` and `weft.symm.cuda` allocate it for a communicator, which is a layer above.
+`weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They cannot import it, since it is a
+layer above.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
-    """Return a tensor in memory that exists as long as `owner` does. The tensor and all its views keep `owner`
-    alive."""
+    """Return a tensor in memory that `owner` keeps allocated. The tensor and all its views keep a reference to `owner`."""
     capsule = _core.lease(address, shape, *_DTYPES[dtype], *_code_of(device), owner)
     tensor: torch.Tensor = from_dlpack(capsule)
     return tensor
@@ -31,7 +31,8 @@ def _code_of(device: torch.device) -> tuple[int, int]:
 
 
 class Region(Protocol):
-    """`nbytes` of memory on every rank of a group. A rank can address the memory of all ranks on its host. Fresh memory is zero.
+    """`nbytes` of memory on every rank of a group, initially zero. A rank can address the memory of all ranks on its
+    host.
 
     The methods raise `ValueError` for a rank whose memory is not mapped here (`Communicator.mapped`).
     """
@@ -39,23 +40,25 @@ class Region(Protocol):
     nbytes: int
 
     def address(self, rank: int) -> int:
-        """Return the address of `rank`'s memory in this process. Raise `ValueError` once the region is closed."""
+        """Return the address of `rank`'s memory in this process. Raise `ValueError` if the region is closed."""
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a view of `rank`'s memory. It stays valid after `close`, for as long as a reference exists."""
+        """Return a view of `rank`'s memory. It stays valid after `close` as long as a reference to it exists."""
 
     def owner(self, rank: int) -> Any:
-        """Return an object that keeps `rank`'s memory mapped here while a reference exists, like a view."""
+        """Return an object that, like a view, keeps `rank`'s memory mapped here as long as a reference to it exists."""
 
     def close(self) -> None:
-        """Release the memory. It is unmapped with its last view. Other ranks keep their mappings."""
+        """Release the memory. It is unmapped when its last view is gone. Other ranks keep their mappings."""
 
     def give_back(self) -> None:
-        """Close the region, and let later regions use its memory. Afterwards no view or kernel on any rank may use it."""
+        """Close the region, so that later regions may use its memory. After this, no view and no kernel on any rank may
+        use it.
+        """
 
 
 class SharingRanks(Protocol):
-    """The ranks that share memory, as seen from this rank: the part of a `Communicator` that allocators use."""
+    """The part of a `Communicator` that allocators use: the ranks that share memory, and this rank among them."""
 
     rank: int
     world_size: int

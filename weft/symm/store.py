@@ -1,8 +1,8 @@
-"""A process group's store, queried on a separate thread.
+"""A wrapper of a process group's store, which queries the store on a separate thread.
 
-Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without a limit, regardless of
-the store's timeout. If that process is stopped, the caller hangs in native code, which neither a deadline nor Ctrl-C can
-interrupt.
+Another process may serve the store: rank 0, unless a launcher does. torch waits for an answer without a limit,
+regardless of the store's timeout. If the serving process is stopped, a direct query hangs in native code, which neither
+a deadline nor Ctrl-C can interrupt.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import torch.distributed as dist
 
 from weft.errors import DeadlineError
 
-_GRACE_S = 0.5  # for queries after the deadline, or after an unanswered query
+_GRACE_S = 0.5  # time limit of queries after the deadline, or after an unanswered query
 
 
 class PatientStore:
-    """A wrapper of `store` for rank `rank`, with a deadline: the store must answer by `until` (`time.monotonic`). Raises the
-    store's errors, or `DeadlineError`."""
+    """A wrapper of `store` for rank `rank`. Queries must be answered by the time `until` (`time.monotonic`).
+
+    Methods raise the store's errors, or `DeadlineError`.
+    """
 
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
         self._store, self._rank, self._until = store, rank, until
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], queue.SimpleQueue] | None] = queue.SimpleQueue()
-        self._is_stuck = False  # a query was abandoned, at the deadline or by Ctrl-C
-        # Started by the first query, inside the caller's `finally`: Ctrl-C in this constructor would leave a thread that nothing
-        # ends.
+        self._is_stuck = False  # True if a query was abandoned, at the deadline or by Ctrl-C
+        # The first query starts the thread, inside the caller's `finally`. If the constructor started it, Ctrl-C in the
+        # constructor would leave a thread that nothing ends.
         self._thread: threading.Thread | None = None
         self._is_started = False
 
@@ -42,12 +44,13 @@ class PatientStore:
         self._ask("set", key, value)
 
     def close(self) -> None:
-        """End the thread, once the store has answered the last query."""
+        """End the thread once the store has answered the last query."""
         self._asked.put(None)
 
     def _start(self) -> None:
-        """Start the thread. If none can be started, queries run on the caller's thread, so that this rank can still report the
-        error."""
+        """Start the thread. If that is impossible, queries run on the caller's thread, so that this rank can still
+        report the error.
+        """
         self._is_started = True
         self._thread = threading.Thread(target=self._answer, name=f"weft-store-{self._rank}", daemon=True)
         try:

@@ -1,10 +1,10 @@
-"""Sharders for TorchRec's `DistributedModelParallel` whose tables are pooled, exchanged and updated by weft.
+"""Sharders for TorchRec's `DistributedModelParallel`, with which weft pools, exchanges and updates the tables.
 
-    from weft.torchrec import EmbeddingBagCollectionSharder  # instead of torchrec.distributed.embeddingbag's
     model = DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])
 
-The sharded module is a `ShardedModule` of TorchRec, with the same names in its state dict, the same order of output columns and a
-`fused_optimizer`; pipelines work on it as on TorchRec's own. Importing this needs TorchRec and FBGEMM, which weft does not.
+The sharded module is a TorchRec `ShardedModule`. It has the state dict names, the order of output columns and the
+`fused_optimizer` of TorchRec's own module, and works in TorchRec's pipelines. This module needs TorchRec and FBGEMM,
+which weft does not install.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The optimizer of tables that backward updates, as TorchRec's `KeyedOptimizer`."""
+"""The optimizer that backward runs on tables, as TorchRec's `KeyedOptimizer`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import weft.nn
 
 
 class FusedOptimizer(fused.FusedOptimizer):
-    """A `KeyedOptimizer` of TorchRec over this rank's tables, whose updates happen in backward.
+    """A TorchRec `KeyedOptimizer` over this rank's tables, which backward updates.
 
-    `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` counts for the next update. States
-    have TorchRec's names, such as "<table>.momentum1", and are ShardedTensors that share the states' memory. As in TorchRec,
-    `state_dict()` has neither the learning rate nor the number of updates: `set_optimizer_step` sets the latter, for Adam.
+    `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` applies to the next
+    update. States have TorchRec's names, such as "<table>.momentum1". They are ShardedTensors that share the states'
+    memory. As in TorchRec, `state_dict()` contains neither the learning rate nor the number of updates.
+    `set_optimizer_step` sets the number of updates, for Adam.
     """
 
     def __init__(
         self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
-        """Show `by_weft` by keys. params, states: by the parameter's name in the module."""
+        """Wrap `by_weft`. params, states: the parameters and their states, by the parameter's name in the module."""
         self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}
         super().__init__(params, of_params, [by_weft.param_groups[0]])  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do nothing, because backward has already updated the tables. Call `closure` if it is given, and return its
-        value."""
+        """Do nothing: backward has already updated the tables. If `closure` is given, call it and return its value."""
         return self._by_weft.step(closure)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Do nothing: the tables have no gradients."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates so far, by which Adam corrects its bias."""
+        """Set the number of updates, for Adam's bias correction."""
         self._by_weft.set_optimizer_step(step)

@@ -1,7 +1,8 @@
-"""The optimizer and options of tables from TorchRec's `fused_params`: what the sharder was given, with what
-`apply_optimizer_in_backward` noted at a parameter and its plan in front.
+"""The optimizer and options of tables, from TorchRec's `fused_params`.
 
-The names and their defaults are those of FBGEMM's table-batched embeddings. An option that weft lacks is refused by name.
+The sharder gets `fused_params`. Values that `apply_optimizer_in_backward` set on a parameter, or that its plan
+contains, take precedence. Names and defaults are those of FBGEMM's table-batched embeddings. An option that weft does
+not support raises an error that names it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ _READ = {
     "weights_precision", "bounds_check_mode",
 }  # fmt: skip
 _OFF = {"stochastic_rounding": False, "gradient_clipping": False, "max_norm": 0.0, "momentum": 0.0, "amsgrad": False}
-"""Options that weft lacks, with the values that turn them off."""
+"""Options that weft does not support, with the values that disable them."""
 _OF_CACHES = {
     "cache_algorithm", "cache_load_factor", "cache_reserved_memory", "cache_precision", "cache_sets", "enforce_hbm",
     "prefetch_pipeline", "multipass_prefetch_config", "record_cache_metrics", "gather_uvm_cache_stats", "stats_reporter_config",
     "use_one_tbe_per_table", "_batch_key", "max_gradient",
 }  # fmt: skip
-"""Options without effect on tables in device memory, or without another option."""
+"""Options that have no effect on tables in device memory, or no effect alone."""
 _BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore", "NONE": "ignore"}
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options that a table's `fused_params` ask for. output_dtype: the dtype of pooled vectors."""
+    """The options in a table's `fused_params`. output_dtype: the dtype of pooled vectors."""
 
     optimizer: EmbeddingOptimizer
     output_dtype: torch.dtype
@@ -52,7 +53,9 @@ class TableOptions:
 
 
 def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) -> TableOptions:
-    """Return the options of a table. Raise `ValueError` for an option that weft lacks. dtype: the dtype of the table."""
+    """Return the options of a table. Raise `ValueError` for an option that weft does not support. dtype: the table's
+    dtype.
+    """
     at = f"table {table!r}"
     for name, value in fused_params.items():
         if name in _OFF:
@@ -99,7 +102,7 @@ def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
 
 
 def _dtype(at: str, given: Any, default: torch.dtype) -> torch.dtype:
-    """Return the dtype that FBGEMM's or TorchRec's enumeration, or torch itself, calls `given`."""
+    """Return the torch dtype for a value of FBGEMM's or TorchRec's enumeration, or for a torch dtype."""
     if given is None:
         return default
     if isinstance(given, torch.dtype):

@@ -1,4 +1,4 @@
-"""Tables and their optimizers' states as ShardedTensors in TorchRec's form, from this rank's parts."""
+"""Tables and their optimizer states as ShardedTensors, in TorchRec's form."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 def is_cut(module: Any) -> bool:
-    """True if `module`, one of weft's, may have sharded tables."""
+    """True if `module`, a module of weft, may have sharded tables."""
     return isinstance(getattr(module, "partition", None), Partition)
 
 
 def joined(
     module: Any, partition: Partition, number: int, own: list[torch.Tensor], shape: StateShape, dtype: torch.dtype
 ) -> Any:
-    """Return table `number`, or a state of its, as one tensor. own: this rank's parts. module: has a group and a device."""
+    """Return table `number`, or one of its optimizer states, as a ShardedTensor.
+
+    own: this rank's parts. module: provides the group and the device.
+    """
     table, parts = partition.tables[number], [partition.parts[place] for place in partition.parts_of(number)]
     size, places = layout(table, parts, shape == "row")
     return sharded_tensor(size, places, own, dtype, module.device, module.group)

@@ -1,4 +1,4 @@
-"""A module's part of TorchRec's plan as weft's placement: the sharding of each table, the kernel, the order of columns."""
+"""Convert a module's part of a TorchRec plan to weft's placement: the shardings, the kernel, the order of columns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """The tables of a collection in TorchRec's order of output columns, with the sharding of each.
+    """The tables of a collection in TorchRec's order of output columns, with their shardings.
 
-    is_fused: backward updates the tables by `options.optimizer`; otherwise they have gradients.
+    is_fused: True if backward updates the tables by `options.optimizer`. Otherwise they get gradients.
     """
 
     partition: Partition
@@ -31,7 +31,9 @@ class ModulePlan:
 
     @property
     def placement(self) -> list[TableSharding] | list[int]:
-        """The placement for weft's modules: ranks, unless a table is cut."""
+        """The placement for weft's modules: a rank for each table, or, if any table is sharded, a `TableSharding` for
+        each.
+        """
         shardings = self.partition.shardings
         ranks = [sharding.rank for sharding in shardings if isinstance(sharding, TableWise)]
         return ranks if len(ranks) == len(shardings) else list(shardings)
@@ -41,9 +43,10 @@ def read_plan(
     module: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None,
     fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig],
 ) -> ModulePlan:  # fmt: skip
-    """Return the plan of `module`, a collection. Raise `ValueError` for what weft lacks, by the table's name.
+    """Return the plan of `module`, a collection. Raise `ValueError`, which names the table, for plans that weft does
+    not support.
 
-    config_of: reads TorchRec's description of a table.
+    config_of: converts TorchRec's config of a table.
     """
     check_env(env)
     is_pooled = hasattr(module, "embedding_bag_configs")
@@ -78,7 +81,9 @@ def read_plan(
 
 
 def _in_order_of_columns(infos: Mapping[Any, Any], env: ShardingEnv, device: torch.device | None) -> list[str]:
-    """Return tables as TorchRec orders their columns: by kind of sharding, then rank, then pooling and others."""
+    """Return the table names in TorchRec's order of columns: by kind of sharding, then by rank, then by pooling and
+    other options.
+    """
     found: dict[str, None] = {}
     for group in infos.values():
         sharding: Any = embeddingbag.ShardedEmbeddingBagCollection.create_embedding_bag_sharding(
@@ -92,7 +97,7 @@ def _in_order_of_columns(infos: Mapping[Any, Any], env: ShardingEnv, device: tor
 
 
 def check_env(env: ShardingEnv) -> None:
-    """Raise `ValueError` unless the environment is one process group whose ranks share the tables."""
+    """Raise `ValueError` unless the environment has one process group whose ranks share the tables."""
     if env.process_group is None:
         raise ValueError("the ShardingEnv has no process group: use ShardingEnv.from_process_group(group)")
     if isinstance(env, ShardingEnv2D):
@@ -104,7 +109,7 @@ def check_env(env: ShardingEnv) -> None:
 
 
 def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, world_size: int) -> TableSharding:
-    """Return the sharding of a table. Raise `ValueError` for what weft lacks."""
+    """Return the sharding of a table. Raise `ValueError` for a sharding that weft does not support."""
     at = f"table {table.name!r}"
     if sharding is None:
         raise ValueError(f"{at} is not in the plan: plan all tables of the collection")

@@ -1,12 +1,12 @@
-"""TorchRec's sharded EmbeddingBagCollection, with weft's distribution of ids, fused pooling + all-to-all, and update.
+"""TorchRec's sharded EmbeddingBagCollection, with weft's input distribution, fused pooling + all-to-all, and updates.
 
-    input_dist                     starts the exchange of headers (batch size, number of ids per feature)
-      first wait                   host reads the numbers of ids; starts the exchange of ids
-      second wait                  returns this rank's features for the samples of all ranks
-    compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
+ input_dist                     starts the exchange of headers (batch size, number of ids per feature)
+   first wait                   the host reads the numbers of ids; starts the exchange of ids
+   second wait                  returns this rank's features for the samples of all ranks
+ compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
-TorchRec's pipelines call these steps themselves. They interleave the steps of the next batch with those of the current batch.
-Every rank makes the same calls in the same order.
+TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with those of the current
+batch. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ _Lengths: TypeAlias = dict[tuple[int, str], torch.Tensor]
 
 
 class _Batch(Multistreamable):
-    """This rank's features of all samples, and the number of samples of each rank. lengths: the lengths of bags of row-wise
-    means."""
+    """This rank's features of all samples, and each rank's number of samples.
+
+    lengths: the lengths of bags, for row-wise tables with mean pooling.
+    """
 
     def __init__(self, jagged: JaggedInput, batch_sizes: tuple[int, ...], lengths: _Lengths) -> None:
         self.jagged, self.batch_sizes, self.lengths = jagged, batch_sizes, lengths
@@ -79,15 +81,17 @@ class ShardedEmbeddingBagCollection(
     ShardedTables,
     ShardedEmbeddingModule[KJTList, list[torch.Tensor], KeyedTensor, EmbeddingBagCollectionContext],
 ):
-    """TorchRec's `ShardedModule` of an EmbeddingBagCollection, made by `weft.torchrec.EmbeddingBagCollectionSharder`.
+    """TorchRec's `ShardedModule` of an EmbeddingBagCollection. `weft.torchrec.EmbeddingBagCollectionSharder` makes it.
 
-    It takes and returns TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own module: the
-    state dict has all tables on every rank, as ShardedTensors. `weft_module` is the `weft.nn.ShardedEmbeddingBagCollection` inside.
+    It takes and returns TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own
+    module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
+    `weft.nn.ShardedEmbeddingBagCollection` inside.
 
-    For ids out of range, weft reads a zero row and updates no row. FBGEMM reads row 0.
+    For an id out of range, weft reads a zero row and updates no row. (FBGEMM reads row 0.)
 
-    The pooled vectors of 16-bit tables are rounded to 16 bits, and then converted to the plan's `output_dtype`, float32 by default.
-    If `output_dtype` has 16 bits and all tables of the collection are table-wise, weft sends vectors and gradients in it.
+    Pooled vectors of 16-bit tables are rounded to 16 bits, and then converted to the plan's `output_dtype` (default
+    float32). If `output_dtype` has 16 bits and all tables of the collection are table-wise, weft sends vectors and
+    gradients in that dtype.
 
     The constructor and calls are collective.
     """
@@ -97,12 +101,15 @@ class ShardedEmbeddingBagCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: the options of weft's module."""
+        """gradient_division: as for `torchrec.distributed.comm_ops.set_gradient_division`. options: arguments of weft's
+        module.
+        """
         super().__init__()
         self.module_sharding_plan, self._env = plan, env
         read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of)
         self._configs, self._output_dtype = module.embedding_bag_configs(), read.options.output_dtype
-        # Vectors travel in 16 bits if the plan asks for them; those of parts keep the tables' dtype until they are joined.
+        # Vectors are sent in 16 bits if the plan asks for it. Vectors of parts keep the tables' dtype until they are
+        # assembled.
         is_whole = all(isinstance(sharding, TableWise) for sharding in read.partition.shardings)
         output_dtype = _NARROW.get(self._output_dtype, "table") if is_whole else "table"
         made = weft.nn.ShardedEmbeddingBagCollection(
@@ -114,7 +121,7 @@ class ShardedEmbeddingBagCollection(
         self._adopt(made, read, "embedding_bags")
         self._keys = [slot.key for slot in read.partition.slots]
         self._dims = [slot.dim for slot in read.partition.slots]
-        if module.device.type not in ("meta", "cpu"):  # TorchRec, too, takes the values of a module on a GPU alone
+        if module.device.type not in ("meta", "cpu"):  # like TorchRec, copy values only from a module on a GPU
             self.load_state_dict(module.state_dict(), strict=False)
 
     # --- a call, in parts ---
@@ -125,13 +132,13 @@ class ShardedEmbeddingBagCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Begin the distribution of this rank's samples. Collective, and so are both waits."""
+        """Begin the distribution of this rank's samples. Collective, as are both waits."""
         made, given, lengths = self.weft_module, cast(Any, features), _Lengths()
         refusal: Exception | None = None
         if made.device.type == "meta":
             refusal = ValueError(no_tables_on(made.device))
         with self._distribution() as distribution:
-            if refusal is None and is_cut(made):  # parts read features of their own
+            if refusal is None and is_cut(made):  # parts of row-wise tables read separate features
                 try:
                     arranged = made._arrange(features, made.device)
                     given, lengths = arranged.parts, arranged.lengths
@@ -140,7 +147,9 @@ class ShardedEmbeddingBagCollection(
             return KJTListSplitsAwaitable([_Begun(self, distribution.begin(given, refusal), lengths)], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
-        """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. Collective: it includes the all-to-all."""
+        """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. Collective: it includes the
+        all-to-all.
+        """
         made, batch = self.weft_module, cast(Any, dist_input)[0]
         values = self._parts._pooled(batch.jagged, batch.batch_sizes).values()
         if is_cut(made):
@@ -148,19 +157,19 @@ class ShardedEmbeddingBagCollection(
         return [values if values.dtype == self._output_dtype else values.to(self._output_dtype)]
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Name the columns of `compute`'s result."""
+        """Return the result of `compute` with the names of its columns."""
         return EmbeddingBagCollectionAwaitable([NoWait(output[0])], list(self._dims), list(self._keys))
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """Enter one part of the distribution of ids: one call for the ranks. Like TorchRec's, it has no gradients."""
+        """Enter one stage of the input distribution, as one call across ranks. Like TorchRec's, it has no gradients."""
         made = self._parts
         with together(type(self).__name__, made.group, made._speaks_on, made.deadline_s), torch.no_grad():
             yield made._input_dist
 
     @property
     def _parts(self) -> Any:
-        """The module of the tables' parts, which does all that crosses ranks."""
+        """The module that has the tables' parts, and does all communication."""
         return self.weft_module._parts if is_cut(self.weft_module) else self.weft_module
 
     @property
@@ -168,7 +177,7 @@ class ShardedEmbeddingBagCollection(
         return EmbeddingBagCollection
 
     def embedding_bag_configs(self) -> list[Any]:
-        """Return the configs of all tables, as TorchRec's module was given them."""
+        """Return the configs of all tables, as they were passed to TorchRec's module."""
         return list(self._configs)
 
     def is_weighted(self) -> bool:

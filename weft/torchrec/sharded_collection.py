@@ -1,4 +1,4 @@
-"""TorchRec's sharded EmbeddingCollection, a row for each id, with weft's lookup and update."""
+"""TorchRec's sharded EmbeddingCollection (a row for each id), with weft's lookup and updates."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ShardedEmbeddingCollection(
     ShardedTables,
     ShardedEmbeddingModule[KJTList, list[torch.Tensor], dict[str, JaggedTensor], EmbeddingCollectionContext],
 ):
-    """TorchRec's `ShardedModule` of an EmbeddingCollection, made by `weft.torchrec.EmbeddingCollectionSharder`.
+    """TorchRec's `ShardedModule` of an EmbeddingCollection. `weft.torchrec.EmbeddingCollectionSharder` makes it.
 
-    It takes and returns TorchRec's objects; names are those of TorchRec's own module. `weft_module` is the
-    `weft.nn.ShardedEmbeddingCollection` inside. `input_dist` keeps the features: ids are distributed in `compute`, so a pipeline
-    runs but hides nothing. The constructor and calls are collective.
+    It takes and returns TorchRec's objects, and has the names of TorchRec's own module. `weft_module` is the
+    `weft.nn.ShardedEmbeddingCollection` inside. `input_dist` only stores the features: `compute` distributes the ids.
+    So a TorchRec pipeline works, but overlaps nothing. The constructor and calls are collective.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class ShardedEmbeddingCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: the options of weft's module."""
+        """gradient_division: as for `torchrec.distributed.comm_ops.set_gradient_division`. options: arguments of weft's
+        module.
+        """
         super().__init__()
         self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()
         read = read_plan(module, plan, env, device, fused_params, config_of)
@@ -53,7 +55,7 @@ class ShardedEmbeddingCollection(
             gradients="mean" if gradient_division else "sum", **options,
         )  # fmt: skip
         self._adopt(made, read, "embeddings")
-        if module.device.type not in ("meta", "cpu"):  # TorchRec, too, takes the values of a module on a GPU alone
+        if module.device.type not in ("meta", "cpu"):  # like TorchRec, copy values only from a module on a GPU
             self.load_state_dict(module.state_dict(), strict=False)
 
     def create_context(self) -> EmbeddingCollectionContext:
@@ -62,15 +64,15 @@ class ShardedEmbeddingCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Keep the features for `compute`."""
+        """Return the features unchanged, for `compute`."""
         return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, features)))], ctx)
 
     def compute(self, ctx: EmbeddingCollectionContext, dist_input: KJTList) -> Any:
-        """Return the rows of all ids by feature. Collective."""
+        """Return the rows of all ids, by feature. Collective."""
         return self.weft_module(cast(Any, dist_input)[0])
 
     def output_dist(self, ctx: EmbeddingCollectionContext, output: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Make `compute`'s result TorchRec's JaggedTensors."""
+        """Convert the result of `compute` to TorchRec's JaggedTensors."""
         found = {}
         for key, one in output.items():
             values = one.values().to(self._output_dtype)
@@ -82,5 +84,5 @@ class ShardedEmbeddingCollection(
         return EmbeddingCollection
 
     def embedding_configs(self) -> list[Any]:
-        """Return the configs of all tables, as TorchRec's module was given them."""
+        """Return the configs of all tables, as they were passed to TorchRec's module."""
         return list(self._configs)

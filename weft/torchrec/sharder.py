@@ -1,4 +1,4 @@
-"""The sharders for TorchRec's `DistributedModelParallel`. A training loop only changes their import."""
+"""Sharders for TorchRec's `DistributedModelParallel`. A training loop only has to change their import."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 
 
 class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
-    """The sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, instead of TorchRec's.
+    """A sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
     Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense". Other plans raise a
-    `ValueError` that names the table. With this sharder, TorchRec's planner does not propose them. With "fused" the
-    optimizer is that of `apply_optimizer_in_backward` or of `fused_params`, by default FBGEMM's: SGD with learning rate
-    0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported, one for all tables of a
-    collection. With "dense" the tables have gradients for an optimizer of torch.
+    `ValueError` that names the table. TorchRec's planner does not propose other plans for this sharder.
 
-    fused_params: FBGEMM's options by name, as in TorchRec. An option that weft lacks is a `ValueError`.
+    With "fused", backward runs the optimizer of `apply_optimizer_in_backward` or of `fused_params`. The default is
+    FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported.
+    All tables of a collection must have the same optimizer. With "dense", the tables get gradients for a torch
+    optimizer.
+
+    fused_params: FBGEMM's options by name, as in TorchRec. An option that weft does not support raises `ValueError`.
     transport, outputs, deterministic, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
     """
 
@@ -75,13 +77,13 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
 
 
 class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
-    """The sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, instead of TorchRec's.
+    """A sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    Plans may be table-wise, row-wise or column-wise, with the kernels "fused" and "dense"; others are a `ValueError` that names the
-    table. All parts of a collection must have the same number of columns, so TorchRec's planner proposes no column-wise tables.
-    Optimizers are as for `EmbeddingBagCollectionSharder`.
+    Plans may be table-wise, row-wise or column-wise, with the kernels "fused" and "dense". Other plans raise a
+    `ValueError` that names the table. All parts of a collection must have the same number of columns, so TorchRec's
+    planner proposes no column-wise tables. Optimizers are as for `EmbeddingBagCollectionSharder`.
 
-    fused_params, use_index_dedup: as in TorchRec. An option that weft lacks is a `ValueError`.
+    fused_params, use_index_dedup: as in TorchRec. An option that weft does not support raises `ValueError`.
     deadline_s: as for `weft.nn.ShardedEmbeddingCollection`.
     """
 

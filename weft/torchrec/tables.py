@@ -1,6 +1,6 @@
-"""The tables of a sharded collection under TorchRec's names: parameters, state dict, optimizer. For pooled and unpooled ones.
+"""The tables of a sharded collection, pooled or not, under TorchRec's names: parameters, state dict, optimizer.
 
-<container>.<table>.weight    a parameter: this rank's part, or empty if it has none; in the state dict a ShardedTensor
+<container>.<table>.weight    a parameter: this rank's part, or empty if it has none. A ShardedTensor in the state dict
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from weft.words import kind
 
 
 class ShardedTables(FusedOptimizerModule):
-    """The part of a `ShardedModule` that has the tables. `weft_module` is weft's module inside."""
+    """The base class of both sharded modules, which has the tables. `weft_module` is weft's module inside."""
 
     weft_module: Any
     _optim: KeyedOptimizer
     _container: str
 
     def _adopt(self: Any, made: Any, read: ModulePlan, container: str) -> None:
-        """Show the tables of `made`, weft's module, as those of `container`, an attribute of this module."""
-        self.__dict__["weft_module"] = made  # not a submodule: its parameters have TorchRec's places
+        """Expose the tables of `made`, weft's module, as tables of this module's attribute `container`."""
+        self.__dict__["weft_module"] = (
+            made  # not a submodule, since its parameters are registered under TorchRec's names
+        )
         self._partition, self._is_fused, self._container = read.partition, read.is_fused, container
         self._optim = CombinedOptimizer([])
         number_of = {table.name: number for number, table in enumerate(read.partition.tables)}
@@ -44,7 +46,7 @@ class ShardedTables(FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizer (`weft.torchrec.FusedOptimizer`); with kernel "dense" one without parameters."""
+        """The tables' optimizer (`weft.torchrec.FusedOptimizer`). With the kernel "dense" it has no parameters."""
         return self._optim
 
     def reset_parameters(self) -> None:
@@ -52,7 +54,7 @@ class ShardedTables(FusedOptimizerModule):
         self.weft_module.reset_parameters()
 
     def own_part(self: Any, number: int) -> tuple[TablePart, nn.Parameter] | None:
-        """Return this rank's part of a table, with its parameter."""
+        """Return this rank's part of a table and its parameter; None if the rank has no part."""
         partition: Partition = self._partition
         modules = getattr(self.weft_module, self._container)._modules
         for part in (partition.parts[place] for place in partition.parts_of(number)):
@@ -61,7 +63,9 @@ class ShardedTables(FusedOptimizerModule):
         return None
 
     def _register(self: Any) -> None:
-        """Give this rank's parts, and empty parameters for other tables, their names. Make the optimizer."""
+        """Register this rank's parts, and empty parameters for other tables, under TorchRec's names. Make the
+        optimizer.
+        """
         made, params, states = self.weft_module, dict[str, nn.Parameter](), dict[str, dict[str, ShardedTensor]]()
         places: Any = getattr(self, self._container)
         for number, _ in self._numbered:
@@ -89,7 +93,7 @@ class ShardedTables(FusedOptimizerModule):
             places[name].weight._in_backward_optimizers = [optimizer]
 
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Convert and move the tables: `to(...)`, `half()` and others of `nn.Module` end here."""
+        """Convert and move the tables. `to(...)`, `half()` and similar methods of `nn.Module` call it."""
         before = self._kind_of_tables()
         self.weft_module._apply(fn, recurse)
         if before != self._kind_of_tables():
@@ -116,9 +120,10 @@ def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, lo
 
 
 def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace each table by this rank's part: of a ShardedTensor, or of the whole table.
+    """Replace each table in a state dict by this rank's part, taken from a ShardedTensor or from the whole table.
 
-    Raise `ValueError` for another shape or plan before any table is copied."""
+    Raise `ValueError` for another shape or plan, before any table is copied.
+    """
     local: dict[str, torch.Tensor] = {}
     for number, name in module._numbered:
         table, key = module._partition.tables[number], f"{prefix}{module._container}.{name}.weight"
@@ -129,7 +134,9 @@ def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: 
             raise ValueError(f"{key} is {kind(value)}: pass a ShardedTensor, or the whole table")
         wanted = [table.num_embeddings, table.embedding_dim]
         if list(value.size()) != wanted:
-            raise ValueError(f"{key} has shape {list(value.size())} and must have {wanted}, the whole table's")
+            raise ValueError(
+                f"{key} has shape {list(value.size())} but must have {wanted}, the shape of the whole table"
+            )
         if own is None:
             local[key] = torch.empty(0)
         elif isinstance(value, ShardedTensor):

@@ -1,9 +1,10 @@
 """Topologies as data: the links between ranks, and the routes of flows over them."""
 
 from weft.hw.topology.file import known_topologies, load_topology, ranks_of
+from weft.hw.topology.infragraph import infragraph_of, read_infragraph
 from weft.hw.topology.links import Link, Paths, Topology, Wiring, hosts, mesh, ring, switch, torus, unlimited
 
 __all__ = [
-    "Link", "Paths", "Topology", "Wiring", "hosts", "known_topologies", "load_topology", "mesh", "ranks_of", "ring", "switch",
-    "torus", "unlimited",
+    "Link", "Paths", "Topology", "Wiring", "hosts", "infragraph_of", "known_topologies", "load_topology", "mesh", "ranks_of",
+    "read_infragraph", "ring", "switch", "torus", "unlimited",
 ]  # fmt: skip

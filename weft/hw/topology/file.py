@@ -25,6 +25,7 @@ from pathlib import Path
 
 from weft.hw.machine import Machine, known_files, quantities_of, read_file
 from weft.hw.quantity import Quantity
+from weft.hw.topology.infragraph import read_infragraph
 from weft.hw.topology.links import Topology, Wiring, hosts, mesh, ring, switch, torus
 
 _MEANING = {
@@ -62,7 +63,10 @@ def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
 
 
 def ranks_of(name: str | Path) -> int | None:
-    """Return the number of ranks that a sized name says, such as 128 for `torus:16x8`; None for any other name."""
+    """Return the number of ranks that a sized name says, such as 128 for `torus:16x8`, or that an InfraGraph file has; None for
+    any other name."""
+    if Path(name).suffix == ".json":
+        return read_infragraph(name).ranks
     sized = size_of(name)
     return math.prod(sized[1]) if sized else None
 
@@ -74,10 +78,12 @@ def known_topologies() -> tuple[str, ...]:
 
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
     """Return the topology `name` (see `known_topologies`), with a size or not, or the topology in the TOML file at that path, of
-    these machines.
+    these machines. A JSON file is an InfraGraph (`weft.hw.topology.infragraph`), which has all its numbers itself.
 
     Raises `ValueError` for a file that is not a topology, `KeyError` for a number that neither the file nor the machine has.
     """
+    if Path(name).suffix == ".json":
+        return read_infragraph(name)
     sized = size_of(name)
     data = read_file("topology", sized[0] if sized else name)
     data.pop("name")

@@ -185,6 +185,8 @@ class Wiring:
 
     def at_least(self, bytes_per_us: float) -> Wiring:
         """Return the wiring with a rank's links, its first number, at least as fast as `bytes_per_us`."""
+        if not self.numbers:
+            return self
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
 
 

@@ -32,7 +32,12 @@ _NAME = "all_to_all of pooled vectors"
 
 
 class FarFirst:
-    """Calls of `plan` on this rank. alone: the plan of this rank's tables; None if it has none."""
+    """Calls of `plan` on this rank. alone: the plan of this rank's tables; None if it has none.
+
+    pieces, far_last: the number of pieces, and True if they follow the samples of this host; benchmarks change them.
+    """
+
+    pieces, far_last = PIECES, False
 
     def __init__(self, plan: EmbeddingPlan, alone: EmbeddingPlan | None, comm: Communicator) -> None:
         self.plan, self._alone, self.comm = plan, alone, comm
@@ -53,9 +58,10 @@ class FarFirst:
         plan, alone, sizes = self.plan, self._alone, checked.batch_sizes
         out = jagged.values.new_empty((sizes[self.comm.rank], plan.sharding.total_dim), dtype=plan.output_dtype)
         table = None if alone is None else cpu.slot_table(alone.sharding, 0, weights, checked.key_of_slot)
-        cuts = [[size * piece // PIECES for piece in range(PIECES + 1)] for size in sizes]
+        cuts = [[size * piece // self.pieces for piece in range(self.pieces + 1)] for size in sizes]
         begun, found = [], []
-        for phase in (*range(PIECES), None):
+        far: tuple[int | None, ...] = tuple(range(self.pieces))
+        for phase in (None, *far) if self.far_last else (*far, None):
             sent, counts = self._pool(table, jagged, cuts, phase)
             turn.done("pool for this host" if phase is None else "pool for other hosts", sent)
             begun.append((phase, *self._exchange(sent, cuts, phase, turn)))
@@ -82,7 +88,8 @@ class FarFirst:
         """Return the vectors of the phase's samples, [samples, columns], by rank, and the native kernel's counts."""
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
-        taken = [r * PIECES + piece for r in self._of(phase) for piece in (range(PIECES) if phase is None else [phase])]
+        of_rank = range(self.pieces) if phase is None else [phase]
+        taken = [r * self.pieces + piece for r in self._of(phase) for piece in of_rank]
         starts = list(accumulate((pieces[i] for i in taken), initial=0))
         pooled = jagged.values.new_empty((starts[-1], columns), dtype=plan.sharding.dtype)
         counts: tuple[int, ...] = (0,)

@@ -1,0 +1,179 @@
+"""Writes the tables at `<!-- hosts:NAME -->` marks of docs/hosts.md and draws docs/hosts.png: `python docs/hosts_page.py`.
+
+The curves are from benchmarks/results/cpu-hosts.json, which `python benchmarks/hosts.py --only curves --json FILE` records. The
+simulated table is from benchmarks/results/sim-hosts.json, which `python docs/hosts_page.py --simulate` records. A test compares
+the page with both. Nothing here is installed with weft.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.bench.core.tables import markdown_table
+from weft.builders import Problem, named
+from weft.plan.explain import explanation
+from weft.runtime.schedule_memory import needs_far
+from weft.trace.pyplot import pyplot
+
+HERE = Path(__file__).parent
+PAGE, PICTURE = HERE / "hosts.md", HERE / "hosts.png"
+_RESULTS = HERE.parent / "benchmarks" / "results"
+CURVES, SIMULATED = _RESULTS / "cpu-hosts.json", _RESULTS / "sim-hosts.json"
+_MARK = re.compile(r"(?P<open><!-- hosts:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /hosts -->)", re.DOTALL)
+_WAYS = ("one pass", "far first", "far last")
+HOSTS, GPUS = (2, 4, 8, 16), 8
+SHAPES: dict[str, Callable[[int], dict[str, int]]] = {
+    "all_gather_matmul": lambda ranks: {"M": 1024 * ranks, "N": 8192, "K": 4096},
+    "matmul_reduce_scatter": lambda ranks: {"M": 1024 * ranks, "N": 4096, "K": 8192},
+    "matmul_all_reduce": lambda ranks: {"M": 16384, "N": 4096, "K": 8192},
+    "matmul_all_gather": lambda ranks: {"M": 1024, "N": 4096, "K": 8192},
+    "embedding_all_to_all": lambda ranks: {"M": 1024 * ranks, "N": 128, "K": 32, "tables": 8 * ranks},
+}
+"""The sizes of each operator by the number of ranks, as `weft plan` takes them."""
+
+
+# --- measured curves ---
+
+
+def points(curve: str) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+    """Return for each point of a curve one of its records, and its records by way."""
+    records = [record for record in json.loads(CURVES.read_text()) if record["curve"] == curve]
+    for start in range(0, len(records), len(_WAYS)):
+        by_way = {record["way"]: record for record in records[start : start + len(_WAYS)]}
+        yield records[start], by_way
+
+
+def link() -> str:
+    (of_link,) = (record for record in json.loads(CURVES.read_text()) if record["curve"] == "link")
+    first, _ = next(points("ratio"))
+    return (
+        f"{of_link['cores']} cores, {first['ranks'] // first['hosts']} ranks on each of {first['hosts']} hosts, {first['batch']} "
+        f"samples, four tables of dimension 64 on each rank, fp32. Measured: {of_link['rate_MBps']:.0f} MB/s, round trip "
+        f"{of_link['round_trip_us']:.0f} us. The median of {first['calls']} calls that take turns.\n"
+    )
+
+
+def ratios() -> str:
+    rows = []
+    for first, by_way in points("ratio"):
+        base = by_way["one pass"]
+        rows.append(
+            (
+                f"{first['ratio']:.2f}", str(first["bag"]), f"{first['pool_ms']:.0f}", f"{first['link_ms']:.0f}",
+                *(_time(by_way[way], base) for way in _WAYS),
+                *(f"{by_way[way]['skew_ms']:.0f}" for way in _WAYS[:2]),
+            )
+        )  # fmt: skip
+    header = (
+        "link / pooling", "rows in a bag", "pooling ms", "link ms", *(f"{way} ms" for way in _WAYS), "skew ms, one pass",
+        "far first",
+    )  # fmt: skip
+    return link() + "\n" + markdown_table(header, rows) + "\n"
+
+
+def slices() -> str:
+    rows = []
+    for first, by_way in points("slice"):
+        rows.append(
+            (str(first["slice"]), str(first["pieces"]), *(_time(by_way[way], by_way["one pass"]) for way in _WAYS))
+        )
+    return markdown_table(("samples in a slice", "slices for a rank", *(f"{way} ms" for way in _WAYS)), rows) + "\n"
+
+
+def _time(record: dict[str, Any], base: dict[str, Any]) -> str:
+    gain = "" if record is base else f" ({base['ms'] / record['ms']:.2f}x)"
+    return f"{record['ms']:.0f}{gain}"
+
+
+def draw() -> None:
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    for axis, curve, x, label in (
+        (axes[0], "ratio", "ratio", "link time / pooling time"),
+        (axes[1], "slice", "slice", "samples in a slice"),
+    ):
+        found = list(points(curve))
+        for way in _WAYS[1:]:
+            gains = [by_way["one pass"]["ms"] / by_way[way]["ms"] for _, by_way in found]
+            axis.plot([first[x] for first, _ in found], gains, "o-", label=way)
+        axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set(xscale="log", xlabel=label, ylabel="speed relative to one pass")
+        axis.set_xticks(
+            [first[x] for first, _ in found],
+            [f"{first[x]:.2g}" if x == "ratio" else str(first[x]) for first, _ in found],
+        )
+        axis.minorticks_off()
+        axis.legend()
+    found = list(points("ratio"))
+    for way in _WAYS:
+        axes[2].plot([f["ratio"] for f, _ in found], [by_way[way]["skew_ms"] for _, by_way in found], "o-", label=way)
+    axes[2].set(xscale="log", xlabel="link time / pooling time", ylabel="first to last rank to end, ms", ylim=(0, None))
+    axes[2].set_xticks([f["ratio"] for f, _ in found], [f"{f['ratio']:.2g}" for f, _ in found])
+    axes[2].minorticks_off()
+    axes[2].legend()
+    figure.savefig(PICTURE, dpi=110, metadata={"Software": None, "Description": description()})
+
+
+def description() -> str:
+    """Return the numbers of the picture as text."""
+    return ratios() + slices()
+
+
+# --- simulated ---
+
+
+def simulate(op: str, hosts: int) -> dict[str, Any]:
+    """Return the predicted times of an operator on hosts of H100: serial, and the fastest schedule that needs no memory of other
+    hosts."""
+    ranks = hosts * GPUS
+    shape = SHAPES[op](ranks)
+    given: dict[str, Any] = {**shape, "dtype": "bf16", "mode": "graph"}
+    choice = explanation(op, **given, ranks=ranks, hw="h100", topology=f"hosts:{hosts}x{GPUS}").choice
+    times = {row.candidate.name: row.us for row in choice.rows if row.us is not None}
+    of_hosts = [str(rank // GPUS) for rank in range(ranks)]
+    best = next(name for name in sorted(times, key=times.__getitem__) if _is_usable(choice.problem, name, of_hosts))
+    return {
+        "op": op, "hosts": hosts, "gpus": GPUS, "shape": shape, "serial_us": round(times["serial"], 1), "best": best,
+        "best_us": round(times[best], 1),
+    }  # fmt: skip
+
+
+def _is_usable(problem: Problem, name: str, of_hosts: list[str]) -> bool:
+    return name == "serial" or not needs_far(named(problem, name).build(), 0, of_hosts)
+
+
+def simulated() -> str:
+    rows = []
+    for record in json.loads(SIMULATED.read_text()):
+        shape, gain = (
+            ", ".join(f"{name} {size}" for name, size in record["shape"].items()),
+            record["serial_us"] / record["best_us"],
+        )
+        best = (
+            "serial"
+            if record["best"] == "serial"
+            else f"{record['best_us'] / 1e3:.2f} ({gain:.2f}x) `{record['best']}`"
+        )
+        rows.append((f"`{record['op']}`", str(record["hosts"]), shape, f"{record['serial_us'] / 1e3:.2f}", best))
+    return markdown_table(("operator", "hosts", "sizes", "serial ms", "best ms"), rows) + "\n"
+
+
+TABLES = {"ratios": ratios, "slices": slices, "simulated": simulated}
+
+
+def page() -> str:
+    """Return docs/hosts.md with its tables."""
+    return _MARK.sub(lambda m: m["open"] + TABLES[m["name"]]() + m["close"], PAGE.read_text())
+
+
+if __name__ == "__main__":
+    if "--simulate" in sys.argv:
+        records = [json.dumps(simulate(op, hosts)) for op in SHAPES for hosts in HOSTS]
+        SIMULATED.write_text("[\n" + ",\n".join(records) + "\n]\n")
+    PAGE.write_text(page())
+    draw()

@@ -1,0 +1,34 @@
+"""docs/hosts.md: tables and picture follow from the records, and the simulated record from the planner."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hosts_page", DOCS / "hosts_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_and_its_picture_follow_from_the_records(script: ModuleType) -> None:
+    assert script.page() == (DOCS / "hosts.md").read_text(), "out of date: python docs/hosts_page.py"
+    assert script.ratios().split("\n")[0] in script.PICTURE.read_bytes().decode("latin-1"), "python docs/hosts_page.py"
+
+
+@pytest.mark.parametrize("op", ["matmul_all_gather", "embedding_all_to_all"])
+def test_the_simulated_record_is_what_the_planner_predicts(script: ModuleType, op: str) -> None:
+    recorded = [json.dumps(record) for record in json.loads(script.SIMULATED.read_text()) if record["op"] == op]
+    assert len(recorded) == len(script.HOSTS)
+    assert json.dumps(script.simulate(op, 2)) == recorded[0], "python docs/hosts_page.py --simulate"

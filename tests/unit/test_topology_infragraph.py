@@ -1,0 +1,152 @@
+"""Topologies from and to InfraGraph. Reading needs PyPI's `infragraph`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.app import app
+from weft.errors import UnreadableError
+from weft.hw.topology import (
+    Link,
+    Topology,
+    hosts,
+    infragraph_of,
+    mesh,
+    ranks_of,
+    read_infragraph,
+    ring,
+    switch,
+    torus,
+)
+
+SHAPES = {
+    "switch": switch(4, 1e5, 0.5),
+    "mesh": mesh(4, 5e4, 1.0),
+    "ring": ring(5, 1e3),
+    "torus": torus(8, 5e4, 0.5, 4),
+    "hosts": hosts(8, 4e5, 0.5, 5e4, 2.0, 4),
+}
+
+
+def _installed() -> None:
+    pytest.importorskip("infragraph", reason="infragraph is not installed (pip install infragraph)")
+
+
+def _read(tmp_path: Path, value: Any) -> Topology:
+    _installed()
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(value))
+    found = read_infragraph(file)
+    assert ranks_of(file) == found.ranks
+    return found.of(found.ranks)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_written_is_read_back(shape: str, tmp_path: Path) -> None:
+    given = SHAPES[shape]
+    found = _read(tmp_path, infragraph_of(given, shape))
+    assert found.ranks == given.ranks
+    for source in range(given.ranks):
+        for target in range(given.ranks):
+            one, other = given.paths(source, target), found.paths(source, target)
+            assert len(one.routes[0]) == len(other.routes[0])
+            assert (other.latency_us, other.bytes_per_us) == pytest.approx((one.latency_us, one.bytes_per_us))
+
+
+def test_ranks_on_one_switch_are_alike(tmp_path: Path) -> None:
+    assert _read(tmp_path, infragraph_of(SHAPES["switch"], "switch")).period == 1
+
+
+def _server(switches: int, **physical: Any) -> dict[str, Any]:
+    """Return two servers of four GPUs with these switches, and a NIC for each server behind its first switch."""
+    names = {"xpu": 4, "switch": switches, "nic": 1}
+    components = [{"name": of, "count": count, "choice": of, of: {}} for of, count in names.items()]
+    edges = [("xpu", "switch", "inside"), ("nic", "switch[0]", "inside")]
+    fast = {"bandwidth": {"choice": "gigabits_per_second", "gigabits_per_second": 400}}
+    return {
+        "name": "two servers",
+        "devices": [
+            {
+                "name": "server", "components": components,
+                "links": [{"name": "inside", "physical": fast}],
+                "edges": [
+                    {"ep1": {"component": a}, "ep2": {"component": b}, "scheme": "many2many", "link": link} for a, b, link in edges
+                ],
+            }
+        ],
+        "instances": [{"name": "host", "device": "server", "count": 2}],
+        "links": [{"name": "between", "physical": physical}],
+        "edges": [
+            {
+                "ep1": {"instance": "host[0]", "component": "nic"}, "ep2": {"instance": "host[1]", "component": "nic"},
+                "scheme": "one2one", "link": "between",
+            }
+        ],
+    }  # fmt: skip
+
+
+def _gigabytes(rate: float) -> dict[str, Any]:
+    return {"choice": "gigabytes_per_second", "gigabytes_per_second": rate}
+
+
+def test_a_flow_spreads_over_equal_switches_and_crosses_hosts_by_nics(tmp_path: Path) -> None:
+    latency = {"choice": "ns", "ns": 700}
+    found = _read(tmp_path, _server(3, bandwidth=_gigabytes(25), latency=latency))
+    inside, across = found.paths(0, 3), found.paths(0, 4)
+    assert (found.ranks, len(inside.routes), inside.bytes_per_us) == (8, 3, pytest.approx(50e3))
+    assert len(across.routes) == 1
+    assert len(across.routes[0]) == 5
+    assert (across.bytes_per_us, across.latency_us) == (pytest.approx(25e3), pytest.approx(0.7))
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cluster.json"
+    with pytest.raises(UnreadableError, match="cannot be read"):
+        read_infragraph(file)
+    file.write_text("{")
+    with pytest.raises(UnreadableError):
+        read_infragraph(file)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "infragraph.infragraph_service", None)
+        file.write_text("{}")
+        with pytest.raises(ValueError, match="need the package infragraph: pip install infragraph"):
+            read_infragraph(file)
+    _installed()
+    with pytest.raises(UnreadableError, match="is no InfraGraph Infrastructure"):
+        _read(tmp_path, {"name": 3})
+    with pytest.raises(ValueError, match=r"these links have none: between\. Give physical.bandwidth"):
+        _read(tmp_path, _server(1))
+    transfers = {"choice": "gigatransfers_per_second", "gigatransfers_per_second": 32}
+    with pytest.raises(ValueError, match="'between' has a bandwidth in GT/s: give gigabits_per_second"):
+        _read(tmp_path, _server(1, bandwidth=transfers))
+
+
+def test_links_that_infragraph_cannot_express_are_refused() -> None:
+    there = Link("to", 0, 0, 1, 1e3)
+    for links in ((there,), (there, Link("to", 1, 1, 0, 2e3))):
+        with pytest.raises(ValueError, match=r"nodes . and . need one link in each direction, both equally fast"):
+            infragraph_of(Topology(2, links), "one way")
+    with pytest.raises(ValueError, match="without links cannot be written"):
+        infragraph_of(Topology(2, ()), "none")
+
+
+def test_the_command_writes_a_topology_and_simulates_it_alike(tmp_path: Path) -> None:
+    file, records = tmp_path / "ring.json", tmp_path / "sim.json"
+    given = ["sim", "matmul_reduce_scatter", "--shape", "1024,512,512", "--hw", "mi300x", "--schedule", "serial"]
+    given += ["--json", str(records)]
+    done = CliRunner().invoke(app, [*given, "--topology", "ring:4", "--infragraph", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "the topology as an InfraGraph" in done.output
+    _installed()
+    done = CliRunner().invoke(app, [*given, "--topology", str(file)])
+    assert done.exit_code == 0, done.output
+    first, second = (json.loads(line) for line in records.read_text().splitlines())
+    assert second["ranks"] == 4
+    assert second["bound_us"] == pytest.approx(first["bound_us"])
+    assert [row["us"] for row in second["schedules"]] == pytest.approx([row["us"] for row in first["schedules"]])
