@@ -83,7 +83,7 @@ def environment() -> str:
     rows += [f"| {name} | {default} | {text} |" for name, default, text in variables()]
     return (
         _GENERATED.format(source="weft/env.py")
-        + "# Environment variables\n\nAll variables that weft reads from the environment. "
+        + "# Environment variables\n\nEnvironment variables change weft's defaults for a whole job, for example deadlines. "
         + "Arguments of calls override them.\n\n"
         + "\n".join(rows)
         + "\n"

@@ -169,7 +169,7 @@ def page() -> str:
     for paper, (title, _, study) in PAPERS.items():
         parts.append(f"## {title}\n\n{study}".rstrip() + f"\n\n{_table(rows[paper], reasons[paper]['why'])}")
         items = [(one["item"], one["what"], one["why"]) for one in reasons[paper]["not_built"]]
-        parts.append("Not built:\n\n" + _left(("item", "what it is", "why not"), items))
+        parts.append("Not covered by weft:\n\n" + _left(("figure, section or feature", "what it is", "why not"), items))
     return "\n\n".join(parts) + "\n"
 
 
@@ -177,13 +177,13 @@ _HEAD = """<!-- Generated from benchmarks/results and docs/reproduction.toml by 
 
 # The four papers, claim by claim
 
-Which numbers of the papers that weft builds on does it reproduce? Each row is a claim: a figure, a table or a number of the text.
-Our numbers come from recorded runs. *Simulated* numbers are those of a model of the paper's machine, and *measured* ones are from
-GPUs that the papers do not use. `weft reproduce all` makes the simulated ones anew.
+weft builds on four papers. Which of their numbers does it reproduce? Each row is a claim: a figure, a table or a number of
+the text. weft's numbers come from recorded runs. *Simulated* numbers come from a model of the paper's machine; `weft reproduce
+all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
 
 A claim is reproduced if the deviation is within the study's limit. Without a limit, {points:g} points are allowed for
-percentages, and {ratio:g}% for other numbers. Claims without a number are judged by what the row says. The papers' figures are
-pictures: a number that is in no text is compared nowhere."""
+percentages, and {ratio:g}% for other numbers. A claim without a number is reproduced if it holds here, too. Numbers that the
+papers show only in pictures are not compared."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:
@@ -207,7 +207,7 @@ def _summary(rows: dict[str, list[Row]]) -> str:
             title, str(len(of)), str(yes), str(len(of) - yes),
             f"{sum(bool(row.claim.reproduced) for row in simulated)} of {len(simulated)}",
         ))  # fmt: skip
-    return markdown_table(("paper", "claims", "reproduced", "not", "reproduced of the simulated"), cells)
+    return markdown_table(("paper", "claims", "reproduced", "not reproduced", "simulated: reproduced"), cells)
 
 
 def _table(rows: Sequence[Row], why: dict[str, str]) -> str:
@@ -218,7 +218,19 @@ def _table(rows: Sequence[Row], why: dict[str, str]) -> str:
         )
         for one, on in rows
     ]  # fmt: skip
-    return _left(("claim", "section", "paper", "ours", "deviation", "reproduced", "on", "why, or what differs"), cells)
+    return _left(
+        (
+            "claim",
+            "section",
+            "paper",
+            "weft",
+            "deviation",
+            "reproduced",
+            "simulated or measured on",
+            "why, or what differs",
+        ),
+        cells,
+    )
 
 
 def _left(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

@@ -133,10 +133,10 @@ def _head(rows: Sequence[Record]) -> str:
     seeds = dict.fromkeys(row["seed"] for row in rows)
     return (
         f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; {', '.join(codes)}; {last['date'][:10]}. Shapes "
-        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed divided by that of NCCL and "
-        f"cuBLAS calls (gloo and torch.mm on CPU), as geometric means. A shape counts as below if it was under "
-        f"{NEVER_BELOW}x in four of five repetitions, in two runs. The columns on changing sizes compare weft's times with "
-        f"serial's: the mean as a factor, the 99th percentile as a difference."
+        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed divided by the speed of NCCL and "
+        f"cuBLAS calls (gloo and torch.mm on CPU), as geometric means. A shape is below {NEVER_BELOW}x if it was so in four of "
+        f"five repetitions, in each of two runs. For changing sizes, the mean time is a factor of serial's mean, and the 99th "
+        f"percentile a difference from serial's."
     )
 
 

@@ -376,11 +376,7 @@ class GemmOperator(OperatorBenchmark[S]):
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        return (
-            [f"Median host time of a call, and median time of a shape's first call: {', '.join(found)}."]
-            if found
-            else []
-        )
+        return [f"Medians of a call's host time and of a shape's first call: {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) of the pinned schedules of a shape, the fastest first."""
@@ -394,7 +390,9 @@ class GemmOperator(OperatorBenchmark[S]):
         near = share([ms <= (1 + _NEAR_BEST) * found[0][0] for ms, found in others])
         least, most = (of(len(found) for _, found in others) for of in (min, max))
         of = counted(most, "schedule") if least == most else f"{least} to {counted(most, 'schedule')}"
-        return [f"{near:.0%} of the shapes are within {_NEAR_BEST:.0%} of the fastest of {of} pinned by name"]
+        return [
+            f"On {near:.0%} of the shapes the time is within {_NEAR_BEST:.0%} of the fastest of {of} pinned by name"
+        ]
 
 
 class AnyOperator(GemmOperator[GemmShape]):
@@ -426,8 +424,8 @@ class AnyOperator(GemmOperator[GemmShape]):
         shape, mean = min(overs, key=lambda config: overs[config]), geomean([*overs.values()])
         not_slower = share([speed >= NEVER_BELOW for speed in overs.values()])
         parts = [
-            f"Speed of {WEFT} on {counted(len(mine), 'shape')}: the geometric mean is {times(mean)} that of {BASELINE}, the worst "
-            f"{times(overs[shape])} ({shape})",
+            f"Speed of {WEFT} on {counted(len(mine), 'shape')}: the geometric mean is {times(mean)} the speed of {BASELINE}, "
+            f"the worst {times(overs[shape])} ({shape})",
             f"{not_slower:.0%} of the shapes reach at least {NEVER_BELOW}x",
             *self.summary_of_peers(mine),
         ]
@@ -455,12 +453,12 @@ def _summary_of_predictions(mine: Sequence[Record]) -> list[str]:
     if calibrated is None:
         return []
     on_blind = (
-        f". For predictions from the machine file alone (blind) it is {blind:.0%}, and their mean error is "
-        f"{error - 1:.1%} (geometric)"
+        f". Of the predictions from the machine file alone (blind), {blind:.0%} are within {_NEAR_PREDICTION:.0%}, with a "
+        f"geometric mean error of {error - 1:.1%}"
         if error and blind is not None
         else ""
     )
     return [
-        f"{calibrated:.0%} of the shapes are within {_NEAR_PREDICTION:.0%} of the time that was predicted from their measured GEMMs"
+        f"On {calibrated:.0%} of the shapes the prediction from measured GEMMs is within {_NEAR_PREDICTION:.0%} of the time"
         f"{on_blind or '. Predictions from the machine file alone were not recorded'}"
     ]

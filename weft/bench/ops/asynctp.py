@@ -101,4 +101,4 @@ class TorchOperator(AnyOperator):
         return [*peers, *remarks.of_nccl(rows)]
 
     def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
-        return ["asynctp would not use NVLink multicast here, with which it did not run."]
+        return ["asynctp ran without NVLink multicast, which it would not use here."]
