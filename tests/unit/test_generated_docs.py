@@ -40,7 +40,7 @@ def test_every_public_name_and_argument_is_on_the_page() -> None:
     about = text[text.index("### weft.all_gather_matmul\n") : text.index("### weft.all_gather_scaled_matmul")]
     assert "- `gather_dim`: any dimension except the last.\n" in about
     assert "    rows: Sequence[int] | None = None,\n" in about
-    assert "| `DeadlineError` | A wait outlasted its deadline. |" in text
+    assert "| `DeadlineError` | A wait exceeded its deadline. |" in text
 
 
 def test_the_api_page_begins_with_its_contents() -> None:
