@@ -1,9 +1,9 @@
 """Backward of embedding_all_to_all on a rank, on CPU and GPUs: gradients are sent to the owners of tables and reduced
 by row.
 
- grad       [local batch, all columns], for this rank's samples
- received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
- rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
+    grad       [local batch, all columns], for this rank's samples
+    received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
+    rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
 Before the exchange, each rank copies the parts of `grad` for each owner together. CPU ranks also synchronise, and
 compare the number of the forward call, its batch sizes and the learning rate. If ranks run backward of different calls,

@@ -1,9 +1,9 @@
 """Backward of data-parallel tables. Every rank has the tables, pools its own samples, and gets the sum of all ranks'
 gradients.
 
- dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
- parts      all ranks' values for a range of elements, by all_to_all_single; summed in the order of ranks
- reduced    the sums of all ranges, by all_gather
+    dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
+    parts      all ranks' values for a range of elements, by all_to_all_single; summed in the order of ranks
+    reduced    the sums of all ranges, by all_gather
 
 So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. It depends on the number
 of ranks, since each rank sums its own samples first. As for other tables, only rows that at least one rank has read are

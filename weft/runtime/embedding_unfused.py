@@ -2,9 +2,9 @@
 
 It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it:
 
- pooled    [global batch, columns of this rank's tables]
- received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
- result    [local batch, all columns], in the order of tables
+    pooled    [global batch, columns of this rank's tables]
+    received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
+    result    [local batch, all columns], in the order of tables
 
 CPU ranks on several hosts may instead pool and send the samples of other hosts first (`FarFirst`).
 

@@ -1,9 +1,9 @@
 """The interface of executors. An executor prepares a schedule for one rank of a group, runs it many times, and is
 closed once.
 
- weft.runtime.null   passes through the steps in a valid order, but executes none
- weft.runtime.cpu    runs each lane on a thread, in memory that processes share
- weft.runtime.cuda   runs each lane on a stream, with copy engines
+    weft.runtime.null   passes through the steps in a valid order, but executes none
+    weft.runtime.cpu    runs each lane on a thread, in memory that processes share
+    weft.runtime.cuda   runs each lane on a stream, with copy engines
 
 The constructor is collective: ranks compare schedules, all raise if the schedule does not match a rank, and they
 allocate memory. An executor refuses step kinds that it does not implement, and names the step. `weft.runtime.unfused`

@@ -28,7 +28,7 @@ def executor(
         group share memory.
     what: the call, for error texts.
 
-    The memory serves calls inside and outside of inference mode, in any order.
+    The executor can be called inside and outside of inference mode.
     """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")

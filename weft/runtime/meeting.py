@@ -4,9 +4,9 @@ Each rank publishes its next call (a `Topic`), or the reason why it refuses the 
 This is a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all
 ranks are known to make the same call:
 
- a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
- topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group ends
- a rank does not arrive    `DeadlineError` or `PeerLostError`. The group ends
+    a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
+    topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group ends
+    a rank does not arrive    `DeadlineError` or `PeerLostError`. The group ends
 
 All calls of a group use one rendezvous, whichever operator makes them. So the n-th call of one rank is compared with
 the n-th call of every peer.

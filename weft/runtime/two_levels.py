@@ -3,12 +3,12 @@
 A **rail** consists of the ranks with the same index on their hosts, one on each host. On H hosts of L ranks, with a
 shard of n bytes on each rank:
 
- all_gather      Each rail gathers its shards in shared memory, where each rank reads the results of all rails of its host. A host
-                 sends L n bytes to each other host.
- reduce_scatter  Each host sums, in shared memory, the parts that its rails need. Then each rail exchanges and adds its H sums. A
-                 host sends L n bytes to each other host.
- all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
-                 2 (H - 1) / H times the matrix.
+    all_gather      Each rail gathers its shards in shared memory, where each rank reads the results of all rails of its host. A host
+                    sends L n bytes to each other host.
+    reduce_scatter  Each host sums, in shared memory, the parts that its rails need. Then each rail exchanges and adds its H sums. A
+                    host sends L n bytes to each other host.
+    all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
+                    2 (H - 1) / H times the matrix.
 
 So each byte crosses a link between hosts once per host. In an all-gather by a ring of all W = H L ranks, each host
 would send (W - 1) n bytes. gloo's reduce-scatter is an all-reduce, which sends twice as much.

@@ -158,13 +158,11 @@ class Communicator:
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
-        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). For GPUs."""
+        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). Only GPUs use this."""
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
-        """Wait until no peer can make the refused call any more. Raise the group's error if it fails. For GPUs, after a
-        refusal.
-        """
+        """Wait until no peer can make the refused call any more. Raise the group's error if it fails. Executors on GPUs call this after a refusal."""
         self._control.await_answers(setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:

@@ -4,9 +4,9 @@ If a group is on several hosts, each rank listens on a TCP port while the ranks 
 128-bit number in its entry in the group's store, is the secret. In the handshake, C connects and L listens, and code(x)
 is the HMAC-SHA256 of x with L's token as the key:
 
- L -> C    nonce of L                                       32 random bytes
- C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes. L reads no more, and checks the code first
- L -> C    code(both nonces)                                so C knows that L belongs to the group too
+    L -> C    nonce of L                                       32 random bytes
+    C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes. L reads no more, and checks the code first
+    L -> C    code(both nonces)                                so C knows that L belongs to the group too
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code
 is logged and closed. A port may have several addresses, and other machines may have some of them too (bridges of

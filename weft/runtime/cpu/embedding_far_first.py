@@ -1,8 +1,8 @@
 """Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent
 first.
 
- pieces   the samples of each rank on another host, in `PIECES` parts. Each part is sent while the next is pooled
- near     the samples of this host's ranks, pooled and exchanged while the pieces are being sent
+    pieces   the samples of each rank on another host, in `PIECES` parts. Each part is sent while the next is pooled
+    near     the samples of this host's ranks, pooled and exchanged while the pieces are being sent
 
 A piece is pooled directly into the rank-major buffer that an all_to_all_single sends. Vectors have the same bits as
 without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same order.

@@ -7,10 +7,10 @@ closes.
 Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank does so only after all of its lanes
 have ended the previous run:
 
- a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
- the calling thread, that rank    publishes that it begins run e (release)
- the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
- a lane in run e, this rank       takes its job from the queue
+    a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
+    the calling thread, that rank    publishes that it begins run e (release)
+    the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
+    a lane in run e, this rank       takes its job from the queue
 
 So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. No
 schedule reads values that an earlier run left. A wait for a set of the previous run (`Wait.previous`) is satisfied when

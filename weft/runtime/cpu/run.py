@@ -118,7 +118,7 @@ class Run:
 
     def exchange(self, sent: list[int], received: list[int], src: torch.Tensor, dst: torch.Tensor) -> None:
         """Send sent[r] rows of src to each rank r, and receive received[r] rows from it into dst, with gloo. Only one
-        thread at a time.
+        thread may call this at a time.
         """
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()

@@ -29,7 +29,7 @@ whole row.
 
 
 class Address(NamedTuple):
-    """The number of a base address, an offset in bytes, and the row pitch in bytes. With pitch 0, one row is added to
+    """An address as (number of a base address, offset in bytes, row pitch in bytes). With pitch 0, one row is added to
     all rows.
     """
 

@@ -7,8 +7,8 @@ again. CPU executors use counters instead, but their values differ in every run,
 that wait, and read the awaited count from memory, would occupy a part of the GPU, so that GEMMs that need the whole GPU
 had to wait.
 
- word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
-         high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
+    word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
+            high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
 
 A wait with `previous=True` starts with its flag raised, because no run precedes the first.
 
@@ -19,7 +19,7 @@ When to clear a flag. It must be clear before it is raised again, or the second 
 includes a system-scope fence), so a stream clears a flag together with another write if it can. Rank b clears W's flag
 together with its next set for rank a. This is correct if rank a waits for that set before it raises the flag again:
 
- rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
+    rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
 Then S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then
 verifies that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).

@@ -101,10 +101,9 @@ def kernel_call(
 
 
 def direct_program(compiled: Any, arguments: int) -> _core.StreamProgram | None:
-    """Return a program of one launch, whose bases are the grid's two sizes and `arguments` addresses or numbers; None if Triton
-    has to launch.
+    """Return a program of one launch, or None if Triton must launch. It needs a third of the host time of Triton's launch.
 
-    It takes a third of the host time of Triton's own launch.
+    The program's bases are the grid's two sizes, then `arguments` addresses or numbers.
     """
     program = _core.StreamProgram(2 + arguments, 1, 0)
     call = kernel_call(program, compiled, Grid(0, 1), [Base(2 + i, 0) for i in range(arguments)])
