@@ -130,7 +130,7 @@ class Operator(ABC, Generic[C]):
     def key(self, call: C) -> Hashable:
         """Return the key of calls that share a compiled operator.
 
-        Calls with different keys must have different `said`: then a shape is new on all ranks or on none.
+        If two calls have different keys, their `said` must differ too. Then a shape is new on all ranks or on none.
         """
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):

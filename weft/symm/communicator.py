@@ -154,7 +154,7 @@ class Communicator:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Make the group fail on this rank only, with the cause `text`. For an error that every peer finds too."""
+        """Make the group fail on this rank only, with the cause `text`. Use this for an error that every peer finds too."""
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
@@ -162,7 +162,10 @@ class Communicator:
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
-        """Wait until no peer can make the refused call any more. Raise the group's error if it fails. Executors on GPUs call this after a refusal."""
+        """Wait until no peer can make the refused call any more. Raise the group's error if it fails.
+
+        Executors on GPUs call this after a refusal.
+        """
         self._control.await_answers(setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:

@@ -92,7 +92,7 @@ class Run:
         self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo. Only one thread at a time.
+        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo. Only one thread may call this at a time.
 
         If a rank fails meanwhile, the others raise as in any wait.
         """

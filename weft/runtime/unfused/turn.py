@@ -1,5 +1,4 @@
-"""What an unfused call adds to NCCL / gloo and cuBLAS: deadlines, a timeline and, on CPU, a rendezvous before each
-collective.
+"""Adds to unfused calls of NCCL, gloo and cuBLAS: deadlines, a timeline and, on CPU, a rendezvous before each collective.
 
 CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds.
 If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes another call, the error names the
