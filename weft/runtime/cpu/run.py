@@ -92,7 +92,9 @@ class Run:
         self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo. Only one thread may call this at a time.
+        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo.
+
+        Only one thread may call this at a time.
 
         If a rank fails meanwhile, the others raise as in any wait.
         """
@@ -128,7 +130,7 @@ class Run:
             dst.copy_(whole)
 
     def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Sum all ranks' src into dst, with gloo. Only one thread at a time."""
+        """Sum all ranks' src into dst, with gloo. Only one thread may call this at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
         if self.levels is not None:

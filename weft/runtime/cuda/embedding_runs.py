@@ -138,7 +138,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """If no stream has waited for the rows, keep their memory from reuse until they are computed."""
+        """Keep the rows' memory from reuse until they are computed, if no stream has waited for them."""
         if not self._is_taken and self._side is not None:
             self._note(self._side)
 
