@@ -369,7 +369,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, directory: str) -> None:
-    """End this process at once if its parent process ends. A parent that died has not removed the directory."""
+    """Wait until the parent process ends. Then remove the directory, which a killed parent leaves, and end this process."""
     connection.wait([sentinel])
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

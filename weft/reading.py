@@ -1,8 +1,8 @@
 """The reader of JSON and TOML that others may have written. It enforces limits, and is the only such reader.
 
- files      regular files only: a pipe or a device is refused at once, without waiting for it
- size       bytes, nesting and number of values are checked before parsing
- numbers    must be finite, and integers within 64 bits
+    files      regular files only: a pipe or a device is refused at once, without waiting for it
+    size       bytes, nesting and number of values are checked before parsing
+    numbers    must be finite, and integers within 64 bits
 
 Every fault raises `UnreadableError`, except that a missing file raises `FileNotFoundError` or `NotADirectoryError`. The
 caller checks the meaning of values.

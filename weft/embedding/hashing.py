@@ -1,7 +1,7 @@
 """Hashing of 64-bit ids to rows, without a dictionary. The kernels compute the same with `hash=True`.
 
- row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
- z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
+    row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
+    z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
 
 The mixer is a bijection of 64-bit words, so ids collide only by the modulus. Negative ids (and uint64 hashes stored as
 int64) are read as two's complement. int32 ids are sign-extended first.

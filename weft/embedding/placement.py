@@ -38,12 +38,12 @@ def place_tables(
     """Return a sharding that assigns each table to one of `world_size` ranks. It is equal on all ranks that pass equal
     arguments.
 
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns have their order.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns are in the order of the tables.
     world_size: the number of ranks.
     rows_read: the mean number of rows that a sample reads from each table, over all its features, in table order or by
         name (default: one per feature). For a table with one feature this is the pooling factor.
     placement: the rank of each table, in table order or by name. Without it, ranks are balanced by work, and memory
-        only breaks ties. So use it to separate tables that do not fit on one rank.
+        only breaks ties. So pass `placement` to separate tables that do not fit on one rank.
 
     Raises `ValueError` if there are no tables, if tables have equal names or different dtypes, or if `world_size` is
     below 1. It also raises if an argument lacks a table, names an unknown table, or has a negative number of rows or an

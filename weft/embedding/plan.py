@@ -61,7 +61,7 @@ class EmbeddingPlan:
 
     @cached_property
     def said(self) -> str:
-        """The entries of `text`, as lines "name: value"."""
+        """The text by which ranks compare plans: one line "name: value" for each entry of `text`."""
         return "\n".join(f"{name}: {value}" for name, value in self.text.items())
 
     @cached_property

@@ -3,17 +3,17 @@
 The slowest rank determines the time. So the planner searches for the plan in which the slowest rank's time is shortest.
 A rank's time for a step is the sum of two lower bounds, for its memory and for its links:
 
- time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
+    time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
 
 With B samples per rank, W ranks, and for a table r rows read per sample, F features, D columns of e bytes, and s bytes
 of states per row:
 
- bytes       of memory                                                       on the links, in each direction
- whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
- columns     the same with the part's columns
- rows        the part's share of ids, of W B r (...), plus                   (W - 1) B (F D e + 8 r share); the samples' ranks
-             2 W B F D e                                                     read a vector of each part
- replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
+    bytes       of memory                                                       on the links, in each direction
+    whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
+    columns     the same with the part's columns
+    rows        the part's share of ids, of W B r (...), plus                   (W - 1) B (F D e + 8 r share); the samples' ranks
+                2 W B F D e                                                     read a vector of each part
+    replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
 
 The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
 expensive first, so that the slowest rank's time is shortest. Then each choice is repeated with all others fixed, until

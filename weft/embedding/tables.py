@@ -100,7 +100,7 @@ class EmbeddingBagConfig:
                 raise ValueError(f"{at}: {what}={value} has no effect together with init_fn: pass only one of them")
         low, high = self.first_values
         if low > high:
-            raise ValueError(f"{at}: weight_init_min={low} must not be above weight_init_max={high}: pass both")
+            raise ValueError(f"{at}: weight_init_min={low} must not be above weight_init_max={high}")
 
     @property
     def first_values(self) -> tuple[float, float]:

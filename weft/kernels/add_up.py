@@ -1,20 +1,20 @@
-"""The reduction of several ranks' results in one pass: every part is read once, and the sum is rounded once and written once.
+"""Reduction of several ranks' results in one pass: each part is read once, and the sum is rounded once and written
+once.
 
     out = part 0 + part 1 + ..., in fp32 and in this order
 
-A chain of torch additions would read and write memory once per part. With `NORM`, the program that has reduced a row also
-computes
+A chain of torch additions would read and write memory once per part. With `NORM`, the program that has reduced a row
+also computes the RMS norm, which follows in a transformer, from the rounded row:
 
     normed = out / sqrt(mean of out's squares + EPS) * weight
 
-from the rounded row. This fuses the RMS norm that follows in a transformer.
+A part is an address and a row pitch in items; a pitch of 0 adds one row to all rows. Up to four parts are kernel
+arguments. More parts are described by a table `[PARTS, 3]` of (base, offset, pitch). The base is the number of a kernel
+argument, and the offset counts bytes from it; or the base is 0 and the offset is an address. The arguments are then the
+parts whose addresses change between launches. Parts are in memory of this device or of peers.
 
-A part is an address and a row pitch in items; a pitch of 0 adds one row to all rows. Up to four parts are arguments. More are
-described by a table [PARTS, 3]: the number of an argument or 0, an address or bytes from that argument, and the pitch. The
-arguments are then the parts whose addresses change from launch to launch. Parts lie in memory of this device or of peers.
-
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter,
-which reduces received parts at once) and 7.6 (following operators).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
+    reduce-scatter, which reduces received parts at once) and 7.6 (following operators).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to the row. `tl.multiple_of` states the alignment of ALIGN items, so that the compiler moves 16 bytes at a
-    time."""
+    """Return a pointer to the row. `tl.multiple_of` states its alignment, so that the compiler moves 16 bytes at a
+    time.
+    """
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
 
@@ -41,7 +42,7 @@ def _total(
     table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of all parts at these places, in fp32."""
+    """Return the fp32 sum of all parts at `columns` of `row`."""
     if PARTS <= 4:
         total = _part(part1, pitch1, row, columns, inside, DTYPE, ALIGN)
         if PARTS > 1:
@@ -79,10 +80,11 @@ def add_up_kernel(
     PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce, as the top of this file describes. One program per BLOCK of columns of each row; with NORM one per row.
+    """Reduce parts, as the module docstring describes. The grid has one program per BLOCK of columns of each row; with
+    NORM one per row.
 
-    out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE; they and the addresses are multiples of
-    ALIGN items. Without ADD, the only part is `out` itself, which stays unchanged.
+    out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE. They and the addresses are
+    multiples of ALIGN items. Without ADD, the only part is `out` itself, which stays unchanged.
     """
     cols = cols // ALIGN * ALIGN  # no change, but it tells the compiler the alignment
     within = tl.arange(0, BLOCK)

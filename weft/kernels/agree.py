@@ -1,7 +1,8 @@
-"""The kernel of `weft.schedule.steps.Agree`, which compares the counts that ranks sent each other. One program per source rank.
+"""The kernel of `weft.schedule.steps.Agree`: it compares the counts that ranks sent each other. One program per source
+rank.
 
-A program does nothing if its two rows of counts are equal. Otherwise it fills the rows of its rank with NaN (bytes 0xFF), and
-writes 1 + its rank to host memory.
+If a program's two rows of counts differ, it fills the rows from its source rank with NaN (bytes 0xFF), and writes 1 +
+the source rank to host memory.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ def agree_kernel(
     expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compare counts, and fill the rows of ranks whose counts differ with NaN.
+    """Compare counts, and fill the rows from ranks whose counts differ with NaN.
 
-    expected: int64 [W, counts]. sent: int64 [W * W, counts]. differs: int32 [1] in host memory, receives 1 + a rank whose counts
-    differ. out: address of out_rows x width contiguous items of type ITEM. row: the row of each rank's table in `sent` to compare.
+    expected: int64 `[W, counts]`. sent: int64 `[W * W, counts]`. differs: int32 `[1]` in host memory; receives 1 + a
+        rank whose counts differ. out: the address of `out_rows x width` contiguous items of type ITEM. row: the row to
+        compare in each rank's table in `sent`.
     """
     rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     within = tl.arange(0, BLOCK)

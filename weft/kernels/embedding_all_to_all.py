@@ -1,34 +1,34 @@
 """Embedding pooling fused with the all-to-all: one persistent kernel for all tables of a rank.
 
 Problem. A rank owns some tables and pools their rows for the whole global batch. Each pooled vector belongs to the rank that owns
-its sample. Pooling first and calling an all-to-all afterwards exposes the whole all-to-all, and needs a send buffer, a receive
-buffer and an unpack pass. Here each vector goes to its place in the consumer's output as soon as it is pooled:
+its sample. A separate all-to-all after pooling overlaps with nothing, and needs a send buffer, a receive buffer and an
+unpack pass. Here each vector is stored in the output of its rank as soon as it is pooled:
 
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
 Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice are
-pooled into a staging area of the program, which stays in the L2 cache. They leave as one contiguous copy, followed by a
+pooled into a staging area of the program, which stays in the L2 cache. They are sent as one contiguous copy, followed by a
 fence and the slice's flag. One program pools a whole slice, so the loop knows its last item and needs no bitmask. The
 program fences and sets a slice's flag when it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
   1. The first program grants every peer credit for its output `slot`. It stores the fingerprint of its call, then, with release,
-     ready = epoch * 256 + slot. No rank stores into a peer before it has acquired that word: readers of the old contents of the
-     slot come earlier in the peer's stream.
+     ready = epoch * 256 + slot. No rank stores into a peer before it has acquired that word: the reads of the slot's old contents
+     precede the grant in the peer's stream.
   2. Programs take units (slices) from a counter: remote samples first (rotated by rank), local samples last.
   3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
      system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer. put: each
      program waits for its own part of the flags of slices from peers.
   4. The last program clears the local counters and stores the new epoch. Work after the kernel in the stream may read the output.
-Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. Either leaves a record in
-pinned host memory, and the program then stores nothing.
+Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. In both cases the program
+writes a record to pinned host memory, and then stores nothing else.
 
-Speed. Memory latency is a microsecond when all programs access it, so rows in flight and short chains of dependent
+Speed. Memory latency is a microsecond when all programs access it, so many rows in flight and short chains of dependent
 loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags. While rows
 of one bag arrive, the ids of the next bag and the offsets of the third are being loaded. Ids are read one per lane, and
-a gather hands them to the lanes that load the row. Values that can be read again are not kept. This leaves registers
-for ROWS rows in flight. Programs take units
-dynamically: bags differ in length, and a static distribution leaves a tail of 5-25%.
+a gather passes them to the lanes that load the row. Values that can be read again are not kept in registers. This
+leaves registers for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a static
+distribution the slowest program ends 5-25% later.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ import triton.language as tl
 
 from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
 
-# The slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 for mean pooling, 1 for the
-# slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
+# Columns of the slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 for mean
+# pooling, 1 for the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
 SLOT_FIELDS = 8
-# The unit table (int64): first slot and end of a sample's unit of work, its first output column and its width.
+# Columns of the unit table (int64): first slot and end of a sample's unit of work, its first output column and its width.
 UNIT_FIELDS = 4
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
@@ -91,7 +91,7 @@ _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
 
 @triton.jit
 def _report(record, status, epoch, peer, wanted, found):
-    """Record the first failure of a call in host memory. Programs that fail together write the same values."""
+    """Record the first failure of a call in host memory. If several programs fail at once, they write the same values."""
     tl.store(record + _R_EPOCH, epoch)
     tl.store(record + _R_PEER, peer)
     tl.store(record + _R_WANTED, wanted)
@@ -101,7 +101,9 @@ def _report(record, status, epoch, peer, wanted, found):
 
 @triton.jit
 def _row_of(id, rows, HASH: tl.constexpr):
-    """Return the table row of an id: the id itself, or with HASH splitmix64's finalizer of the id modulo the number of rows."""
+    """Return the table row of an id. With HASH this is splitmix64's finalizer of the id, modulo the number of rows;
+    otherwise the id.
+    """
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -113,7 +115,8 @@ def _row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
-    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first unit, which the caller ignores.
+    """Return (sample, first slot, end slot) of a unit. After the last unit, return the first unit, which the caller
+    ignores.
 
     Work begins with `first_sample`; sample 0 follows the last.
     """
@@ -127,7 +130,9 @@ def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return start and end of a bag, clamped to the bounds of `values`, and the count `cut`, incremented if they were clamped."""
+    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the count `cut`, plus one if they were
+    clamped.
+    """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
     first = tl.load(at, mask=valid, other=0).to(tl.int64)
@@ -157,9 +162,9 @@ def _fill_with_nan(out, items, DTYPE: tl.constexpr):
 def _rows_of(
     ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Return row numbers of a block of ids: -1 for lanes past the end of the bag and for ids out of range.
+    """Return the row numbers of a block of ids, and -1 for lanes past the end of the bag and for ids out of range.
 
-    Each lane counts its bad ids and keeps the position of its first.
+    Each lane counts its bad ids and records the position of its first bad id.
     """
     inside = at < end
     row = _row_of(ids, rows_in_table, HASH)
@@ -177,7 +182,9 @@ def _load_rows(
     weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
     WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return table rows `rows[first : first + ROWS]` as float32 [ROWS, BLOCK_D], weighted; zeros where the number is -1."""
+    """Return table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, multiplied by their weights. Rows
+    with number -1 are zero.
+    """
     row = tl.gather(rows, first + lanes, 0)
     real = row >= 0
     if UNIFORM:
@@ -212,8 +219,8 @@ def _samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
 
 
 @triton.jit(
-    # One compiled kernel serves every call of an operator. Triton would specialise integers on 1 and on divisibility by 16, and a
-    # compile while a stream waits for a peer never returns.
+    # One compiled kernel serves every call of an operator. Triton would specialise integers that are 1 or divisible by
+    # 16, and a compilation while a stream waits for a peer would never return.
     do_not_specialize=[
         "batch",
         "n_units",
@@ -228,7 +235,7 @@ def _samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
         "first_sample",
         "is_even",
     ],
-    # Nor on the alignment of the user's tensors; ALIGN states the alignment that matters (rows, outputs).
+    # Do not specialise on the alignment of the user's tensors either. ALIGN states the alignment of rows and outputs.
     do_not_specialize_on_alignment=[
         "slots",
         "units",
@@ -258,17 +265,17 @@ def embedding_all_to_all_kernel(
     HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Pool and exchange, as the top of this file describes.
+    """Pool and exchange, as the module docstring describes.
 
-    slots [n, SLOT_FIELDS], values [n_values], offsets [keys * batch + 1] (int32 or int64). timeline [n_units, 3]: start ns, end
-    ns, bytes sent to peers. units [units_per_sample, UNIT_FIELDS]. batch_starts [WORLD + 1]: the first sample of each rank, and the
-    end; not read if is_even: then ranks have batch // WORLD samples, and the first ranks one more. first_sample: the first in the
-    order of work. out_addresses, signal_addresses, flag_addresses [WORLD]:
-    every rank's memory as mapped here. staging [programs, STAGE_WIDTH], state [STATE_WORDS]. record [RECORD_WORDS]: pinned host
-    memory.
+    slots `[n, SLOT_FIELDS]`, values `[n_values]`, offsets `[keys * batch + 1]` (int32 or int64). timeline `[n_units,
+    3]`: start ns, end ns, bytes sent to peers. units `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if each rank has
+    `batch // WORLD` samples, and the first ranks one more. batch_starts `[WORLD + 1]`: the first sample of each rank,
+    and the end; not read if is_even. first_sample: the sample with which work begins. out_addresses, signal_addresses,
+    flag_addresses `[WORLD]`: every rank's memory as mapped on this device. staging `[programs, STAGE_WIDTH]`, state
+    `[STATE_WORDS]`. record `[RECORD_WORDS]`: pinned host memory.
 
-    DTYPE, ITEM_BYTES: of tables. OUT_DTYPE, OUT_BYTES: of outputs. ENTER and EXIT are off inside a sequence of launches that form
-    one call. WAIT is off if one process runs all ranks one after the other.
+    DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs. ENTER and EXIT are off inside a
+        sequence of launches that form one call. WAIT is off if one process runs all ranks one after the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -279,7 +286,7 @@ def embedding_all_to_all_kernel(
     safe_rank = tl.where(is_rank, ranks, RANK)
     mine = tl.load(signal_addresses + RANK)
 
-    # 1. Grant peers credit for our output slot; learn which slots the peers granted us.
+    # 1. Grant peers credit for this rank's output slot; read which slots the peers granted.
     if WORLD > 1:
         theirs = tl.load(signal_addresses + safe_rank)
         wanted = epoch << _SLOT_BITS
@@ -291,8 +298,8 @@ def embedding_all_to_all_kernel(
                 store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
         ready_at = words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
         if WAIT:
-            # Lanes without a peer read our own word. It is set like the peers' words, so it never delays us longer than the
-            # start of the first program.
+            # Lanes without a peer read this rank's own word. The first program sets it together with the peers' words,
+            # so the wait for it is never longer.
             found = wait_at_least(ready_at, wanted, deadline_ns, PTX)
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
@@ -309,7 +316,7 @@ def embedding_all_to_all_kernel(
                     tl.atomic_add(state + _FAILED, 1, sem="relaxed")
                     n_units = n_units * 0
 
-    # 2. Pool. Three bags are in work: rows of the current bag, ids of the next, offsets of the one after that.
+    # 2. Pool. Three bags are in progress: rows of the current bag, ids of the next bag, offsets of the bag after that.
     cols = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, ROWS)
     id_lanes = tl.arange(0, _IDS)
@@ -327,8 +334,8 @@ def embedding_all_to_all_kernel(
     unit0 = program
     sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
     start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
-    # Units of the first two rounds follow from the program's number. A counter assigns the others: programs increment one word,
-    # which takes a nanosecond each.
+    # The number of a program determines its units of the first two rounds. Later units come from a counter. Programs
+    # increment one word, which takes a nanosecond per increment.
     grabbed = program + programs
     unit1 = unit0
     sample1 = sample0
@@ -368,8 +375,8 @@ def embedding_all_to_all_kernel(
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
         start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
-        # The target: the row of the sample in its owner's output. It is read from memory each time, since registers are for
-        # rows in flight. The ready word holds the peer's slot.
+        # The target is the row of the sample in its owner's output. Its address is read from memory each time, since
+        # registers are needed for rows in flight. The ready word contains the peer's slot.
         if WORLD > 1:
             ends = _ends(batch_starts, ranks, is_rank, batch, is_even, WORLD)
             owner = tl.sum((is_rank & (ends <= sample0)).to(tl.int32), 0)
@@ -435,9 +442,9 @@ def embedding_all_to_all_kernel(
         if STAGED:
             if slot0 + 1 >= stop0:
                 if is_local == 0:
-                    # Memory latency is a microsecond when all programs access memory, so all operands of the copy are loaded
-                    # before the first barrier. The flag set here belongs to the previous slice: its copy had the time of a
-                    # whole slice to arrive, so the release does not wait for it.
+                    # Memory latency is a microsecond when all programs access memory, so all operands of the copy are
+                    # loaded before the first barrier. The flag set here belongs to the previous slice. That slice's
+                    # copy has had the time of a whole slice to arrive, so the release does not wait for it.
                     flag = (
                         (sample0 - owner_start).to(tl.int64) * units_per_sample
                         + unit0 % units_per_sample
@@ -492,8 +499,8 @@ def embedding_all_to_all_kernel(
             store_release(words(owed_flag), epoch, PTX)
             flags_raised += 1
 
-    # 3. Count bad input, wait for the peers' vectors, and leave. Values of part 1 are read again: in registers they would have
-    # cost part 2 rows in flight.
+    # 3. Count bad input, wait for the peers' vectors, and finish. Values of part 1 are read again: keeping them in
+    # registers would reduce the rows in flight in part 2.
     epoch = tl.load(state + _EPOCH, volatile=True) + 1
     mine = tl.load(signal_addresses + RANK, volatile=True)
     if CHECK:
@@ -508,7 +515,7 @@ def embedding_all_to_all_kernel(
         tl.atomic_add(state + _COPIES, copies, sem="relaxed")
         tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
     if STAGED and WAIT and EXIT and WORLD > 1:
-        # Flags lie source by source. Flags of our own block are never raised, since no rank waits for them.
+        # Flags are ordered by source. Flags of this rank's own block are never set, since no rank waits for them.
         my_batch = _samples_of(RANK, batch_starts, batch, is_even, WORLD)
         own = my_batch * flags_before
         own_end = own + my_batch * units_per_sample
@@ -560,7 +567,8 @@ def embedding_all_to_all_kernel(
         n_bad = tl.load(state + _BAD_INDICES, volatile=True)
         n_bad_offsets = tl.load(state + _BAD_OFFSETS, volatile=True)
         if (n_bad > 0) | (n_bad_offsets > 0):
-            # The host clears these words after it has raised the error. Until then the position of the first bad call stays.
+            # The host clears these words after it has raised the error. Until then they keep the position of the first
+            # bad call.
             earlier = tl.load(record + _R_BAD_INDICES, volatile=True)
             if earlier == 0:
                 tl.store(record + _R_BAD_POSITION, tl.load(state + _BAD_POSITION, volatile=True))

@@ -1,20 +1,21 @@
-"""The gradient of every embedding row that a batch has read, reduced in a fixed order, and an optimizer's update of the row.
+"""Reduction of the gradients of every embedding row that a batch has read, in a fixed order, and an optimizer's update
+of the row.
 
     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
 
-An occurrence is one id of one bag. `weft.kernels.embedding_runs` has put the occurrences of each row together: a run. Its begin is
-in `starts`, the places of its gradients are in `places`.
+An occurrence is one id of one bag. `weft.kernels.embedding_runs` has grouped the occurrences of each row into a run.
+`starts` contains the first occurrence of each run, and `places` the offset of each occurrence's gradient.
 
-Order. The occurrences of a run are added one after the other. A run of more than SEGMENT occurrences is cut into segments of that
-length, from its first occurrence on: `segment_sums_kernel` sums each, tile by tile, and `run_sums_kernel` their sums. So a sum
-depends on the run and the constants alone: neither on programs and their order nor on other runs. A row that is hit a million
-times keeps many programs busy, and nothing is added by atomics.
+Order. The occurrences of a run are added one after the other. A run of more than SEGMENT occurrences is cut into
+segments of that length, beginning at its first occurrence. `segment_sums_kernel` sums each segment, tile by tile, and
+`run_sums_kernel` adds the sums of segments. So a sum depends only on the run and on constants: neither on the grid, nor
+on timing, nor on other runs. A row that is hit a million times keeps many programs busy. No atomics are needed.
 
-Speed. Most rows occur once or twice. So the chain of loads (begin of the run, places, gradients and the row) is as long as the
-work. A program works on GROUP runs at once, and loads the begins of the next group meanwhile. `ALIGN` allows vector loads.
+Speed. Most rows occur once or twice, so the chain of loads (start of the run, places, gradients and the row) dominates.
+A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN` allows vector loads.
 
-Every program takes runs in strides until the number of runs, which only the device knows. The rules are those of
-`weft.embedding.optimizers`; numbers that change from call to call are in device memory, so that a captured launch can be replayed.
+Programs stride over the runs, whose number only the device knows. The rules are those of `weft.embedding.optimizers`.
+Numbers that change between calls are in device memory, so that a captured launch can be replayed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import triton.language as tl
 
 from weft.kernels.embedding_runs import LONG_RUNS, SEGMENTS
 
-# The table of tables (int64): addresses of weight, first state, second state and output; first linear row; columns; first run;
-# number of the table.
+# Columns of the table of tables (int64): addresses of weight, first state, second state and output; first linear row;
+# number of columns; first run; number of the table.
 TABLE_FIELDS = 8
-# The numbers (float32).
+# Indices of a rule's numbers (float32).
 NUMBERS = 10
 FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
 
@@ -54,9 +55,10 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _table_of(tables, count, row, STEPS: tl.constexpr):
-    """Return the entry of the table that has a linear row: the last of `count` whose first row is not above it.
+    """Return the entry of the table that contains a linear row: the last of `count` tables whose first row is at most
+    `row`.
 
-    STEPS: enough to halve `count` down to 1.
+    STEPS: the number of halvings from `count` to 1.
     """
     low = row * 0
     high = low + count
@@ -74,7 +76,7 @@ def segment_sums_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum each segment of long runs into its row of `partials`, [segments, BLOCK_D]."""
+    """Sum each segment of long runs into its row of `partials` `[segments, BLOCK_D]`."""
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for segment in range(tl.program_id(0), tl.load(counters + _SEGMENTS), tl.num_programs(0)):
         run = tl.load(run_of_segment + segment)
@@ -128,10 +130,10 @@ def _mixed(word):
 
 @triton.jit
 def _at_random(x, random, DTYPE: tl.constexpr):
-    """Return fp32 `x` as a neighbour in DTYPE, fp16 or bf16, chosen by the 24 lowest bits of `random`.
+    """Round fp32 `x` stochastically to DTYPE (fp16 or bf16), with the 24 lowest bits of `random`.
 
-    The upper neighbour has the probability that is the distance from the lower one, over that of the two. The same as
-    `narrow_at_random` of csrc/embedding_backward.cpp.
+    The result is one of the two neighbours of `x`. The upper neighbour has probability `(x - lower) / (upper - lower)`.
+    `narrow_at_random` in csrc/embedding_backward.cpp does the same.
     """
     bits = x.to(tl.uint32, bitcast=True)
     LOW: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
@@ -151,7 +153,9 @@ def _at_random(x, random, DTYPE: tl.constexpr):
 def _gradient(
     places, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Return the gradients of one occurrence of each run, fp32 [GROUP, BLOCK_D]; zeros where there is none."""
+    """Return the gradients of one occurrence of each run, fp32 `[GROUP, BLOCK_D]`; zeros for runs without this
+    occurrence.
+    """
     place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
     if SCALED:
@@ -169,11 +173,12 @@ def update_rows_kernel(
 ):  # fmt: skip
     """Reduce the gradient of every run, and apply the rule to its row. A program works on GROUP runs at a time.
 
-    run_keys: (linear row) * SPLIT + a number below SPLIT, ascending. RULE: of `EmbeddingOptimizer`; 0 writes the gradient
-    to the output, SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run
-    in `extra`, fp32. UNIFORM: all tables have BLOCK_D columns. ALIGN: divides widths and places. count_of_tables, STEPS:
-    see `_table_of`. DTYPE: of the tables, and of the output of rule 0. learning_rate: fp32 []. skipped: int64, counts rows
-    that SKIP left alone. extra: for STOCHASTIC the seed, int64 [1].
+    run_keys: `linear row * SPLIT + number`, where the number is below SPLIT; ascending. RULE: of `EmbeddingOptimizer`.
+        Rule 0 writes the gradient to the output, with SPARSE to the run's row of the output. Rule 6 writes the sum of
+        the gradient's squares to the run's element of `extra`, fp32. UNIFORM: all tables have BLOCK_D columns. ALIGN: a
+        divisor of widths and places. count_of_tables, STEPS: see `_table_of`. DTYPE: of the tables, and of the output
+        of rule 0. learning_rate: fp32 `[]`. skipped: int64, counts rows that SKIP left unchanged. extra: for STOCHASTIC
+        the seed, int64 `[1]`.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
     factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
@@ -274,7 +279,7 @@ def update_rows_kernel(
                     u = tl.load(numbers + _BETA2) * u + tl.load(numbers + _REST2) * mean
                     tl.store(states2 + row, u, mask=keeps)
                     g = tl.div_rn(m, (tl.sqrt_rn(u * tl.load(numbers + _CORRECTION2)) + eps)[:, None])
-            if rate != 0:  # otherwise the row keeps its bits, the sign of a zero too
+            if rate != 0:  # otherwise leave the row's bits unchanged, including the sign of a zero
                 if STOCHASTIC:
                     base = _mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
                     random = _mixed(base[:, None] + (element[:, None] + columns[None, :]) * _GOLDEN)
@@ -295,10 +300,10 @@ def add_each_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Add -rate * factor * gradient of each occurrence to its row, fp32, by atomics: SGD without a sort.
+    """Add -rate * factor * gradient of each occurrence to its fp32 row by atomics. This is SGD without a sort.
 
-    keys: not sorted. The order of additions to a row, and so its last bits, differ from run to run. ok: int64 [1], 0 adds nothing.
-    Grid: strides over occurrences.
+    keys: not sorted. The order of additions to a row, and so its last bits, differ between runs. ok: int64 `[1]`; 0
+        adds nothing. The grid strides over occurrences.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     rate = tl.load(learning_rate)
@@ -328,7 +333,9 @@ def gradients_of_weights_kernel(
     keys, places, grads, tables, out, count, no_row, count_of_tables,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write <grad[sample, columns], row> for each occurrence; 0 where an id has no row. keys: not sorted."""
+    """Write the dot product of `grad[sample, columns]` and the row for each occurrence, or 0 where an id has no row.
+    keys: not sorted.
+    """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for i in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         at = i + lanes

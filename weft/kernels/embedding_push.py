@@ -1,17 +1,18 @@
-"""Gradients of pooled vectors, stored straight into the memory of the ranks that own the tables: one kernel, no all-to-all.
+"""Stores gradients of pooled vectors directly into the memory of the ranks that own the tables: one kernel, no
+all-to-all.
 
     inbox      of each rank, in symmetric memory: [global batch, columns of its tables]
-    signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer has used), then for
-               each peer `arrived` (the last call whose gradients from that peer are here)
+    signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer no longer
+               needs), then for each peer `arrived` (the last call whose gradients from that peer have arrived)
 
-    1. A program waits until every peer has freed its inbox of the last call.
-    2. It stores pieces of columns of blocks of samples at their owners, remote ones first.
-    3. The last program to finish sets `arrived` at every peer, with release, waits for `arrived` of every peer, and stores the
-       epoch. Its arrival counter is acquire-release at system scope, so the release covers the stores of all programs.
-    4. Kernels behind it in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
+1. A program waits until every peer's inbox is free for this call.
+2. It stores pieces (columns of a block of samples) at their owners, remote owners first.
+3. The last program to finish sets `arrived` at every peer, with release, waits for `arrived` of every peer, and stores
+   the epoch. Its arrival counter is acquire-release at system scope, so the release covers the stores of all programs.
+4. Later kernels in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
 
-Every wait ends at a deadline, or when the watchdog writes POISON. Either leaves a record in pinned host memory, and 0 in the word
-OK of the state: the update behind it then updates nothing.
+Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned
+host memory, and 0 to the word OK of the state. Then the following update changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import triton.language as tl
 
 from weft.kernels.signals import POISON, store_release, wait_at_least, words
 
-# The table of pieces (int64): owner, first column here, first column there, width, columns of the owner's inbox.
+# Columns of the table of pieces (int64): owner, first column in `grad`, first column in the inbox, width, columns of
+# the owner's inbox.
 PIECE_FIELDS = 5
 # Words of the local state (int64, device memory).
 STATE_WORDS = 8
@@ -49,7 +51,7 @@ _POISON = tl.constexpr(POISON)
 
 @triton.jit
 def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
-    """Wait until all words have the value. Return 0, or 1 after a record of the failure."""
+    """Wait until all words are at least `wanted`. Return 0, or record the failure and return 1."""
     found = wait_at_least(words(word), wanted, deadline_ns, PTX)
     lowest = tl.min(found, 0)
     failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)
@@ -69,18 +71,18 @@ def push_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Store `grad`, [samples, stride], at the owners of its columns.
+    """Store `grad` `[samples, stride]` at the owners of its columns.
 
-    pieces [count_of_pieces, PIECE_FIELDS], each at most BLOCK columns wide. inboxes, signals [WORLD]: addresses of every rank's
-    memory as mapped here; inboxes are of DTYPE. first_sample: the number of the first sample of this rank in the global batch.
-    WAIT is off if one process runs all ranks.
+    pieces `[count_of_pieces, PIECE_FIELDS]`, each at most BLOCK columns wide. inboxes, signals `[WORLD]`: addresses of
+    every rank's memory as mapped on this device; inboxes have the type DTYPE. first_sample: the number of this rank's
+    first sample in the global batch. WAIT is off if one process runs all ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + _EPOCH) + 1
     ranks = tl.arange(0, WORLD_P2)
     peer = (ranks < WORLD) & (ranks != RANK)
     mine = tl.load(signals + RANK)
-    # Lanes without a peer read our own epoch, which the last program changes only when all have passed.
+    # Lanes without a peer read this rank's epoch, which the last program changes only when all programs have passed.
     own = state.to(tl.int64) + 8 * _EPOCH
     blocks = (samples + ROWS - 1) // ROWS
     units = count_of_pieces * blocks
@@ -108,7 +110,7 @@ def push_kernel(
         failed = tl.load(state + _FAILED, volatile=True)
         if failed == 0:
             theirs = tl.load(signals + tl.where(peer, ranks, RANK))
-            # Lanes without a peer write to our own word, which nobody reads.
+            # Lanes without a peer write to this rank's own word, which no kernel reads.
             at = tl.where(peer, theirs + 8 * (WORLD + RANK), mine + 8 * (WORLD + RANK))
             store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
             if WAIT:
@@ -122,7 +124,7 @@ def push_kernel(
 
 @triton.jit
 def free_kernel(signals, state, RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, PTX: tl.constexpr):
-    """Tell every peer that this rank has used the gradients of the last call. One program."""
+    """Notify every peer that this rank no longer needs the gradients of the last call. One program."""
     ranks = tl.arange(0, WORLD_P2)
     peer = (ranks < WORLD) & (ranks != RANK)
     theirs = tl.load(signals + tl.where(peer, ranks, RANK))

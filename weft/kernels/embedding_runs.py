@@ -1,18 +1,19 @@
-"""The ids of a batch as occurrences with keys, and the runs of equal rows after a sort of the keys.
+"""Computes keys of a batch's ids, and the runs of equal rows after a sort by key.
 
-An occurrence is one id of one bag. Its key is the linear row (all tables of a rank, one behind the other) times SPLIT, plus the
-number of the slot among those of its table. Its place is that of the bag's gradient, in elements.
+An occurrence is one id of one bag. Its key is `linear row * SPLIT + number of the slot among its table's slots`. Linear
+rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient,
+in elements.
 
-    occurrences_kernel   ids and offsets into keys, places and scales. A program finds the bags of its first and last id by a search
-                         in all offsets, and those between by a search between the two.
-    (a stable sort)      keys, and the numbers of occurrences
+    occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of its
+                         first and last id, and searches between these two for the others.
+    (a stable sort)      of keys, together with the numbers of occurrences
     count_runs_kernel    the number of runs that begin in each block of sorted keys
-    (a prefix sum)       of blocks
-    runs_kernel          begin and key of each run; places and scales in the order of runs
-    long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number them: numbers differ from call to
-                         call, the sums do not.
+    (a prefix sum)       over blocks
+    runs_kernel          start and key of each run; places and scales in sorted order
+    long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number the segments, so the numbers
+                         differ between calls, but the sums do not.
 
-Everything stays on the device: its memory has room for the most runs and segments that there can be.
+Everything stays on the device. Memory is allocated for the largest possible numbers of runs and segments.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import triton.language as tl
 
 from weft.kernels.embedding_all_to_all import _row_of
 
-# The table of slots (int64): table, rows, first linear row of the table, number among the table's slots, first column of the
-# gradient, 1 for mean pooling.
+# Columns of the table of slots (int64): table, number of rows, first linear row of the table, number among the table's
+# slots, first column of the gradient, 1 for mean pooling.
 SLOT_FIELDS = 6
-# Words that long_runs_kernel counts in (int64).
+# Indices of the counters of long_runs_kernel (int64).
 SEGMENTS, LONG_RUNS = range(2)
 
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
@@ -36,7 +37,9 @@ _PARTS = tl.constexpr(128)
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the last of `bags` + 1 offsets that is not above `at`, or -1. Each round of loads leaves one part of _PARTS."""
+    """Return the last of `bags` + 1 offsets that is at most `at`, or -1. Each round of loads divides the range by
+    _PARTS.
+    """
     parts = tl.arange(0, _PARTS)
     low = tl.full([], -1, BAG)
     high = (low + 2 + bags).to(BAG)
@@ -57,11 +60,12 @@ def occurrences_kernel(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HASH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     BAG: tl.constexpr,
 ):  # fmt: skip
-    """Write keys, places and scales of all occurrences, a layer of slots behind the other.
+    """Write keys, places and scales of all occurrences, one layer of slots after the other.
 
-    values [count], offsets [bags + 1]. of_key [layers, keys_of_layer]: the slot that reads each block of offsets, or -1. stride: of
-    the gradients of a sample. scales, fp32: per-sample weight over the length of the bag; over_length, fp32: the latter alone.
-    BAG: the type of numbers of bags. Grid: (blocks, layers).
+    values `[count]`, offsets `[bags + 1]`. of_key `[layers, keys_of_layer]`: the slot that reads each block of offsets,
+    or -1. stride: the elements between the gradients of two samples. scales, fp32: per-sample weight over the length of
+    the bag. over_length, fp32: one over the length of the bag. BAG: the type of the numbers of bags. Grid: (blocks,
+    layers).
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     at = block + tl.arange(0, BLOCK)
@@ -78,7 +82,7 @@ def occurrences_kernel(
         low = tl.where(is_open & is_before, middle, low)
         high = tl.where(is_open & (is_before == 0), middle, high)
         span = (span + 1) // 2
-    read = inside & (low >= 0) & (low < bags)  # values before the first offset and behind the last are of no bag
+    read = inside & (low >= 0) & (low < bags)  # values before the first offset and after the last are in no bag
     bag = tl.where(read, low, 0)
     key = bag // batch
     slot = tl.load(of_key + layer * keys_of_layer + key, mask=read, other=-1)
@@ -110,7 +114,7 @@ def occurrences_kernel(
 
 @triton.jit
 def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
-    """Return (keys, where a run begins, where the keys without a row begin)."""
+    """Return (keys, mask of the starts of runs, mask of the start of the keys without a row)."""
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=no_row)
     before = tl.load(keys + at - 1, mask=inside & (at > 0), other=no_row)
@@ -121,7 +125,7 @@ def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "no_row"])
 def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """Write the number of runs that begin in each block of sorted keys. Grid: blocks."""
+    """Write the number of runs that begin in each block of sorted keys. Grid: one program per block."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _, begins, _ = _begins(keys, at, count, no_row, SPLIT)
     tl.store(counts + tl.program_id(0), tl.sum(begins.to(tl.int32), axis=0).to(tl.int64))
@@ -132,10 +136,10 @@ def runs_kernel(
     keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write begin and key of each run, the end of the last run, and places and scales in sorted order.
+    """Write start and key of each run, the end of the last run, and places and scales in sorted order.
 
-    ends: the number of runs that begin in each block and all blocks before it. starts: room for a number more than runs.
-    Grid: blocks.
+    ends: for each block, the number of runs that begin in it or in an earlier block. starts: has space for one more
+        than the number of runs. Grid: one program per block.
     """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -159,9 +163,10 @@ def runs_kernel(
 def long_runs_kernel(
     starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Number the segments of long runs: first_segment of each long run, run_of_segment, and a list of long runs.
+    """Number the segments of long runs. Write first_segment of each long run, run_of_segment, and the list of long
+    runs.
 
-    counters: zeros at first; then the numbers of segments and of long runs.
+    counters: zeros before the launch; then the numbers of segments and of long runs.
     """
     total = tl.load(runs)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):

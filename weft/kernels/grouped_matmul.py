@@ -1,39 +1,42 @@
-"""Grouped GEMM that reads rows where an all-to-all stored them: all experts of a mixture in one launch.
+"""Grouped GEMM of all experts in one launch, which reads rows where an all-to-all stored them.
 
-Problem. After the exchange of tokens that are sorted by expert, a rank holds one block of rows per source rank, each sorted by
-local expert. The numbers of rows, `counts[source, expert]`, are known on the device only. torch's grouped matmul needs the rows
-of an expert to be contiguous, which costs a copy of all blocks. Here each (source, expert) is a segment, read in place:
+Problem. Tokens are sorted by expert before they are exchanged. Afterwards a rank has one block of rows per source rank,
+each sorted by local expert. Only the device knows the numbers of rows, `counts[source, expert]`. torch's grouped matmul
+needs the rows of an expert to be contiguous, which costs a copy of all blocks. Here each (source, expert) is a segment,
+read in place:
 
     y[y0(s, e) : y0(s, e) + counts[s, e]] = x_s[x0(s, e) : x0(s, e) + counts[s, e]] @ w[e]
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
-x_s is the inbox, in which the block of the n-th source after this rank begins at row (n - 1) * slot_rows. For the rank itself x_s
-is its tokens, whose block begins at sum(splits[: rank * experts]).
+x_s is the inbox, in which the block of the n-th source after this rank begins at row (n - 1) * slot_rows. For the rank
+itself, x_s is its own tokens, whose block begins at sum(splits[: rank * experts]).
 
-The way back (BACK) is the same with x and y exchanged. Rows are read at y0(s, e) of `whole` and stored at x0(s, e) of `slots`,
-here an outbox, or for the rank itself of `own`, its result. Rows that do not fit into their slot are dropped.
+With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`. They are stored at x0(s, e) of
+`slots`, here an outbox. Rows of the rank itself are stored in `own`, its result. Rows that do not fit into their slot
+are dropped.
 
-Split along K, y is a sum over launches (ADDS). Each launch takes its columns of x_s and rows of w. Launches after the first read
-the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
+With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch takes its columns of x_s and rows of w.
+Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
 
-A launch computes a range of sources and experts ("own rows only", "peers only"). So rows of one exchange step are
-multiplied while the rows of the next step are in flight. The kernel has no waits: its stream waits for the operands
-before the launch. A wait inside the loop would break the compiler's pipelining.
+A launch computes a range of sources and experts. So rows of one exchange step are multiplied while the rows of the next
+step are in flight. The kernel has no waits: its stream waits for the operands before the launch. A wait inside the loop
+would break the compiler's pipelining.
 
-Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N expert by expert. Inside an expert, row tiles of all sources of the
-launch form groups of GROUP tiles. Inside a group the order is column by column, so that a column of the weights is read from
-memory once per group. Every expert has the same number of columns, so tile // columns is a row tile of the same expert. A
-comparison with one vector of running sums in registers finds the expert. Other values of a tile are computed again only when the
-expert changes.
+Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. Within an expert, GROUP row tiles
+of all sources of the launch form a group. Within a group, tiles are ordered by column, so that a column of the weights
+is read from memory once per group. Every expert has the same number of columns, so tile // columns is a row tile of the
+same expert. A comparison with a vector of running sums in registers finds the expert. Other values of a tile are
+computed only when the expert changes.
 
-Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each of its
-tiles: each multiplies a range of K and stores its partial sum in fp32, and the last to finish adds up the parts. It adds them in
-the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2 experts: 244 to 172 us.
+Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
+of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last to finish adds the
+partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
+experts: 172 us instead of 244 us.
 
-With TMA, operands come through tensor maps that the host makes; they return zeros beyond K and N. Rows of x beyond their segment
-are read (they are other rows, or zeros beyond the tensor) and not stored. The map of y is ragged: the hardware masks rows outside
-the segment. Without TMA, masked loads and stores do the same.
+With TMA, operands are read through tensor maps that the host makes. The maps return zeros beyond K and N. Rows of x
+beyond their segment are read (as other rows, or as zeros beyond the tensor) but not stored. The map of y is ragged: the
+hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A configuration of the kernel. parts: the number of pieces in which a tile is stored; more pieces save shared memory for
-    stages."""
+    """A configuration of the kernel. parts: the number of pieces in which a tile is stored. More pieces leave more
+    shared memory for pipeline stages.
+    """
 
     block_m: int
     block_n: int
@@ -58,17 +62,18 @@ class Config:
     stages: int
     parts: int = 1
     per_sm: int = 1  # resident programs per multiprocessor
-    splits: int = 1  # the most programs that share a tile of the last round
+    splits: int = 1  # the largest number of programs that share a tile of the last round
 
 
 MAX_SPLITS = 8
-"""The most programs that share a tile: the last of them reads all partial sums."""
+"""Largest number of programs that share a tile. The last of them reads all partial sums."""
 LEAST_STEPS = 16
-"""The least K steps of such a program: adding up the parts takes as long as some ten steps."""
+"""Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
+"""
 FEW_ROUNDS = 4
-"""The most rounds of tiles whose last round is worth sharing, and the memory for partial sums."""
+"""Largest number of rounds of tiles for which sharing the last round is faster."""
 LARGE = Config(128, 256, 64, 8, 8, 3)
-# Configurations that a benchmark tries for 16-bit types, from many rows per segment to few.
+# Configurations for 16-bit types that a benchmark compares, from many rows per segment to few.
 CONFIGS = (
     LARGE,
     Config(128, 256, 64, 16, 8, 4, parts=2),
@@ -78,7 +83,7 @@ CONFIGS = (
     Config(64, 128, 64, 16, 4, 4, per_sm=2),
 )
 _SHORT_K, _MEDIUM, _SMALL, _NARROW = CONFIGS[1], *CONFIGS[3:6]
-# Without tensor maps, addresses and masks take the registers that larger tiles need.
+# Without tensor maps, addresses and masks need registers, so tiles are smaller.
 PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
 
@@ -87,13 +92,14 @@ def choose_config(
 ) -> Config:
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
-    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
-    segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles occupy more
-    of them. If an expert's rows fill no tile, the weights of many tiles arrive faster with narrow ones: on an H100, 164 rows x
-    45824 x 4608 with 16 experts took 2.31 ms in place of 2.86. With a short K, stores take a large part of the time: a tile is then
-    stored in two pieces, whose memory holds one more stage of operands.
+    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. Below about two tiles
+    per segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles
+    occupy more of them. If an expert's rows fill no tile, the time depends on loading weights, which narrow tiles load
+    faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K, stores
+    take a large part of the time. Then a tile is stored in two pieces, which leaves shared memory for one more stage of
+    operands.
 
-    segments: (source, expert) pairs of a launch; 0 if unknown.
+    segments: the number of (source, expert) pairs of a launch; 0 if unknown.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
@@ -117,7 +123,7 @@ def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> in
 
 @triton.jit
 def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
-    """Return counts as int32 [W_P2, E_P2], each clamped to 0 .. most; zeros beyond the table."""
+    """Return counts as int32 `[W_P2, E_P2]`, each clamped to `0 .. most`; zeros beyond W and E."""
     source = tl.arange(0, W_P2)[:, None]
     expert = tl.arange(0, E_P2)[None, :]
     rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
@@ -143,17 +149,17 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pick(here, of_segment):
-    """Return the entry of a vector at the one place where `here` is set."""
+    """Return the entry of a vector at the one index where `here` is True."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
 
 
 @triton.jit
 def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: tl.constexpr):
-    """Return the expert of a row tile of the launch, and numbers that hold for all of the expert's tiles.
+    """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
 
-    first, end: row tiles of the launch before this expert, and including it. Then, per source: the first row tile and the end;
-    and three numbers, to each of which a tile's first row is added: its row among the rows of its source, its row in `whole`, and
-    minus the rows left.
+    first, end: the number of row tiles of the launch before this expert, and including it.
+    Then vectors, one entry per source: the first row tile, the end, and three offsets. A tile's first row plus these
+    offsets is its row among the rows of its source, its row in `whole`, and minus the number of rows left.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
@@ -172,7 +178,9 @@ def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: 
 
 @triton.jit
 def _place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (row tile, first column) of an expert's tile of this number: by groups of row tiles, and column by column."""
+    """Return (row tile, first column) of an expert's tile with this number. Tiles are ordered by groups of row tiles,
+    then by column.
+    """
     group = number // (GROUP * N_TILES)
     group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
     number -= group * (GROUP * N_TILES)
@@ -184,8 +192,10 @@ def _rows_of(
     row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
     own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (True if the rows are this rank's own, first row to read, first row to store, number of rows to store) of a row
-    tile of the expert."""
+    """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile of the expert.
+
+    is_own: True if the rows are this rank's own.
+    """
     here = (row_tile >= segment_first) & (row_tile < segment_end)
     is_own = _pick(here, sources) == rank
     if BACK:
@@ -197,7 +207,7 @@ def _rows_of(
         x_row = _pick(here, by_source) + row_tile * BLOCK_M
         y_row = _pick(here, in_whole) + row_tile * BLOCK_M
         y_end = whole_rows
-    # The caller reports rows beyond y. Sums of absurd counts may have wrapped.
+    # The caller reports rows beyond y. Sums of invalid counts may have overflowed.
     left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
     return is_own, x_row, y_row, tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
@@ -207,7 +217,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of y in fp32: its first `left` rows as earlier launches stored them, then rows of zeros."""
+    """Return a tile of y in fp32: the first `left` rows as earlier launches stored them, then rows of zeros."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -218,7 +228,9 @@ def _there(
 
 @triton.jit
 def _store_rows(y, first, count, column, tile):
-    """Store the first `count` rows of a tile at row `first` of a ragged tensor map, whose hardware masks the others."""
+    """Store the first `count` rows of a tile at row `first` through a ragged tensor map. The hardware masks the other
+    rows.
+    """
     a, b, c = to_ragged_indices(first, count, 0)
     y.store([a, b, c, column], tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
 
@@ -250,8 +262,10 @@ def _multiply(
     own, slots, w, whole, expert, column, is_own, x_row, acc, first_step, end_step,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BACK: tl.constexpr, W_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus the product of a row tile of x and columns of w, over a range of K steps of BLOCK_K. x and w are tensor
-    maps."""
+    """Return acc plus the product of a row tile of x and columns of w, for K steps `first_step` to `end_step`.
+
+    x and w are tensor maps. A step covers BLOCK_K elements.
+    """
     if BACK:
         x = whole
     elif is_own:
@@ -279,8 +293,8 @@ def _sum_of_parts(part, parts, stride):
 
 
 @triton.jit(
-    # Arguments that differ from call to call must not select another compiled kernel. Loading a kernel after a stream that
-    # waits for a peer would never return.
+    # Arguments that differ between calls must not select another compiled kernel: loading a kernel after a stream waits
+    # for a peer would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
         "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address",
@@ -298,19 +312,20 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BACK: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, as the top of this file describes.
+    """Multiply, as the module docstring describes.
 
-    The operands own [own_rows, K] (tokens), slots [slots_rows, K] (inbox), w [E, K, N] (W_TRANSPOSED: [E, N, K]) and
-    whole [whole_rows, N] (y) have the type DTYPE. Their last dimension has unit stride. BACK: own and slots (y, outbox)
-    have N columns and whole (h) has K. With TMA they are tensor maps. Their boxes are [BLOCK_M, BLOCK_K] for operands,
-    [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N, BLOCK_K]) for w, and ragged [BLOCK_M, BLOCK_N // PARTS] for results. Without
-    TMA they are pointers, with strides in elements that are multiples of ALIGN.
+    The operands own `[own_rows, K]` (tokens), slots `[slots_rows, K]` (inbox), w `[E, K, N]` (W_TRANSPOSED: `[E, N,
+    K]`) and whole `[whole_rows, N]` (y) have the type DTYPE. Their last dimension has unit stride. BACK: own and slots
+    (y, outbox) have N columns and whole (h) has K. With TMA they are tensor maps. The maps' boxes are `[BLOCK_M,
+    BLOCK_K]` for operands, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for w, and ragged `[BLOCK_M, BLOCK_N //
+    PARTS]` for results. Without TMA they are pointers, with strides in elements that are multiples of ALIGN.
 
-    counts [W, E], rows counts_stride apart, and splits [W * E], int64. y_address: the address of whole, or with BACK of own. ADDS
-    (never with BACK): products are added to y. Negative counts mean that the group has failed: y becomes NaN. The launch covers
-    sources (rank + i) % W for i in range(first_source, first_source + n_sources), and experts range(first_expert, first_expert +
-    n_experts). SPLITS: the most programs that share a tile; above 1 only with TMA and without ADDS. partials [programs, BLOCK_M,
-    BLOCK_N]: fp32 scratch. arrived [programs]: zero between launches.
+    counts `[W, E]`, with row stride counts_stride, and splits `[W * E]` are int64. Negative counts mean that the group
+    has failed: y becomes NaN. y_address: the address of whole, or with BACK of own. ADDS (never with BACK): products
+    are added to y. The launch covers sources `(rank + i) % W` for i in `range(first_source, first_source + n_sources)`,
+    and experts `range(first_expert, first_expert + n_experts)`. SPLITS: the largest number of programs that share a
+    tile; above 1 only with TMA and without ADDS. partials `[programs, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived
+    `[programs]`: zero between launches.
     """
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
     tl.static_assert(SPLITS == 1 or (TMA and not ADDS), "tiles are shared with tensor maps and without ADDS")
@@ -326,7 +341,7 @@ def grouped_matmul_kernel(
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), own_rows, own_stride, N, DTYPE)
         else:
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), whole_rows, whole_stride, N, DTYPE)
-    # Row tiles up to and including each expert; experts before the first of the launch have none.
+    # The number of row tiles up to and including each expert. Experts before the first of the launch have no tiles.
     table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
@@ -343,7 +358,7 @@ def grouped_matmul_kernel(
         shared_tiles = tl.where(sharers > 1, last_round, 0)
 
     expert = tl.full([], 0, tl.int32)
-    first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
+    first = tl.full([], 0, tl.int32)  # number of row tiles before this expert, and including it
     end = tl.full([], 0, tl.int32)
     # Per source, for this expert: see `_of_expert`.
     segment_first = tl.zeros([W_P2], tl.int32)
@@ -351,8 +366,8 @@ def grouped_matmul_kernel(
     by_source = tl.zeros([W_P2], tl.int32)
     in_whole = tl.zeros([W_P2], tl.int32)
     left_of = tl.zeros([W_P2], tl.int32)
-    # One loop over tiles and K: the next tile's operands arrive while this tile is stored. A tile that is read first would end
-    # the pipeline, and a large table of counts takes registers.
+    # One loop over tiles and K: the next tile's operands arrive while this tile is stored. Reading a stored tile first
+    # would end the pipeline, and a large table of counts needs registers.
     ONE_LOOP: tl.constexpr = TMA and not ADDS and W_P2 * E_P2 <= 512
     for tile in tl.range(program, tiles - shared_tiles, programs, flatten=ONE_LOOP):
         if tile >= end * N_TILES:
@@ -394,7 +409,8 @@ def grouped_matmul_kernel(
             ks = tl.arange(0, BLOCK_K)
             columns = column + tl.arange(0, BLOCK_N)
             is_column = columns < N
-            # No change to the strides, but it tells the compiler that they are multiples, so that it moves 16 bytes at a time.
+            # This does not change the strides. It tells the compiler that they are multiples, so that it moves 16 bytes
+            # at a time.
             x_at += from_row.to(tl.int64)[:, None] * (x_step // ALIGN * ALIGN) + ks[None, :]
             w_at = w + expert.to(tl.int64) * (w_stride // ALIGN * ALIGN)
             w_step = w_row_stride // ALIGN * ALIGN

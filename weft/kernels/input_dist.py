@@ -7,7 +7,7 @@ feature for one destination. The message for a destination has 4-byte words, wit
 
     count_ids_kernel   lengths -> the number of ids of each key
     header_kernel      counts  -> this rank's header, and a header for each destination
-    pack_kernel        values, lengths, weights -> the messages, one behind the other
+    pack_kernel        values, lengths, weights -> the messages, one after the other
     unpack_kernel      the messages of all sources -> ids, lengths and weights by feature, with samples in rank order
 
 Headers are in device memory, so kernels compute all positions from them. A header has `HEAD` words before its counts: refused (0
@@ -27,7 +27,7 @@ _BATCH = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["batch", "most"])
 def count_ids_kernel(lengths, counts, batch, most, BLOCK: tl.constexpr):
-    """Write the number of ids of each key, or -1 if a length is negative or above `most`. Grid: keys."""
+    """Write the number of ids of each key, or -1 if a length is negative or above `most`. Grid: one program per key."""
     key = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
@@ -44,11 +44,12 @@ def header_kernel(
     counts, offsets, header_index, own, headers, keys, words, bits, batch, most,
     KEYS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's own header and a header for each destination. One program.
+    """Write this rank's own header and a header for each destination. The grid has one program.
 
-    own [HEAD + keys + 1]: a header with the counts of all keys, and the position of the first id in `values`. headers [words]:
-    word i is word header_index[i] of the own header. most: the number of ids in `values`. GIVEN: bags are given by offsets, which
-    may begin above 0 and end below `most`; otherwise the counts must sum to `most`. KEYS: a power of two, at least `keys`.
+    own `[HEAD + keys + 1]`: a header with the counts of all keys, and the position of the first id in `values`. headers
+    `[words]`: word i is word `header_index[i]` of the own header. most: the number of ids in `values`. GIVEN: bags are
+    given by offsets, which may begin above 0 and end below `most`. Otherwise the counts must sum to `most`. KEYS: a
+    power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
     count = tl.load(counts + key, mask=key < keys, other=0)
@@ -93,8 +94,8 @@ def pack_kernel(
 ):  # fmt: skip
     """Write the messages for all destinations. Pieces are sorted by destination.
 
-    values, weights: from the first id of all bags on are at own[HEAD + keys]. PIECES, KEYS: powers of two, at least `pieces` and
-    `keys`. ID_WORDS: 4-byte words of an id. Grid: (pieces, programs that share a piece).
+    values, weights: the first id of the first bag is at index `own[HEAD + keys]`. PIECES, KEYS: powers of two, at least
+        `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id. Grid: (pieces, programs that share a piece).
     """
     piece, every = tl.program_id(0), tl.arange(0, PIECES)
     is_piece = every < pieces
@@ -130,10 +131,10 @@ def unpack_kernel(
     messages, headers, values, lengths, weights, offsets, sources, features,
     PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ids, lengths and weights by feature, and 0 to the first offset.
+    """Write ids, lengths and weights by feature, and 0 as the first offset.
 
-    headers [sources, HEAD + features]. PIECES: a power of two, at least sources * features. Grid: (sources * features, programs
-    that share a piece).
+    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. Grid: (sources *
+    features, programs that share a piece).
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)

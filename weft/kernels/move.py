@@ -1,17 +1,19 @@
-"""A copy on compute units, with flags and waits before and after it, in one launch.
+"""A copy on compute units, with flags and waits before and after the copy, in one launch.
 
-    set the flags of `sets_before`; wait for the flags of `waits`; copy to one or more targets; when all programs are done,
-    clear the flags of `waits`, set the flags of `sets`, wait for the flags of `waits_after` and clear them
+A launch sets the flags of `sets_before`, waits for the flags of `waits`, and copies to one or more targets. When all
+programs are done, it clears the flags of `waits`, sets the flags of `sets`, waits for the flags of `waits_after`, and
+clears them.
 
-One launch can be a whole small all-gather. It grants credit to the peers, waits for their credit, copies the shard to them and to
-its own place, notifies them, and waits for their shards. For the watchdog it stores numbers in memory: at its begin (`begins`),
-after `waits` (`passes`), and at its end (`ends`).
+So one launch can be a whole small all-gather: it grants credit to the peers, waits for their credit, copies the shard
+to all ranks, notifies the peers, and waits for their shards. For the watchdog it writes numbers to memory: at its start
+(`begins`), after `waits` (`passes`), and at its end (`ends`).
 
-Kernel copies serve cases in which copy engines are slow: small copies (an engine takes about ten microseconds to start) and
-copies within a device.
+Kernel copies are for cases in which copy engines are slow: small copies (an engine takes about ten microseconds to
+start) and copies within a device.
 
-Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags. Its arrival is
-acquire-release at system scope, so the flags cover the stores of all programs, and all programs have seen the flags of `waits`.
+Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags.
+    Programs count their arrivals with acquire-release at system scope. So the flags cover the stores of all programs,
+    and all programs have seen the flags of `waits`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import triton.language as tl
 
 from weft.kernels.signals import await_flags, now_ns, words, write_flag
 
-# The kernel's pointer arguments (to int64), for compiling it ahead of time.
+# The kernel's arguments that are pointers to int64, for ahead-of-time compilation.
 TABLES = ("targets", "sets_before", "waits", "sets", "waits_after", "begins", "passes", "ends", "arrivals")
 
 
@@ -60,16 +62,17 @@ def move_kernel(
     arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Copy and signal, as the top of this file describes.
+    """Copy and signal, as the module docstring describes.
 
-    source, target: addresses of the first rows. targets [n_targets]: further targets for the same rows. rows, width and
-    pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). sets_before, waits,
-    sets, waits_after: addresses of flags. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between
-    launches.
+    source, target: addresses of the first rows. targets `[n_targets]`: more targets for the same rows. rows, width and
+        pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). sets_before,
+        waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: address, number. arrivals `[1]`:
+        zero between launches.
 
-    sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of rows to
-    copy. That number is clamped to the source's `source_rows` and the target's `rows`. early: no peer writes the source, so
-    reading begins before the waits. ADD: items (floating point) are added to the target by atomics of system scope.
+    sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
+        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: no
+        peer writes the source, so reading begins before the waits. ADD: items (floating point) are added to the target
+        by atomics of system scope.
     """
     if tl.program_id(0) == 0:
         _write_flags(sets_before, n_sets_before, 1, PTX)
@@ -84,7 +87,7 @@ def move_kernel(
         if (source_pitch == width) & (target_pitch == width):  # contiguous rows are one long row
             width = width * rows
             rows = tl.minimum(rows, 1)
-    width = width // ALIGN * ALIGN  # no change, but the compiler now moves 16 bytes at a time
+    width = width // ALIGN * ALIGN  # tells the compiler the alignment, so that it moves 16 bytes at a time
     per_row = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
     blocks = per_row * rows
     block = program.to(tl.int64)
@@ -125,12 +128,12 @@ def move_kernel(
             _note(passes, n_passes, PTX)
             if alive:
                 await_flags(waits_after, n_waits_after, PTX)
-            tl.debug_barrier()  # all lanes have seen the flags (they need not agree on `alive`)
+            tl.debug_barrier()  # wait until all lanes have seen the flags (`alive` may differ between lanes)
             _write_flags(waits_after, n_waits_after, 0, PTX)
             _note(ends, n_ends, PTX)
 
 
 @triton.jit(do_not_specialize=["index"])
 def stamp_kernel(stamps, index, PTX: tl.constexpr):
-    """Set stamps[index] to the device's clock in nanoseconds, which the devices of one host share."""
+    """Store the device's clock in nanoseconds in stamps[index]. The devices of one host share this clock."""
     tl.store(stamps + index, now_ns(PTX))

@@ -1,12 +1,14 @@
-"""Signals between GPUs, as device code: 64-bit words in symmetric memory that only grow, set with release, read with acquire.
+"""Signals between GPUs, as device code: 64-bit words in symmetric memory whose values only increase, stored with
+release and loaded with acquire.
 
-Order. Stores of a program's lanes before a barrier and `store_release` are visible to a reader of the new value with
-`load_acquire`, on this GPU or another (system scope). On NVIDIA these are the PTX instructions of that name. Elsewhere, and under
-Triton's interpreter, they are atomics that are stronger than needed. `PTX` chooses.
+Order. Stores of a program's lanes before a barrier and `store_release` are visible to a reader that gets the new value
+from `load_acquire`, on this GPU or another (system scope). On NVIDIA GPUs these are the PTX instructions of the same
+names. On other GPUs, and under Triton's interpreter, they are atomics that are stronger than needed. `PTX` selects the
+implementation.
 
-Waiting. `wait_at_least` polls until all words of a vector have the wanted value or a deadline passes. Without PTX there is no
-clock, and only the watchdog ends a wait. If a group has failed, it overwrites the words with POISON, which is larger than any
-awaited value, so that the kernels return.
+Waiting. `wait_at_least` polls until all words of a vector have at least the wanted value or a deadline passes. Without
+PTX there is no clock, and only the watchdog ends a wait. If a group has failed, the watchdog overwrites the words with
+POISON, which is larger than any awaited value, so that the kernels return.
 
 Schedules on streams use words as binary flags instead (`weft.runtime.cuda.flags`): `await_flags`, `write_flag`.
 """
@@ -19,7 +21,7 @@ import triton.language as tl
 POISON = 1 << 62
 FLAG = 1
 POISONED = 1 << 40
-"""Bits of a word that holds a flag: the flag itself, and the bit by which the watchdog ends all waits."""
+"""FLAG: the value of a word that is a set flag. POISONED: the bit with which the watchdog ends all waits."""
 _FLAG = tl.constexpr(FLAG)
 _STORE_RELEASE, _STORE_RELAXED = (
     tl.constexpr(
@@ -38,7 +40,7 @@ def words(address):
 
 @triton.jit
 def now_ns(PTX: tl.constexpr):
-    """Return the device's clock in nanoseconds; 0 without PTX (then only the watchdog keeps deadlines)."""
+    """Return the device's clock in nanoseconds. Without PTX return 0: then only the watchdog keeps deadlines."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.full([], 0, tl.int64)
@@ -46,7 +48,9 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def load_acquire(pointer, PTX: tl.constexpr):
-    """Return the current value of a word or a vector of words. Stores that precede its `store_release` are visible afterwards."""
+    """Return the current value of a word or a vector of words. Stores before the matching `store_release` are visible
+    afterwards.
+    """
     if PTX:
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
@@ -56,7 +60,9 @@ def load_acquire(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def store_release(pointer, value, PTX: tl.constexpr):
-    """Store `value` to a word, or a vector of words. Stores of this program's lanes before the last barrier are visible first."""
+    """Store `value` to a word or a vector of words. Stores of this program's lanes before the last barrier become
+    visible first.
+    """
     if PTX:
         tl.inline_asm_elementwise(
             "st.release.sys.global.b64 [$1], $2; mov.u64 $0, $2;",
@@ -83,7 +89,7 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 @triton.jit
 def await_flags(table, count, PTX: tl.constexpr):
-    """Poll until every flag of a table of addresses is set or poisoned. Return True if none is poisoned."""
+    """Poll until every flag in a table of addresses is set or poisoned. Return True if none is poisoned."""
     alive = count >= 0
     for i in range(count):
         word = words(tl.load(table + i))
@@ -96,9 +102,9 @@ def await_flags(table, count, PTX: tl.constexpr):
 
 @triton.jit
 def write_flag(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
-    """Store 32 bits at an address, exactly once: a second store could set a flag that a wait has cleared already.
+    """Store 32 bits at an address, exactly once. A second store could set a flag that a wait has already cleared.
 
-    With RELEASE, stores of this program's lanes before the last barrier are visible first.
+    With RELEASE, stores of this program's lanes before the last barrier become visible first.
     """
     if PTX:
         tl.inline_asm_elementwise(

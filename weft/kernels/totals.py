@@ -1,8 +1,10 @@
-"""Dynamic sizes, which only the device knows: sums over parts of a buffer. One launch computes all numbers of a lane.
+"""Computes dynamic sizes, which only the device knows, as sums over parts of a buffer. One launch computes all numbers
+of a lane.
 
     numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...), `count` elements each
 
-The terms are made once per schedule (`weft.schedule.expr.Total`). Kernel copies read their offsets and sizes from `numbers`.
+The terms are made once per schedule (`weft.schedule.expr.Total`). Kernel copies read their offsets and sizes from
+`numbers`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n_terms"], do_not_specialize_on_alignment=["held", "terms", "constants", "numbers"])
 def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
-    """Compute one number per program. held: int64. terms [numbers, n_terms, 3]: first, count, step. constants, numbers
-    [numbers]."""
+    """Compute one number per program. held: int64. terms: `[numbers, n_terms, 3]` of (first, count, step). constants,
+    numbers: `[numbers]`.
+    """
     number = tl.program_id(0).to(tl.int64)
     found = tl.load(constants + number)
     within = tl.arange(0, BLOCK)

@@ -1,36 +1,37 @@
-"""Matrix multiplication that tracks its progress. It computes tiles in a given order, stores each at the address in a
-table, and sets signals as soon as their tiles are stored.
+"""Matrix multiplication that tracks its progress. It computes tiles in a given order, stores each tile at its address
+in a table, and sets signals as soon as their tiles are stored.
 
-It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in this
-device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and
-DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and copy-engine
-(DMA) transfers use no compute units.
+It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in
+this device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates
+by peers and DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one
+launch, and copy-engine (DMA) transfers use no compute units.
 
     table [tiles, columns]      for each tile: its first row of a, its number of rows, its first column, its number of columns,
-                                the address of its first element, the row pitch there; then the indices of its counters; and with
-                                an addend (ADDS), the addend's address and row pitch
-    counters [n, 4]             for each counter: number of tiles that have arrived (zero between launches), total number of tiles,
+                                the address of its first element, the row pitch at that address, the indices of its counters;
+                                with ADDS also the addend's address and row pitch
+    counters [n, 4]             for each counter: number of finished tiles (zero between launches), total number of tiles,
                                 start and end of its range in `sets`
     sets                        addresses of flag words (`weft.kernels.signals`), on this rank and on peers
 
 Split-K (SPLITS > 1): SPLITS programs each multiply one part of the K range of a tile, and store an fp32 partial sum in
-`partials`. The last program to arrive reduces them in the order of the parts, whatever the order of arrival, so results are
-bitwise reproducible. It stores the tile and increments the counters.
+`partials`. The last program to finish reduces the partial sums in the order of the parts, so results are bitwise
+reproducible. It stores the tile and increments the counters.
 
-A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in bytes from
-`y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer, once per element, when the product is done,
-and added in fp32. So a partial sum crosses a link while other tiles compute, without a separate copy.
+A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in
+bytes from `y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer, once per element, when
+the product is done, and added in fp32. So a partial sum is transferred while other tiles compute, without a separate
+copy.
 
-Order: a tile's stores, a barrier, the increment with acquire and release at system scope. The program with the last increment has
-seen all others, and stores the flags with release. Do not wait inside the loop: a wait would break the compiler's software
-pipelining.
+Order: a tile's stores, a barrier, then an increment with acquire and release at system scope. The program with the last
+    increment has acquired all other increments, and stores the flags with release. Do not wait inside the loop: a wait
+    would break the compiler's software pipelining.
 
-Speed. The loop over tiles and the loop over K become one, so that the next tile's operands arrive while a tile is stored. A
-barrier, a branch or a loop of Triton's after a tile would prevent that. So on NVIDIA GPUs one thread counts and sets flags, in
-PTX, while the others go on (`_TRACK`).
+Speed. The loop over tiles and the loop over K are compiled as one loop, so that the next tile's operands arrive while a
+tile is stored. A Triton barrier, branch or loop after a tile would prevent that. So on NVIDIA GPUs one thread counts
+tiles and sets flags, in PTX, while the other threads continue (`_TRACK`).
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and
-7.7 (split-K GEMMs).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in
+    software, and 7.7 (split-K GEMMs).
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ _TRACK = tl.constexpr(
 
 @triton.jit
 def _count(counter, sets, PTX: tl.constexpr):
-    """Increment a counter when all threads of this program have stored. The program that makes the counter's last increment also
-    sets the counter's flags."""
+    """Increment a counter when all threads of this program have stored. The program with the counter's last increment
+    also sets the counter's flags.
+    """
     if PTX:
         tl.inline_asm_elementwise(
             _TRACK, "=r,l,l", [counter.to(tl.int64), sets.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -83,7 +85,7 @@ def _store_and_count(
     to = tl.where(pitch < 0, y + place, place).to(tl.pointer_type(DTYPE))
     step = tl.where(pitch < 0, -pitch, pitch) // ALIGN * ALIGN
     to = tl.multiple_of(to, ALIGN * DTYPE.primitive_bitwidth // 8)
-    columns = columns // ALIGN * ALIGN  # no change, but the compiler now stores 16 bytes at a time
+    columns = columns // ALIGN * ALIGN  # tells the compiler the alignment, so that it stores 16 bytes at a time
     at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
     mask = (in_tile < rows)[:, None] & (in_columns < columns)[None, :]
     if ADDS:
@@ -108,12 +110,13 @@ def tracked_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, ADDS: tl.constexpr,
     SPLITS: tl.constexpr, PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and signal, as the top of this file describes.
+    """Multiply and signal, as the module docstring describes.
 
-    a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension. With TMA they are
-    tensor maps with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in
-    elements that are multiples of ALIGN. y: the address of the caller's tensor. partials [tiles, SPLITS, BLOCK_M, BLOCK_N]: fp32
-    scratch. arrived [tiles]: zero between launches. PART_K: the extent in K of each of the SPLITS.
+    a `[a_rows, K]` and w `[K, N]` (W_TRANSPOSED: `[N, K]`) have the type DTYPE and unit stride in the last dimension.
+    With TMA they are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
+    Otherwise they are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
+    tensor. partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[tiles]`: zero between launches.
+    PART_K: the extent in K of each of the SPLITS parts.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     ONE_LOOP: tl.constexpr = TMA and PTX and SPLITS == 1
@@ -158,7 +161,7 @@ def tracked_matmul_kernel(
             _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, ADDS, PTX)
         else:
             in_part = in_tile[:, None] * BLOCK_N + in_columns[None, :]
-            parts = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)  # few tiles: no more than there are programs
+            parts = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)  # there are at most as many tiles as programs
             tl.store(parts + unit % SPLITS * (BLOCK_M * BLOCK_N) + in_part, acc)
             tl.debug_barrier()  # all lanes have stored
             if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:

@@ -1,9 +1,9 @@
 """The optimizers of all tables of a model, as one entry of a `torch.distributed.checkpoint` checkpoint.
 
- name in the checkpoint                                            value
- <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
- state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
- param_groups.<path>.lr, .step                                     learning rate, number of updates
+    name in the checkpoint                                            value
+    <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
+    state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
+    param_groups.<path>.lr, .step                                     learning rate, number of updates
 
 <path> is the module's path in the model. Tables and states have TorchRec's names, so weft and TorchRec can load each
 other's files. Each value is stored as a whole table, to which every rank contributes its part. So another number of

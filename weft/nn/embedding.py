@@ -1,7 +1,7 @@
 """TorchRec's `EmbeddingBagCollection` with sharded tables and weft's fused pooling and all-to-all.
 
- local_batch:  all features of this rank's samples -> InputDist -> this rank's features of all samples -> fused operator
- global_batch: this rank's features of all samples ------------------------------------------------> fused operator
+    local_batch:  all features of this rank's samples -> InputDist -> this rank's features of all samples -> fused operator
+    global_batch: this rank's features of all samples ------------------------------------------------> fused operator
 
 In both cases a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
 """
@@ -336,10 +336,10 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         release(plan_in(*self._form), group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Return the parameters, without `nn.Module.__getattr__`: for all tables it takes longer than the launch of the
-        kernel.
+        """Return the tables' parameters.
 
-        Attributes are used only if the parameters were replaced.
+        This reads them without `nn.Module.__getattr__`, which takes longer for all tables than a kernel launch.
+        `__getattr__` is used only if the parameters were replaced.
         """
         bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
         try:

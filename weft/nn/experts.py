@@ -1,11 +1,11 @@
 """An MoE layer whose experts are distributed over the ranks of a group. Communication overlaps with the experts' GEMMs.
 
- x, routing      the top_k experts of each token and their weights: a router's result, computed outside
- sort            each token once for each of its experts, sorted by global expert
- h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
- a               activation(gate) * up
- y               weft.matmul_all_to_all: multiply by down_proj, send rows back as they are computed
- sum             the weighted sum of each token's rows
+    x, routing      the top_k experts of each token and their weights: a router's result, computed outside
+    sort            each token once for each of its experts, sorted by global expert
+    h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
+    a               activation(gate) * up
+    y               weft.matmul_all_to_all: multiply by down_proj, send rows back as they are computed
+    sum             the weighted sum of each token's rows
 
 Source: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 3.2 (dispatch and combine).
 """

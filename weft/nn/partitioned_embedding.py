@@ -1,8 +1,8 @@
 """`ShardedEmbeddingBagCollection` with column-wise, row-wise or data-parallel tables.
 
- features -> PartitionedInput -> features of parts -> ShardedEmbeddingBagCollection of the parts -> vectors of parts
-                              -> features of data-parallel tables -> pooled on this rank         -> vectors
- output   columns of column-wise parts are concatenated; row-wise parts are summed in float32, in the order of rows
+    features -> PartitionedInput -> features of parts -> ShardedEmbeddingBagCollection of the parts -> vectors of parts
+                                 -> features of data-parallel tables -> pooled on this rank         -> vectors
+    output   columns of column-wise parts are concatenated; row-wise parts are summed in float32, in the order of rows
 
 The collection of the parts does all communication, except for the all-reduce of data-parallel gradients.
 """

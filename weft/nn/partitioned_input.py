@@ -1,11 +1,11 @@
 """The input of sharded tables: a rank's own samples, with the ids of row-wise tables sorted by the owners of the rows.
 
- given        all features of this rank's samples
- parts        the features that parts on any rank read. Whole tables and column-wise parts read the given features. Each part of a
-              row-wise table reads a feature of its own, with the ids of its rows, counted from its first row
- replicated   the features of data-parallel tables, which this rank pools itself
+    given        all features of this rank's samples
+    parts        the features that parts on any rank read. Whole tables and column-wise parts read the given features. Each part
+                 of a row-wise table reads a separate feature with the ids of its rows, relative to its first row
+    replicated   the features of data-parallel tables, which this rank pools itself
 
-An id out of range goes to the nearest part, where it is out of range too. Within each part, a bag keeps the order of
+An id out of range is sent to the nearest part, which handles it as out of range. Within each part, a bag keeps the order of
 its ids.
 """
 

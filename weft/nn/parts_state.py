@@ -1,7 +1,7 @@
 """Checkpoints of sharded tables under the names of the whole tables, so that another sharding can load them.
 
- <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
- <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
+    <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
+    <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
 
 Whole tables and data-parallel tables are plain tensors, as in a module without parts. An optimizer state with one
 number per row is [parts x rows] for a column-wise table, as in TorchRec. Only the same number of parts can load it.

@@ -1,10 +1,10 @@
 """The exchange of rows: ids are sent to the owners of their rows, rows are returned, and gradients are sent to the
 owners.
 
- ids       for each id of this rank's samples: its part of a table, and the row in the part
- sent      the same ids sorted by (rank of the part, part); with `dedup` each distinct id once
- arrived   ids from peers, by [part of this rank][source rank]
- rows      the rows of `arrived`, returned and put into the order of `ids`
+    ids       for each id of this rank's samples: its part of a table, and the row in the part
+    sent      the same ids sorted by (rank of the part, part); with `dedup` each distinct id once
+    arrived   ids from peers, by [part of this rank][source rank]
+    rows      the rows of `arrived`, returned and put into the order of `ids`
 
 The host waits once, for the numbers of ids. Each rank tells every peer how many ids it has for each part of the peer,
 and how many it has for each rank in all. So every rank knows how many ids every rank would receive. If that is more

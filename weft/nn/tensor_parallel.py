@@ -5,12 +5,12 @@ Every collective overlaps with the adjacent GEMM, in forward and in backward. A 
 weight [out, in], a row-parallel layer has columns. A block needs two collectives in forward and two in backward. Each
 is fused with a GEMM:
 
- x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
+    x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
 With `sequence_dim=None`, activations between layers are replicated. Use it to decode a few tokens at a time, or if the
 sequence is not divisible by the number of ranks. A block then needs one collective in forward and one in backward:
 
- x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
+    x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
 
 Sources: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3. "Reducing
     Activation Recomputation in Large Transformer Models", 4.2.2, for the sequence.

@@ -1,9 +1,9 @@
 """The choice of a schedule for a call.
 
- pinned by name       that schedule
- "heuristic"          the pick of FiCCO's heuristic
- default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
- "autotune"           by measurement on every machine
+    pinned by name       that schedule
+    "heuristic"          the pick of FiCCO's heuristic
+    default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
+    "autotune"           by measurement on every machine
 
 On a known GPU, the planner uses the machine's model. The first call with weights of a new shape times their GEMMs
 (`weft.plan.gemms`), which takes about 60 ms of device time. After that, a new number of rows takes milliseconds
@@ -79,7 +79,7 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The executors of calls and of captured calls. None stands for serial, which runs without an executor."""
+    """The executors of calls and of captured calls. An executor is None if the schedule is serial."""
 
     usual: Executor | None
     captured: Executor | None

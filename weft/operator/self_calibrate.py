@@ -3,9 +3,9 @@
 A group measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A group that uses only
 pinned schedules never measures. Ranks exchange what they know. What the first rank has decides:
 
- a calibration, or a machine file    no rank measures
- a self-calibration                  every rank uses it
- neither                             all ranks measure, if every rank can, and use the first rank's numbers
+    a calibration, or a machine file    no rank measures
+    a self-calibration                  every rank uses it
+    neither                             all ranks measure, if every rank can, and use the first rank's numbers
 
 A rank cannot measure:
 

@@ -29,11 +29,11 @@ C = TypeVar("C", bound=tuple[Any, ...])
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
 """The comparison of an argument across ranks:
 
- alike    it must be equal on all ranks
- layout   one or several tensors: shape and dtype must be equal, and the data may differ
- equal    a tensor whose data must be equal too, which `WEFT_CHECK_CALLS=1` compares
- given    it must be given on all ranks or on none, and its value may differ
- own      not compared here: it has no effect on other ranks' results, or weft compares it in another way
+    alike    it must be equal on all ranks
+    layout   one or several tensors: shape and dtype must be equal, and the data may differ
+    equal    a tensor whose data must be equal too, which `WEFT_CHECK_CALLS=1` compares
+    given    it must be given on all ranks or on none, and its value may differ
+    own      not compared here: it has no effect on other ranks' results, or weft compares it in another way
 """
 
 _SCHEMA: dict[Any, str] = {
@@ -130,7 +130,7 @@ class Operator(ABC, Generic[C]):
     def key(self, call: C) -> Hashable:
         """Return the key of calls that share a compiled operator.
 
-        Calls with different keys must have different `said`: then a shape is new on all ranks or on none.
+        If two calls have different keys, their `said` must differ too. Then a shape is new on all ranks or on none.
         """
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):

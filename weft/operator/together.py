@@ -169,7 +169,7 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
-    The error becomes the refusal of this rank's next call, and pairs with the peers' next call. On CPU the group stays
+    The error becomes the refusal of this rank's next call, and raises at the peers' next call. On CPU the group stays
     usable. On GPUs the group fails if a peer has already made that call.
 
     what: the layer, for error texts.

@@ -2,9 +2,9 @@
 
 A block needs one all-reduce in forward and one in backward. Each is fused with a GEMM (`weft.matmul_all_reduce`):
 
- column-parallel    y_i = x @ w_i^T + b_i, this rank's output features    grad x = all-reduce(grad y @ w)
- row-parallel       y = all-reduce(x @ w^T) + b + residual, optionally    no collective
-                    with its RMSNorm, from this rank's input features
+    column-parallel    y_i = x @ w_i^T + b_i, this rank's output features    grad x = all-reduce(grad y @ w)
+    row-parallel       y = all-reduce(x @ w^T) + b + residual, optionally    no collective
+                       with its RMSNorm, from this rank's input features
 
 All ranks continue with the same y, so the incoming gradient is complete and equal on every rank. DTensor has this
 convention for replicated tensors. weft's operators have another one: their gradients are those of the sum of the ranks'

@@ -1,15 +1,15 @@
 """Autograd functions with the names and arguments of torchtitan's `dist_gemm` backend
 (`torchtitan/distributed/linear.py`).
 
- y = AllGatherLinear.apply(x_shard, w, bias, group, group.group_name)          column-parallel: [M/W, K] -> [M, N/W]
- a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two weights, one all-gather
- y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
+    y = AllGatherLinear.apply(x_shard, w, bias, group, group.group_name)          column-parallel: [M/W, K] -> [M, N/W]
+    a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two weights, one all-gather
+    y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
 
 Weights are shards of `nn.Linear` weights. As in torchtitan, forward saves this rank's columns of the gathered x, for
 the gradient of the weight. (`weft.all_gather_matmul` saves this rank's rows, which have the same size.) Backward
 gathers the columns during the GEMM that multiplies them. So both collectives of backward are fused with GEMMs:
 
- grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
+    grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
 """
 
 from __future__ import annotations

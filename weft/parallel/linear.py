@@ -4,11 +4,11 @@ torch's styles redistribute DTensors before or after `F.linear`. Here torch's co
 inputs and outputs, so FSDP2, checkpoints and optimizers work unchanged. In between, the layer calls weft with local
 tensors:
 
- ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
- RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
- RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
- ColwiseParallel, input Replicate           GEMM + all-reduce, in backward
-   and output Replicate                     GEMM + all-gather          `weft.matmul_all_gather`
+    ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
+    RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
+    RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
+    ColwiseParallel, input Replicate           GEMM + all-reduce, in backward
+      and output Replicate                     GEMM + all-gather          `weft.matmul_all_gather`
 """
 
 from __future__ import annotations

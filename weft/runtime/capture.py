@@ -1,4 +1,4 @@
-"""Embedding calls in CUDA graphs: a call cannot set up memory or kernels while a graph is being captured."""
+"""Embedding calls in CUDA graphs. A call cannot set up memory or kernels while a graph is being captured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_captured(device: torch.device) -> bool:
-    """True if work that is enqueued now becomes part of a CUDA graph."""
+    """True if a CUDA graph is being captured, so that work that is enqueued now becomes part of it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -14,9 +14,9 @@ _OF_GRAPHS: list[torch.Tensor] = []
 
 
 def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`. Keep it for the rest of the process if work that is enqueued now becomes part of a CUDA graph.
+    """Return `tensor`. If a CUDA graph is being captured, keep the tensor until the process ends.
 
-    It is for small tables that caches may drop: every replay reads them.
+    For small tables that caches may drop, since every replay of the graph reads them.
     """
     if is_captured(tensor.device) and not any(tensor is one for one in _OF_GRAPHS):
         _OF_GRAPHS.append(tensor)

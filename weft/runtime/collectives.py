@@ -1,11 +1,11 @@
-"""torch's collectives under the names of this torch version, and functions that wait for them on CPU.
+"""torch's collectives under one name for all torch versions, and waits for them on CPU.
 
-Synchronous collectives are called on the process group itself. `torch.distributed`'s functions do so too, after checks of their
-own. On GPUs, for small calls one by one, these checks and torch's log of collectives take as long as NCCL's launch.
+Synchronous collectives call methods of the process group. `torch.distributed`'s functions call the same methods after
+their own checks. For small calls on GPUs, these checks and torch's log of collectives take as long as NCCL's launch.
 
 gloo waits for the timeout of its process group, half an hour, and cannot cancel a collective. So `finish` checks the
-clock and the group while it waits. A collective that it gives up is kept for the rest of the process. Gloo's threads
-may still write to its tensors, and destroying the group, at exit or before, would wait for these threads.
+clock and the group while it waits. A collective that it gives up on is kept until the process ends: gloo's threads may
+still write to its tensors, and destroying the group would wait for these threads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed import distributed_c10d as c10d
 from weft.errors import DeadlineError, WeftError
 from weft.symm import Communicator
 
-# From torch 2.13 on `all_gather_into_tensor` and `reduce_scatter_tensor` are deprecated in favour of these names.
+# From torch 2.13 on, these names replace `all_gather_into_tensor` and `reduce_scatter_tensor`, which are deprecated.
 all_gather_by_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_by_torch: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COALESCING = c10d._world.pg_coalesce_state
-"""Groups whose collectives torch coalesces."""
+"""The groups whose collectives torch is coalescing."""
 gather_now, scatter_now, exchange_now = (
     getattr(dist.ProcessGroup, new, None) or getattr(dist.ProcessGroup, old)
     for new, old in (
@@ -46,7 +46,7 @@ def _at_once(options: Any) -> Any:
 GATHER, SCATTER, REDUCE, _EXCHANGE = (
     _at_once(options())
     for options in (c10d.AllgatherOptions, c10d.ReduceScatterOptions, c10d.AllreduceOptions, c10d.AllToAllOptions)
-)  # the reductions are sums
+)  # reductions are sums by default
 
 
 def all_gather_single(out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
@@ -78,14 +78,14 @@ def all_to_all_single(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Any:
-    """Exchange rows. received, sent: rows from and to each rank; None: equal parts."""
+    """Exchange rows. received, sent: the numbers of rows from and to each rank; None for equal parts."""
     if async_op:
         return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
     return _finished(exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Order the caller's stream after `work`, for backends that have not done so."""
+    """Make the caller's stream wait for `work`, for backends that have not done so."""
     if work is not None:
         work.wait()
 
@@ -94,15 +94,15 @@ _LOOK_S = 0.1  # interval at which a wait for a collective checks the group
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in a dtype that every backend moves: gloo and older NCCL versions do not know fp8."""
+    """Return the same memory in a dtype that every backend can send: gloo and older NCCL versions do not support fp8."""
     return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
 def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object) -> None:
-    """Wait for `work`, a collective on CPU that all ranks have begun. what: its name. held: the tensors that it reads and writes.
+    """Wait for `work`, a collective on CPU that all ranks have begun.
 
-    Raise `DeadlineError` after `deadline_s`, or the group's error if the group fails meanwhile. After an error the group is
-    unusable.
+    what: its name. held: the tensors that it reads and writes. Raise `DeadlineError` after `deadline_s` seconds, or the
+        group's error if the group fails meanwhile. After an error the group is unusable.
     """
     until, group = time.monotonic() + deadline_s, comm.group
     try:
@@ -110,11 +110,11 @@ def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *h
             try:
                 work.wait(datetime.timedelta(seconds=max(0.001, min(_LOOK_S, until - time.monotonic()))))
                 return
-            except RuntimeError as error:  # from the collective, or because this wait ended
+            except RuntimeError as error:  # the collective failed, or this wait timed out
                 if work.is_completed():
-                    if work.is_success():  # after this wait ended: the process may have been stopped in between
+                    if work.is_success():  # completed after this wait timed out, if the process was stopped
                         return
-                    time.sleep(_LOOK_S)  # gloo may notice before our watchdog that a peer is gone
+                    time.sleep(_LOOK_S)  # gloo may detect a lost peer before weft's watchdog does
                     comm.check()
                     raise WeftError(f"rank {comm.rank}: {what} failed in torch.distributed: {error}") from error
             comm.check()
@@ -124,12 +124,12 @@ def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *h
                     "but some are missing"
                 )
     except BaseException as error:
-        # No effect if the group has failed before.
+        # No effect if the group has already failed.
         comm.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
         leave(group, work, held)
         raise
 
 
 def leave(*held: object) -> None:
-    """Keep objects until the process ends, even past interpreter exit: gloo's threads may use them at any time."""
+    """Keep objects until the process ends, even beyond interpreter exit: gloo's threads may use them at any time."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -1,6 +1,6 @@
-"""The torch functions of elementwise steps (`weft.schedule.steps.computing.OPS`), for all executors.
+"""The torch functions for elementwise steps (`weft.schedule.steps.computing.OPS`), which all executors use.
 
-A new operation needs an entry in `OPS`, with its cost, and one here.
+A new operation needs an entry in `OPS`, with its cost, and an entry here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Elementwise(NamedTuple):
-    """One operation. call: returns a new tensor. into: writes to `out=`."""
+    """One operation. call: returns a new tensor. into: writes into `out=`."""
 
     call: Callable[..., torch.Tensor]
     into: Callable[..., torch.Tensor]
@@ -20,7 +20,7 @@ class Elementwise(NamedTuple):
 
 ELEMENTWISE = {
     "add": Elementwise(torch.add, torch.add),
-    "relu": Elementwise(torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out)),  # relu.out allocates
+    "relu": Elementwise(torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out)),  # because relu.out allocates memory
     "silu": Elementwise(torch.nn.functional.silu, torch.ops.aten.silu.out),
     "gelu": Elementwise(torch.nn.functional.gelu, torch.ops.aten.gelu.out),
 }

@@ -1,4 +1,4 @@
-"""The executors of embedding_all_to_all on a communicator: one for each plan, which all calls with that plan share."""
+"""The executors of embedding_all_to_all on a communicator. All calls with the same plan share one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
 
 
 def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
-    """Return the executors that were made on `communicator`, by plan. Some may be closed."""
+    """Return the executors that have been made on `communicator`, by plan. Some may be closed."""
     return of_communicator(_executors, comm, lambda _: {})
 
 
 def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
-    """Return the executor of `plan`, whose transport is fixed, on `communicator`. Collective if there is no open executor
-    yet.
+    """Return the executor of `plan`, whose transport is fixed, on `communicator`. Collective if it has to be made.
 
-    Ranks have compared their plans.
+    The caller has compared the plans of all ranks.
     """
     executors = executors_on(comm)
     executor = executors.get(plan)

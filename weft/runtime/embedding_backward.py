@@ -1,16 +1,16 @@
-"""Backward of embedding_all_to_all on a rank, on CPU processes and GPUs: gradients travel to the owners of tables, which
-reduce them by row.
+"""Backward of embedding_all_to_all on a rank, on CPU and GPUs: gradients are sent to the owners of tables and reduced
+by row.
 
-    grad       [local batch, all columns], of this rank's samples
+    grad       [local batch, all columns], for this rank's samples
     received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
-    rows       the reduced gradient of each row that the batch has read: into an optimizer's update, or into `.grad`
+    rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
-Each rank's part of `grad` for an owner is copied together first. CPU ranks synchronise before the exchange, and compare
-the number of the forward call, its batch sizes and the learning rate. If ranks run backward of different calls, or
-would update differently, they raise an error that names the difference before anything is written. On GPUs hosts do not
+Before the exchange, each rank copies the parts of `grad` for each owner together. CPU ranks also synchronise, and
+compare the number of the forward call, its batch sizes and the learning rate. If ranks run backward of different calls,
+or would update differently, they raise an error with the difference before anything is written. GPU hosts do not
 synchronise.
 
-Ids and samples alone fix the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
+Only ids and samples determine the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
 number of ranks, any placement of tables, and any delays.
 """
 
@@ -40,18 +40,19 @@ from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.words import by_rank, counted
 
-_EXTRA = struct.Struct("<qq")  # the number of the forward call, a hash of the rest
-_KNOWN = 4  # layouts of tables and states to remember: modules and their copies share a plan
+_EXTRA = struct.Struct("<qq")  # number of the forward call, hash of the other compared values
+_KNOWN = 4  # layouts of tables and states to remember, since copies of a module share a plan
 
 
 def gradients(
     of: ForwardCall, jagged: JaggedInput, weights: Sequence[torch.Tensor], grad: torch.Tensor, wanted: tuple[bool, bool],
     group: dist.ProcessGroup, turn: Turn,
 ) -> tuple[list[torch.Tensor] | None, torch.Tensor | None]:  # fmt: skip
-    """Return the gradients of tables and of per-sample weights, or update the tables and return None for them.
+    """Return the gradients of tables and of per-sample weights. With an optimizer, update the tables and return None
+    for them.
 
-    weights: the tables, for gradients of per-sample weights. wanted: the flags of the wanted gradients of tables (or an update),
-    of per-sample weights.
+    weights: the tables, for gradients of per-sample weights. wanted: True for wanted gradients of (tables, or an
+        update; per-sample weights).
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -78,7 +79,7 @@ def gradients(
 
 
 def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of dtype `dtype` travel."""
+    """Return the dtype in which gradients of dtype `dtype` are sent."""
     wanted = "table" if of.tables is None else of.tables.optimizer.gradient_dtype
     return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
 
@@ -88,10 +89,11 @@ def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Yield the gradients of the vectors that this rank has pooled, [global batch, columns of its tables], as `dtype`.
+    """Yield the gradients of the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`, and
+    None.
 
-    Also yield None if they are an ordinary tensor. Otherwise they are in memory that peers write, inside of the context only, and
-    the second is 1 on the device if all have come, else 0.
+    With `WEFT_PUSH_GRADIENTS`, the gradients are in memory that peers write, and are valid only inside the context. The
+    second value is then a tensor on the device: 1 if all gradients have arrived, else 0.
     """
     pushes = grad.device.type == "cuda" and sharding.world_size > 1 and env.push_gradients()
     if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
@@ -108,7 +110,9 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Keep the gradients of all backwards inside, in the list that it yields, instead of updating the tables."""
+    """Return a context that collects the gradients of all backwards in a list, which it yields, instead of updating the
+    tables.
+    """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(
@@ -127,9 +131,9 @@ def update_collected(
 ) -> None:  # fmt: skip
     """Update the tables once, by the gradients of several backwards. Collective.
 
-    On CPU ranks compare the learning rate of the update, which may have changed since the last backward, and the calls.
+    CPU ranks compare the calls and the learning rate, which may have changed since the last backward.
     """
-    for one in collected[:1]:  # before ranks meet, so that a refusal leaves the group usable
+    for one in collected[:1]:  # before ranks synchronise, so that an error leaves the group usable
         assert one.of.tables is not None
         _require_intact(one.of, one.of.tables.weights, False)
     if device.type == "cpu" and group.size() > 1:
@@ -145,7 +149,7 @@ def update_collected(
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
-    """Raise an error if tables or states are not as forward found them: kernels would write or read beyond their memory."""
+    """Raise `ValueError` if tables or states have changed since forward: kernels could access memory beyond them."""
     try:
         if of.tables is not None:
             _require_tables(of, of.tables)
@@ -158,7 +162,9 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
 
 
 def _require_tables(of: ForwardCall, tables: Tables) -> None:
-    """Raise `ValueError` unless tables and states are valid. Their layouts, read natively, say if they were found valid before."""
+    """Raise `ValueError` unless tables and states are valid. Known layouts, which are read natively, are not checked
+    again.
+    """
     layout = layout_of([*tables.tensors, tables.step])
     known = of.plan.intact_tables.setdefault(of.rank, [])
     for one in known:
@@ -175,7 +181,7 @@ def _require_tables(of: ForwardCall, tables: Tables) -> None:
 def _update(
     call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
 ) -> None:
-    """Update the tables, which have been checked. ok: 0 on the device leaves them as they are."""
+    """Update the tables, which have been checked. ok: on the device, 0 to leave the tables unchanged."""
     of, tables = call.of, call.of.tables
     assert tables is not None
     device = device_code(call.received.device)
@@ -196,10 +202,10 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor that leaves gradients with a norm of at most `clip_norm`, float64 []. Collective.
+    """Return the factor by which gradients get a norm of at most `clip_norm`, as float64 []. Collective.
 
-    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is the
-    factor of `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
+    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is
+        that of `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
     """
     if group.size() > 1 and squares.device.type == "cpu":
         comm = symm.communicator(group, squares.device)
@@ -215,12 +221,14 @@ def scale_of_norm(
 def _require_finite(
     of: ForwardCall, received: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device. Collective."""
+    """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device.
+    Collective.
+    """
     refuse_nonfinite(nonfinite_tables(of.plan.sharding, of.rank, received), group, received.device, deadline_s)
 
 
 def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
-    """Return the tables and features of `rank` whose gradients are infinite or NaN. Waits for the device."""
+    """Return texts with the tables and features of `rank` whose gradients are infinite or NaN. Waits for the device."""
     column, bad = 0, list[str]()
     finite = received.isfinite().all(0).tolist()
     for slot in sharding.local_slots(rank):
@@ -243,7 +251,7 @@ def to_owners(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradients of the vectors that this rank has pooled, [global batch, columns of its tables], as `dtype`."""
+    """Return the gradients of the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`."""
     world = sharding.world_size
     if world == 1:
         return grad.to(dtype).contiguous()
@@ -258,9 +266,10 @@ def to_owners(
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Begin to sort the ids of a forward call for its backward, on GPUs.
+    """Start to sort the ids of a forward call for its backward, on GPUs.
 
-    The sort runs after forward, concurrently with later work."""
+    The sort runs after forward, concurrently with later work.
+    """
     if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 
@@ -275,23 +284,22 @@ def device_code(device: torch.device) -> ModuleType:
 
 
 def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None:
-    """Meet the ranks' backward of the same call. Raise on every rank if they differ."""
+    """Synchronise the ranks in backward of the same call. Raise on every rank if they differ."""
     tables = counted(len(of.plan.sharding.tables), "table")
-    # Not the whole plan: backward depends neither on the transport nor on whether it was chosen.
+    # Without the rest of the plan: backward depends neither on the transport nor on how it was chosen.
     details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
     compare_ranks(comm, Topic(f"backward of embedding_all_to_all of {tables}", details), of, deadline_s)
 
 
 def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s: float | None) -> None:
-    """Synchronise the ranks before backward of `of`. Raise on every rank if calls, optimizers or learning rates
-    differ."""
+    """Synchronise the ranks before backward of `of`. Raise on every rank if calls, optimizers or learning rates differ."""
     _meet_on(comm, topic, of.said, of.number, deadline_s)
 
 
 def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
     """Synchronise the ranks. Raise on every rank if `said` or `number` differs between ranks.
 
-    number: the number of the forward call; 0, in a compiled program and at the end of `accumulate()`, matches any number.
+    number: the number of the forward call. 0, under torch.compile and at the end of `accumulate()`, matches any number.
     """
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
     meeting = meeting_of(comm)
@@ -304,4 +312,4 @@ def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_
     texts = comm.all_gather(
         f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
     )
-    meeting.disagree(f"ranks run backward of embedding_all_to_all in different ways: {by_rank(enumerate(texts))}")
+    meeting.disagree(f"ranks run different backwards of embedding_all_to_all: {by_rank(enumerate(texts))}")

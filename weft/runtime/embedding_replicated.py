@@ -1,11 +1,13 @@
-"""Backward of data-parallel tables: every rank has the tables, pools its own samples, and gets the sum of all ranks' gradients.
+"""Backward of data-parallel tables. Every rank has the tables, pools its own samples, and gets the sum of all ranks'
+gradients.
 
     dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
-    parts      all ranks' values of a range of elements, all_to_all_single; summed in the order of ranks
-    reduced    the sums of all ranges, all_gather
+    parts      all ranks' values for a range of elements, by all_to_all_single; summed in the order of ranks
+    reduced    the sums of all ranges, by all_gather
 
-So the sum is bitwise identical on every rank, and does not depend on how torch's backends reduce. It depends on the number of
-ranks: each rank sums its own samples first. Only rows that at least one rank has read are updated, as for other tables.
+So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. It depends on the number
+of ranks, since each rank sums its own samples first. As for other tables, only rows that at least one rank has read are
+updated.
 
 The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
 """
@@ -33,13 +35,13 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Spans:
-    """The places of the ids of each slot in the values, known to the host."""
+    """For each slot, the first position and the end of its ids, on the host."""
 
     of_slot: tuple[tuple[int, int], ...]
 
 
 def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
-    """Return the flat float32 gradients of all tables, followed by a flag per row, 1 if this rank read it.
+    """Return the flat float32 gradients of all tables, followed by a flag per row: 1 if this rank has read the row.
 
     grad: [samples, columns of all tables].
     """
@@ -60,12 +62,12 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
     ids, (rows, base) = torch.cat([jagged.values[begin:end] for begin, end in spans.of_slot]), of_ids.unbind(1)
     row = rows_of_hashes(ids, rows) if of.plan.options.hash else ids.to(torch.int64)
     read = torch.zeros(bases[-1] + 1, dtype=torch.float32, device=device)
-    read[torch.where((row >= 0) & (row < rows), base + row, bases[-1])] = 1.0  # the last one is of ids without a row
+    read[torch.where((row >= 0) & (row < rows), base + row, bases[-1])] = 1.0  # the last flag is for ids out of range
     return read[:-1]
 
 
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
-    """Return the sum of all ranks' `flat`, bitwise identical on every rank. Collective."""
+    """Return the sum of all ranks' `flat`, with the same bits on every rank. Collective."""
     world = group.size()
     if world == 1:
         return flat
@@ -87,14 +89,14 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
 def compare(
     of: ForwardCall, what: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Compare optimizers and learning rates of ranks on CPU. Collective."""
+    """Compare optimizers and learning rates across CPU ranks. Collective."""
     if device.type == "cpu" and group.size() > 1:
-        of = replace(of, checked=of.checked._replace(batch_sizes=()))  # which differ
+        of = replace(of, checked=of.checked._replace(batch_sizes=()))  # batch sizes differ between ranks
         compare_ranks(symm.communicator(group, device), Topic(what, of.plan.sharding.written), of, deadline_s)
 
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each table's gradient, [rows, columns], and a flag for each row: True if a rank has read it."""
+    """Return for each table its gradient [rows, columns], and a flag per row: True if a rank has read it."""
     shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
     dense, read = flat.split([sum(rows * columns for rows, columns in shapes), sum(rows for rows, _ in shapes)])
     grads = dense.split([rows * columns for rows, columns in shapes])
@@ -118,7 +120,9 @@ def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadli
 
 
 def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the gradient of each table in its dtype: dense, or a coalesced sparse COO tensor, which waits for the device."""
+    """Return the gradient of each table in its dtype: dense, or coalesced sparse COO. The sparse form waits for the
+    device.
+    """
     found = []
     for config, (grad, is_read) in zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True):
         grad = (grad * of.factor).to(config.dtype)

@@ -1,7 +1,7 @@
 """Updates of tables by gradients of rows: each id has its own gradient, as in backward of unpooled embeddings.
 
-Tables are a call to the code that updates pooled tables, in which every bag has one id. Equal ids are summed in the order in which
-they are given, in float32.
+They use the code that updates pooled tables, by calls in which every bag has one id. The gradients of equal ids are
+summed in the given order, in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from weft.runtime.embedding_backward import device_code, scale_of_norm
 
 
 class RowGradients(NamedTuple):
-    """Gradients of rows of a table, number `number` of all. ids: [n] int64; out of range they have no row. grads: [n, columns]."""
+    """Gradients of rows of the table with index `number`. ids: [n] int64; ids out of range are ignored. grads: [n,
+    columns].
+    """
 
     table: EmbeddingBagConfig
     number: int
@@ -52,9 +54,11 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Return groups of tables with similar numbers of ids: a group is one call, whose arrays have room for the most.
+    """Return groups of tables with similar numbers of ids. Each group is one call, whose arrays have space for the
+    largest number.
 
-    With random rounding each table is alone: its random bits must not depend on the others."""
+    With stochastic rounding each table is a group: its random bits must not depend on other tables.
+    """
     groups: dict[int, list[int]] = {}
     is_stochastic = tables.optimizer.rounding == "stochastic"
     for place, one in enumerate(given):
@@ -65,7 +69,7 @@ def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
 def gradient_of_table(
     given: RowGradients, factor: float, sparse: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the gradient of the table: dense, or a coalesced sparse COO tensor, for which it waits for the device."""
+    """Return the gradient of the table: dense, or a coalesced sparse COO tensor. The sparse form waits for the device."""
     of, jagged, grads = _call([given], factor, None, sparse)
     device: Any = device_code(grads.device)
     (found,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), grads, dtype)
@@ -73,11 +77,13 @@ def gradient_of_table(
 
 
 def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
-    """Return the sums of gradients with equal `inverse`, [count, columns], in float32 and in their order.
+    """Return the sums of gradients with equal `inverse`, [count, columns], in float32 and in the given order.
 
-    inverse: [n], numbers below `count`, each of which occurs. It waits for the device.
+    inverse: [n], each number below `count` at least once. Waits for the device.
     """
-    rows = 1 << max(0, count - 1).bit_length()  # few different tables, whose descriptions are kept
+    rows = (
+        1 << max(0, count - 1).bit_length()
+    )  # rounded up, so that there are few different descriptions of tables to cache
     dtype = grads.dtype
     table = EmbeddingBagConfig(max(1, rows), grads.shape[1], "equal ids", ("row",), dtype=dtype)
     if not len(inverse):
@@ -88,7 +94,9 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Return a call whose slot t has a bag for each id of `given[t]`, its input, and its gradients [most ids, all columns]."""
+    """Return a call in which slot t has a bag for each id of `given[t]`, its input, and its gradients [most ids, all
+    columns].
+    """
     counts, device = [one.ids.numel() for one in given], given[0].ids.device
     most, grads = max(counts), given[0].grads
     if len(given) == 1:
@@ -109,8 +117,9 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return some of the tables. If a call has only one table, the seed is derived from that table, because its index
-    in the call is always 0."""
+    """Return some of the tables. For a single table, the seed depends on its index, because its index in the call is
+    always 0.
+    """
     optimizer = tables.optimizer
     if len(places) == 1:
         seed = (optimizer.seed + given[places[0]].number * 0x9E3779B97F4A7C15) % 2**63
@@ -121,6 +130,6 @@ def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) 
 
 @functools.lru_cache(maxsize=256)
 def _plan_of(tables: tuple[EmbeddingBagConfig, ...]) -> EmbeddingPlan:
-    """Return a plan of tables that one feature each reads, by sums."""
+    """Return a plan of tables with one feature each, pooled by sums."""
     alone = tuple(replace(one, feature_names=(f"row of {number}",), pooling="sum") for number, one in enumerate(tables))
     return EmbeddingPlan(EmbeddingSharding(alone, (0,) * len(alone), 1), EmbeddingOptions("direct"))

@@ -1,17 +1,16 @@
-"""embedding_all_to_all without overlap, on CPU processes and GPUs: one pooling kernel, torch's all_to_all_single, a column
-permutation.
+"""embedding_all_to_all without overlap, on CPU and GPUs: one pooling kernel, all_to_all_single, a column permutation.
 
-It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it.
+It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it:
 
     pooled    [global batch, columns of this rank's tables]
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
-On CPU ranks of several hosts, a call may instead pool and send the samples of other hosts first (`FarFirst`).
+CPU ranks on several hosts may instead pool and send the samples of other hosts first (`FarFirst`).
 
-It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before they pool, as with other
-transports, and before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout
-and errors apply to the exchange.
+It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
+transports, and before the exchange, with the call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and
+errors apply to the exchange.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from weft.words import counted
 
 
 class EmbeddingAllToAllUnfused(Executor):
-    """The executor of one plan with transport "serial" on a communicator. It keeps no memory."""
+    """The executor of a plan with transport "serial" on a communicator. It keeps no memory."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
@@ -64,9 +63,9 @@ class EmbeddingAllToAllUnfused(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Any]:
-        """Run one call. Return the output [batch_sizes[rank], total_dim] as "out", on GPUs valid in stream order.
+        """Run one call. Return the output [batch_sizes[rank], total_dim] as "out". On GPUs it is valid in stream order.
 
-        tensors: as for the executors that overlap.
+        tensors: as for the executors of the other transports.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         comm, rank = self.comm, self.comm.rank
@@ -94,7 +93,7 @@ class EmbeddingAllToAllUnfused(Executor):
     def _in_turn(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Pool, then exchange. Return the output, and a function that warns of bad indices."""
+        """Pool, then exchange. Return the output, and a function that warns of bad indices, or None."""
         rank = self.comm.rank
         pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.output_dtype)
         alone = self._alone
@@ -120,10 +119,10 @@ class EmbeddingAllToAllUnfused(Executor):
         return True
 
     def close(self) -> None:
-        """Do nothing: no memory is kept."""
+        """Do nothing: this executor has no memory."""
 
     def check(self) -> None:
-        """Raise errors of the communicator since the last call."""
+        """Raise the error of the communicator, if it has failed."""
         self.comm.check()
 
 
@@ -131,12 +130,11 @@ def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """Pool all of `plan`, whose world size is 1, into `out` [global batch, its columns], of `plan.output_dtype`. Return a
-    function that warns of bad indices.
+    """Pool all tables of `plan`, whose world size is 1, into `out` [global batch, columns], of `plan.output_dtype`.
 
-    On GPUs this call itself warns of bad indices of earlier calls, and returns None. rank: named in warnings. widest: the most
-    columns of a feature block pooled elsewhere. It determines the kernel, so that sums have the same bits for any placement
-    of tables.
+    Return a function that warns of bad indices. On GPUs return None: the call itself warns of bad indices in earlier
+    calls. rank: the rank to name in warnings. widest: the largest number of columns of a feature block pooled
+    elsewhere. It determines the kernel, so that sums have the same bits for any placement of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

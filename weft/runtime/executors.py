@@ -13,19 +13,22 @@ from weft.schedule import Schedule
 from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, Any]
-"""The tensors of a call, by buffer; for an output whose number of rows is known only at run time, a function from their number to a
-tensor."""
+"""The tensors of a call, by buffer. An output with a dynamic number of rows is a function from that number to a tensor.
+"""
 
 
 @torch.inference_mode(False)
 def executor(
     schedule: Schedule, comm: Communicator, p: Problem | None = None, name: str = "", what: str = ""
 ) -> Executor:
-    """Make an executor for `schedule`, a candidate for `p`, whose operator its messages name. Collective.
+    """Make an executor for `schedule`, a candidate for `p`. Collective.
 
-    name: on GPUs, executors of one family with the same name share memory, and ranks compare only the first schedule of a family
-    and name. Pass the candidate's name if weft's own builder made it, "" otherwise. On CPU, all executors of a group share memory.
-    The memory serves calls both in and outside of inference mode, in any order.
+    name: the candidate's name if weft's own builder made it, "" otherwise. On GPUs, executors of one problem family
+        with the same name share memory, and ranks compare only the first of their schedules. On CPU, all executors of a
+        group share memory.
+    what: the call, for error texts.
+
+    The executor can be called inside and outside of inference mode.
     """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")

@@ -1,4 +1,4 @@
-"""Layouts of tensors, read in one native call. torch's API needs a Python call for each property of each tensor."""
+"""Layouts of tensors, read in one native call. With torch's API, each property of each tensor takes a Python call."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from weft import _core
 def _made() -> _core.LayoutReader | None:
     try:
         return _core.LayoutReader(torch.Tensor, torch.nn.Parameter)
-    except (AttributeError, RuntimeError):  # tensors of this torch version do not offer it
+    except (AttributeError, RuntimeError):  # this torch version does not support it
         return None
 
 
 READER = _made()
-"""The native reader; None if each property must be read with torch's API."""
+"""The native reader; None if properties can only be read with torch's API."""
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
-    """Return a key of the tensors' layouts and addresses: lists with equal keys are equally valid for a call.
+    """Return a key of the tensors' layouts and addresses. Lists with equal keys need to be validated only once.
 
-    Return None if a tensor is of another class than torch's own or needs a gradient. Also return None without a native
-    reader, because the key would take as long as the checks.
+    Return None if a tensor has a class other than torch's own or requires a gradient. Also return None without a native
+    reader: computing the key would take as long as the checks.
     """
     if READER is None:
         return None
     try:
         return READER.read(tensors, torch.is_grad_enabled())
-    except RuntimeError:  # tensors without memory, which torch.compile makes
+    except RuntimeError:  # tensors without memory, such as those in a trace of torch.compile
         return None

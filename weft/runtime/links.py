@@ -1,7 +1,8 @@
-"""The rate and the round trip between each pair of hosts, measured by the process group's all-to-all on CPU.
+"""Measures the rate and the round trip between each pair of hosts, by the process group's all-to-all on CPU.
 
-The first ranks of two hosts exchange data. Pairs without a common host are measured at the same time, round by round as in a
-tournament. All rounds together take about `_MOST_S`. A round trip is twice the fastest exchange of a byte, with gloo's own time.
+The first ranks of two hosts exchange data. Pairs without a common host are measured at the same time, in rounds as in a
+tournament. All rounds together take about `_MOST_S`. The round-trip time is twice that of the fastest exchange of one
+byte, including gloo's own time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TRIPS, _FIRST_BYTES, _MOST_BYTES, _GROWTH = 16, 64 << 10, 64 << 20, 4
 
 @dataclass(frozen=True)
 class LinkFound:
-    """The link between two hosts. bytes_per_us: from the first to the second, one stream."""
+    """The link between two hosts. bytes_per_us: the rate from the first host to the second, with one stream."""
 
     hosts: tuple[str, str]
     bytes_per_us: float
@@ -43,9 +44,10 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def measure_links(comm: Communicator) -> list[LinkFound]:
-    """Return the links between all hosts of a group of CPU ranks, the same on every rank. Collective. Empty for one host.
+    """Return the links between all hosts of a group of CPU ranks, the same on every rank. Return no links for one host.
+    Collective.
 
-    Every rank takes part in all exchanges; ranks that measure nothing send nothing. Raises `DeadlineError` after
+    Every rank takes part in all exchanges. Ranks that measure nothing send nothing. Raises `DeadlineError` after
     `WEFT_DEADLINE_S`, or the group's error.
     """
     hosts = list(dict.fromkeys(comm.hosts))
@@ -70,7 +72,7 @@ def measure_links(comm: Communicator) -> list[LinkFound]:
 
 
 def _exchange_s(comm: Communicator, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-    """Send `nbytes` from the first to the second rank of each pair. Return all ranks' times."""
+    """Send `nbytes` from the first to the second rank of each pair. Return the times of all ranks, in seconds."""
     leaving = [nbytes * ((comm.rank, rank) in pairs) for rank in range(comm.world_size)]
     came = [nbytes * ((rank, comm.rank) in pairs) for rank in range(comm.world_size)]
     sent, received = (torch.empty(sum(counts), dtype=torch.uint8) for counts in (leaving, came))

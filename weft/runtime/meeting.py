@@ -1,17 +1,17 @@
-"""The rendezvous of a group's ranks on CPU, before each call begins.
+"""The rendezvous of a group's CPU ranks before each call.
 
-Each rank publishes its next call (a `Topic`), or the reason for a refusal, and reads its peers' messages. This is one small
-all-gather through shared memory, which takes microseconds. No rank computes, sends or counts anything until all ranks are
-known to make the same call:
+Each rank publishes its next call (a `Topic`), or the reason why it refuses the call, and reads its peers' messages.
+This is a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all
+ranks are known to make the same call:
 
-    a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun: the group lives on
-    topics differ             `DisagreementError` on every rank. Ranks are out of step, by at least one call: the group ends
-    a rank does not arrive    `DeadlineError`, `PeerLostError`: the group ends
+    a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
+    topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group ends
+    a rank does not arrive    `DeadlineError` or `PeerLostError`. The group ends
 
-All calls of a group use one rendezvous, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
-one rank meets the n-th call of every peer.
+All calls of a group use one rendezvous, whichever operator makes them. So the n-th call of one rank is compared with
+the n-th call of every peer.
 
-On GPUs hosts do not synchronise, because a rendezvous would cost more than the call: see `weft.operator.together`.
+GPU hosts do not synchronise, because a rendezvous would take longer than the call (`weft.operator.together`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from weft.words import by_rank
 
 _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
-_EXTRA = 16  # bytes that a call may add for peers to read
+_EXTRA = 16  # bytes that a call may publish for its peers
 _NOTHING = bytes(_EXTRA)
-_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which the call carries
+_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers that the call carries
 _LAYERS_AT = 1 + _EXTRA
-_AT = _LAYERS_AT + _LAYERS.size  # where the compared part begins
+_AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 _DIGEST = 16
-_PIECE_BYTES = 32 * 1024  # of details per message; a message carries up to 64 KiB
-_NUMBER = re.compile(r"\b\d+\b")  # a size, not a part of "fp32"
+_PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
+_NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
 _MISSED = (
     "Every rank must make this call, forward or backward, before the deadline, which deadline_s or "
     "WEFT_DEADLINE_S sets. Check whether that rank raised an error before the call, or skipped it. This group "
@@ -54,8 +54,8 @@ T = TypeVar("T")
 class Topic:
     """The call that a rank is about to make, which is compared with its peers' calls.
 
-    text: for messages; cut if it is too long. details: compared as well. difference: collective, on ranks with equal texts;
-        returns how their details differ. hint: advice if only sizes differ.
+    text: for error texts; truncated if it is too long. details: compared too. difference: a collective function that
+        returns how details differ, for ranks with equal texts. hint: advice if only sizes differ.
     """
 
     def __init__(
@@ -67,25 +67,27 @@ class Topic:
 
 
 class Meeting:
-    """The rendezvous of all calls of `communicator`, which is on CPU. The constructor is collective. One thread at a time may
-    call."""
+    """The rendezvous of all calls on `communicator`, which is on CPU. The constructor is collective.
+
+    Only one thread at a time may make calls.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.calls = 0  # calls that this rank has published
-        self.schedules = 0  # schedules made to run on this group
-        self.lock = threading.Lock()  # held by a call until its work is enqueued in order, or done
+        self.calls = 0  # number of calls that this rank has published
+        self.schedules = 0  # number of schedules made for this group
+        self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self._publishing = threading.Lock()
         self._exchange = Exchange(comm, _BYTES)
         self._layers = calls_of(comm.group).layers
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the rendezvous of this communicator at its end."""
+        """Drop this rendezvous when its communicator ends."""
         _meetings.pop(self.comm, None)
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
-        """Wait until every rank is about to make the same call. Return each rank's `extra`, 16 bytes, by rank."""
+        """Wait until every rank is about to make the same call. Return the 16 bytes `extra` of each rank, by rank."""
         noted = self._layers.take()
         compared = _LAYERS.pack(*noted.records) + topic.compared
         payloads = self._publish(_CALL + extra + compared, topic.text, deadline_s)
@@ -99,13 +101,13 @@ class Meeting:
         return [payload[1:_LAYERS_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
-        """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse."""
+        """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse it."""
         self._layers.take()
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
             return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s))
         except WeftError as error:
-            raise type(error)(f"{error}. This rank had refused its call: {text}") from error
+            raise type(error)(f"{error}. This rank refused its call: {text}") from error
 
     def _publish(self, payload: bytes, what: str, deadline_s: float | None) -> list[bytes]:
         with self._publishing:
@@ -118,7 +120,7 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """End the group. Every rank has read the same payloads, so each rank ends its own side."""
+        """End the group on this rank. Every rank has read the same payloads and does so too."""
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
@@ -130,7 +132,9 @@ class Meeting:
         )
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Gather the options and call `disagree`. Every rank does so, because all have read the same fingerprints."""
+        """Gather the options of layers and call `disagree`. Every rank does so, because all have read the same
+        fingerprints.
+        """
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
@@ -151,9 +155,9 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
-    """Return a topic's `difference`, which shows the details of each rank.
+    """Return a `difference` for a topic, which shows the details of each rank.
 
-    If the details are several lines "name: value", it shows the first line that differs.
+    For details of several lines "name: value", it shows the first line that differs.
     """
     return lambda: _difference(comm, details)
 
@@ -176,7 +180,7 @@ def _difference(comm: Communicator, details: str) -> str:
 
 
 def refuse(comm: Communicator, text: str, *, deadline_s: float | None) -> NoReturn:
-    """Take part in a call whose input is bad here. Raise `RefusedError` with `text`, on CPU on every rank."""
+    """Take part in a call whose input is bad on this rank. Raise `RefusedError` with `text`, on CPU on every rank."""
     if comm.device.type == "cpu":
         raise RefusedError(meeting_of(comm).refuse(text, deadline_s=deadline_s))
     comm.check()
@@ -188,7 +192,7 @@ _meetings: dict[Communicator, Meeting] = {}
 
 
 def meeting_of(comm: Communicator) -> Meeting:
-    """Return the rendezvous of a communicator. Collective at the first call for a communicator."""
+    """Return the rendezvous of a communicator. Collective at the first use of a communicator."""
     return of_communicator(_meetings, comm, Meeting)
 
 
@@ -201,9 +205,11 @@ def published_on(group: dist.ProcessGroup) -> int:
 
 
 def of_communicator(known: dict[Communicator, T], comm: Communicator, make: Callable[[Communicator], T]) -> T:
-    """Return the entry of `comm`, and make it first if there is none.
+    """Return the entry of `comm`, and make it if there is none.
 
-    Then drop the entries of closed communicators: an entry may hold its communicator, so nothing else would free them."""
+    When an entry is made, drop the entries of closed communicators. An entry may refer to its communicator, so nothing
+    else would free it.
+    """
     found = known.get(comm)
     if found is None:
         for closed in [one for one in known if one.closed]:

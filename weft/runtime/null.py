@@ -1,8 +1,8 @@
-"""The executor without effect: it runs any schedule on any machine, and returns the order of its steps.
+"""The null executor: it runs any schedule on any machine without effect, and returns the order of its steps.
 
-It is the simulator's engine on a machine on which steps take no time, so it needs no processes, no torch and no memory. It
-finds schedules that would hang. Its timeline is the order that signals impose. The timelines of other executors must agree
-with this order.
+It is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch and no memory. It
+finds schedules that would hang. Its timeline is the order that signals impose, with which the timelines of other
+executors must agree.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Shaped(Protocol):
 
 
 class NullSchedule(Executor):
-    """`schedule` on this rank of `communicator`, without effect. The constructor raises `ScheduleError` if the schedule would
-    hang."""
+    """The null executor of `schedule` on this rank. The constructor raises `ScheduleError` if the schedule would hang."""
 
     def __init__(self, schedule: Schedule, comm: Ranked) -> None:
         if schedule.world_size != comm.world_size:
@@ -48,17 +47,17 @@ class NullSchedule(Executor):
         self, tensors: Mapping[str, Shaped], *, deadline_s: float | None = None, timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Shaped]:  # fmt: skip
-        """Check the tensors' shapes and append the rank's steps to `timeline`.
+        """Check the tensors' shapes, and append this rank's steps to `timeline`.
 
-        tensors: every input and output buffer by name, with its shape; the tensors are not read or written. deadline_s:
-        above 0, otherwise unused. timeline: gets the rank's steps in order, each from one whole number to the next instead
-        of times; the next run continues there.
+        tensors: every input and output buffer by name. Only their shapes are used. deadline_s: must be positive;
+            otherwise unused. timeline: gets the rank's steps in order. A step lasts from one integer to the next, and
+            the next run continues from there.
         """
         if deadline_s is not None and deadline_s <= 0:
             raise ValueError(f"deadline_s={deadline_s} must be positive")
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if found != self._shapes:
-            raise ValueError(f"tensors {found} must be {self._shapes}")
+            raise ValueError(f"tensors have shapes {found}: pass {self._shapes}")
         first = self._runs * len(self._spans)
         self._runs += 1
         if timeline is not None:
@@ -67,7 +66,7 @@ class NullSchedule(Executor):
         return {}
 
     def check(self) -> None:
-        """Do nothing: there are no errors."""
+        """Do nothing: this executor has no errors."""
 
     def close(self) -> None:
-        """Do nothing: there is no memory."""
+        """Do nothing: this executor has no memory."""

@@ -1,17 +1,17 @@
-"""Result buffers that peers write: a few output buffers in symmetric memory, lent to the user as tensors.
+"""Result buffers that peers write: a few output buffers in symmetric memory, which are lent to the user as tensors.
 
-A tensor handed to the user stays valid as long as the user holds it or any view of it. A buffer is offered to the peers again
-only after the user has dropped it. The offer is made in the order of this rank's stream (GPU) or program (CPU), so work on
-the old contents runs first. (As with any tensor: if another stream reads it, make the stream of the next call wait for that
-stream before you drop it.)
+A lent tensor stays valid as long as the user keeps it or any view of it. After that, the buffer is offered to the peers
+again. The offer is made in the order of this rank's stream (GPU) or program (CPU), so earlier work on the old contents
+runs first. (As with any tensor, if another stream reads it, make the stream of the next call wait for that stream
+before you drop it.)
 
-With `count` buffers, a user may hold `count - 1` results while the next one is computed. A user who holds more gets copies: the
-result is copied out of the last free buffer, which costs a pass over it and is counted in `copied`. With `count=1` results are
-never copied, and holding one across the next call is an error.
+With `count` buffers, a user may keep `count - 1` results while the next one is computed. Further results are copied out
+of the last free buffer, which takes a pass over the result and is counted in `copied`. With `count=1` results are never
+copied, and keeping one across the next call is an error.
 
-A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still held. So the
-buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out, in replays
-too. The same applies to every later call that gets this buffer.
+A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use.
+So the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out,
+also in replays. The same applies to every later call that gets this buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """A lease that lives exactly as long as the storage of the lent tensor, and keeps its memory mapped."""
+    """A lease that exists as long as the storage of the lent tensor, and keeps its memory mapped."""
 
     __slots__ = ("free", "memory", "slot")
 
@@ -42,7 +42,7 @@ class _Lease:
 
 
 class OutputPool:
-    """`count` output buffers per rank; all ranks call `reserve` with the same sizes."""
+    """`count` output buffers per rank. All ranks must call `reserve` with the same sizes."""
 
     def __init__(self, comm: Communicator, count: int) -> None:
         if not 1 <= count <= 255:
@@ -56,21 +56,22 @@ class OutputPool:
         self._region: Any = None
         self._free: list[int] = []
         self._captured = False
-        self._dropped: list[int] = []  # buffers of graphs whose results are no longer held
-        self._shared: set[int] = set()  # written by replays, and copied from
-        self._of_graphs: list[Any] = []  # memory from before the pool grew, which replays write
+        self._dropped: list[int] = []  # buffers of graphs whose results are no longer in use
+        self._shared: set[int] = set()  # the buffer that replays write, and from which results are copied
+        self._of_graphs: list[Any] = []  # memory from before the pool grew, which replays still write
 
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
-        """Make each buffer hold `slot_bytes`. Return True if the pool grew.
+        """Make each buffer at least `slot_bytes` large. Return True if the pool grew.
 
-        Collective if it has to grow: then it calls `quiesce` first. deadline_s: for each wait for a peer in that case.
+        Collective if it has to grow. Then it calls `quiesce` first. deadline_s: the longest wait for a peer in that
+        case.
         """
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False
         wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
         wanted = -(-wanted // _GRANULE) * _GRANULE
-        # Results that the user still holds keep the old memory mapped; peers no longer write there. If there is no room for more,
-        # this raises and everything stays as it was.
+        # Results that the user keeps hold the old memory mapped, and peers no longer write there. If there is not
+        # enough memory, this raises and nothing changes.
         with set_up_within(deadline_s):
             quiesce()
             region = self._comm.allocate(wanted * self.count)
@@ -82,11 +83,11 @@ class OutputPool:
 
     @property
     def lent(self) -> int:
-        """The number of results in these buffers that callers still hold."""
+        """The number of results in these buffers that callers still use."""
         return 0 if self._region is None else self.count - len(self._free) - len(self._dropped)
 
     def close(self) -> None:
-        """Return the memory. No result may be lent, on any rank. `reserve` allocates it again."""
+        """Release the memory. No result may be lent, on any rank. `reserve` allocates memory again."""
         for region in (self._region, *self._of_graphs):
             if region is not None:
                 region.give_back()
@@ -98,11 +99,11 @@ class OutputPool:
         return self.slot_bytes * self.count
 
     def base_addresses(self) -> list[int]:
-        """Return the address of buffer 0 of each rank, as this rank sees it."""
+        """Return the address of buffer 0 of each rank, in this process."""
         return [self._region.address(rank) for rank in range(self._comm.world_size)]
 
     def acquire(self) -> int:
-        """Return a free buffer for the next result. Raise `WeftError` if there is none."""
+        """Return the index of a free buffer for the next result. Raise `WeftError` if there is none."""
         if not self._free:
             raise WeftError(
                 f"no result buffer is free (outputs={self.count}): delete the last result and every view of it "
@@ -114,9 +115,10 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """Return the result in `slot` as the user's tensor.
+        """Return the result in buffer `slot` as a tensor for the user.
 
-        The slot is free again when the tensor and all its views are gone, unless a graph has captured the call.
+        The buffer becomes free when the tensor and all its views have been dropped, unless a graph has captured the
+        call.
         """
         region, rank, free = self._region, self._comm.rank, self._free
         is_last = not free
@@ -126,8 +128,8 @@ class OutputPool:
                 self._shared.add(slot)
             else:
                 free = self._dropped
-        # The lease holds the memory, but not the region, which is closed with the communicator. It also binds the current
-        # list of free slots: after growth the old slots return to an unused list.
+        # The lease refers to the memory, not to the region, which the communicator closes. It also refers to the
+        # present list of free buffers: after growth, old buffers return to a list that is not used any more.
         lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._comm.device, lease)
@@ -139,15 +141,14 @@ class OutputPool:
 
 
 class LendingExecutor(Executor):
-    """An executor whose results stay in the buffers `outputs` until the user frees them. `close` sets `closed`."""
+    """An executor whose results stay in the buffers `outputs` until the user drops them. `close` sets `closed`."""
 
     outputs: OutputPool
     closed = False
 
     @property
     def was_captured(self) -> bool:
-        """True, so that the memory is kept until a collective close, because users may hold results and graphs may be
-        replayed."""
+        """True: users may keep results and graphs may be replayed, so the memory is kept until a collective close."""
         return True
 
     @property

@@ -1,8 +1,8 @@
-"""One fp8 GEMM with scales: out = (a * scale_a) @ (b * scale_b) + bias.
+"""An fp8 GEMM with scales: out = (a * scale_a) @ (b * scale_b) + bias.
 
-On GPUs it is `torch._scaled_mm`: sums of products of fp8 numbers, in fp32, which are scaled, added to the bias and rounded once.
-On CPU it computes the same by an fp32 matmul, independent of torch's `_scaled_mm` for CPU. This is for tests and development,
-since it makes fp32 copies of both operands.
+On GPUs it is `torch._scaled_mm`: products of fp8 numbers are summed in fp32, scaled, added to the bias, and rounded
+once. On CPU an fp32 matmul computes the same, for tests and development. It makes fp32 copies of both operands, and
+does not use torch's `_scaled_mm` for CPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ def scaled_matmul(
 ) -> None:
     """Compute out = (a * scale_a) @ (b * scale_b) + bias.
 
-    a: [m, k], b: [k, n] column-major, fp8 e4m3. scale_a, scale_b: fp32, [1, 1] and [1, 1], or [m, 1] and [1, n]. out: [m, n],
-    bf16, fp16 or fp32, with bias [1, n] of the same dtype; or fp8, with bias in bf16. Values too large for fp8 become its largest
-    number. fast: accumulate as fast as the GPU can, with fewer bits.
+    a: [m, k] fp8 e4m3. b: [k, n] fp8 e4m3, column-major.
+    scale_a, scale_b: fp32, [1, 1] and [1, 1], or [m, 1] and [1, n].
+    bias: [1, n] in the dtype of out (bf16 if out is fp8), or None.
+    fast: True to accumulate as fast as the GPU can, with fewer bits.
+    out: [m, n] in bf16, fp16, fp32 or fp8. Values too large for fp8 become its largest number.
     """
     if not out.numel():
         return
@@ -35,7 +37,7 @@ def scaled_matmul(
         return
     y = (a.float() @ b.float()).mul_(scale_a).mul_(scale_b)
     y = y if bias is None else y.add_(bias)
-    if out.itemsize == 1:  # a conversion alone would turn large values into NaN
+    if out.itemsize == 1:  # without the clamp, the conversion would turn large values into NaN
         largest = torch.finfo(out.dtype).max
         y.clamp_(-largest, largest)
     out.copy_(y)

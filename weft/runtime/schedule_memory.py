@@ -16,7 +16,7 @@ from weft.schedule.text import describe, fingerprint
 from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
-"""Tensors by buffer."""
+"""Tensors, by buffer."""
 TORCH_DTYPE = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp8": torch.float8_e4m3fn,
     "int64": torch.int64, "int32": torch.int32,
@@ -26,7 +26,7 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The byte offset of each symmetric buffer in one region, and the number of each signal array's first counter."""
+    """The byte offset of each symmetric buffer in one region, and the index of each signal array's first counter."""
 
     buffers: dict[str, int]
     buffer_bytes: int
@@ -51,8 +51,8 @@ def layout_of(schedule: Schedule) -> Layout:
 def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
     """Check that all ranks run the same schedule, before anything is allocated. Collective.
 
-    Raise, on every rank, `DisagreementError` if the schedules differ, or `ScheduleError` if a step needs memory of a rank that is
-    not mapped where the step runs.
+    On every rank, raise `DisagreementError` if the schedules differ, or `ScheduleError` if a step needs memory of a
+    rank that is not mapped.
     """
     mine = (schedule.name, fingerprint(schedule))
     found = comm.all_gather((mine, _not_mapped(schedule, comm)), what="schedules to run")
@@ -67,13 +67,15 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
 
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
-    """Return a description of the first step of this rank that needs memory which is not mapped here; "" if there is none."""
+    """Return a text with the first step of this rank that needs memory which is not mapped; "" if there is none."""
     return "" if comm.all_mapped else needs_far(schedule, comm.rank, comm.hosts)
 
 
 def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str]) -> str:
-    """Return a description of the first step of `rank` that needs memory of a rank on another host; "" if there is none. hosts: the
-    host of each rank."""
+    """Return a text with the first step of `rank` that needs memory of a rank on another host; "" if there is none.
+
+    hosts: the host of each rank.
+    """
     for lane in schedule.of_rank(rank):
         for step in lane.steps:
             for other in sorted(_touched(step)):
@@ -84,8 +86,7 @@ def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str]) -> str:
 
 
 def _touched(step: Step) -> set[int]:
-    """Return the ranks whose memory a step of fixed sizes reads, writes or sets signals in. Collectives reach peers by
-    themselves."""
+    """Return the ranks in whose memory a step of fixed sizes reads, writes or sets signals. Collectives do not count."""
     parts = step.inner if step.tile_kernel else () if step.meets else (step,)
     places = [region.at for part in parts for region in part.regions]
     if step.tile_kernel:

@@ -1,22 +1,23 @@
-"""Collectives in two levels, for CPU ranks on several hosts: within each host, and between hosts by rails.
+"""Collectives in two levels, for CPU ranks on several hosts: within each host, and between hosts along rails.
 
-A **rail** is the ranks with one index, each on its own host. On H hosts of L ranks, for a shard of n bytes on each rank:
+A **rail** consists of the ranks with the same index on their hosts, one on each host. On H hosts of L ranks, with a
+shard of n bytes on each rank:
 
-    all_gather      each rail gathers its shards in shared memory, from where each rank reads what the rails of its host have. A
+    all_gather      Each rail gathers its shards in shared memory, where each rank reads the results of all rails of its host. A
                     host sends L n bytes to each other host.
-    reduce_scatter  each host sums the parts that its rails need, in shared memory. Then each rail exchanges and adds its H sums. A
+    reduce_scatter  Each host sums, in shared memory, the parts that its rails need. Then each rail exchanges and adds its H sums. A
                     host sends L n bytes to each other host.
-    all_reduce      a reduce-scatter within the host, an all-reduce in the rail, a gather within the host. A host sends
-                    2 (H - 1) / H of the matrix.
+    all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
+                    2 (H - 1) / H times the matrix.
 
-So each byte crosses a link between hosts once per host. For an all-gather, a ring of all W = H L ranks sends (W - 1) n bytes out of
-each host. gloo's reduce-scatter is an all-reduce, which sends twice as much.
+So each byte crosses a link between hosts once per host. In an all-gather by a ring of all W = H L ranks, each host
+would send (W - 1) n bytes. gloo's reduce-scatter is an all-reduce, which sends twice as much.
 
-Sums are fp32 (fp64 for fp64), and are rounded to the dtype of the matrix once per level. `weft.runtime.within_host` has the order
-of accesses to shared memory. Rails are gloo groups of weft's own.
+Sums are in fp32 (fp64 for fp64), and are rounded to the dtype of the matrix once per level. `weft.runtime.within_host`
+defines the order of accesses to shared memory. weft makes its own gloo groups for rails.
 
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
-"BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et
+    al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from weft.symm import Communicator
 from weft.symm.communicator import setup_deadline_s
 from weft.symm.groups import store_of
 
-_LONG = datetime.timedelta(minutes=30)  # gloo's own limit, as for torch's groups: `finish` has the call's deadline
+_LONG = datetime.timedelta(minutes=30)  # timeout of gloo, as for torch's groups; `finish` uses the call's deadline
 _LOOK_S, _GRACE_S = 0.05, 0.5
 _known: dict[Communicator, TwoLevels] = {}
 
@@ -50,18 +51,18 @@ _known: dict[Communicator, TwoLevels] = {}
 def two_levels_for(
     schedule: Schedule, lanes: Iterable[Lane], rows: Iterable[tuple[int, ...]], comm: Communicator
 ) -> TwoLevels | None:
-    """Return the two levels of `comm` with memory for the collectives of `lanes`, or None if they cannot be used. Collective.
+    """Return the two levels of `comm`, with memory for the collectives of `lanes`; None if they cannot be used.
+    Collective.
 
-    None if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a host has too little memory.
-
-    rows: for each collective the rows of all ranks' shards. Raise `DeadlineError` on every rank if ranks cannot connect within
-    the deadline of set-up.
+    They cannot be used if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a host has
+    too little memory. rows: for each collective, the number of rows of each rank's shard. Raise `DeadlineError` on
+    every rank if ranks cannot connect within the deadline of set-up.
     """
     if comm.all_mapped or not (per_host := ranks_per_host(comm.hosts)):
         return None
     dtypes = {buffer.name: buffer.dtype for buffer in schedule.buffers}
     steps = [step for lane in lanes for step in of_kind(lane.steps, Collective)]
-    if any(variables_of(step) for step in steps):  # their sizes are not known here
+    if any(variables_of(step) for step in steps):  # dynamic sizes are not known here
         return None
     nbytes = max((_shared_bytes(one, n, dtypes, per_host) for one, n in zip(steps, rows, strict=True)), default=0)
     if not nbytes:
@@ -69,13 +70,13 @@ def two_levels_for(
     levels = of_communicator(_known, comm, lambda made: TwoLevels(made, per_host, setup_deadline_s(None)))
     try:
         levels.near.reserve(nbytes)
-    except OutOfSharedMemoryError:  # on every rank
+    except OutOfSharedMemoryError:  # raised on every rank
         return None
     return levels
 
 
 def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str], per_host: int) -> int:
-    """Return the bytes of shared memory that the step needs on each rank, the same on all; 0 if it is no step of two levels."""
+    """Return the bytes of shared memory that the step needs on each rank; 0 if two levels do not support it."""
     if step.op not in ("all_gather", "reduce_scatter", "all_reduce") or len(set(rows)) > 1:
         return 0
     whole = step.src if step.op != "all_gather" else step.dst
@@ -86,8 +87,11 @@ def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return the number of ranks on each host; 0 unless there are several hosts, each with the same number of at least two
-    consecutive ranks. hosts: of all ranks."""
+    """Return the number of ranks on each host. Return 0 unless several hosts have the same number, at least two, of
+    consecutive ranks.
+
+    hosts: the host of each rank.
+    """
     count = len(set(hosts))
     per_host = len(hosts) // count
     starts = list(hosts[::per_host])
@@ -105,7 +109,7 @@ class Call:
 
 
 class TwoLevels:
-    """The shared memory of a rank's host, and gloo's group of its rail. They end with the communicator."""
+    """The shared memory of a rank's host, and the gloo group of its rail. They end with the communicator."""
 
     def __init__(self, comm: Communicator, per_host: int, deadline_s: float) -> None:
         self.comm, self.per_host, self.n_hosts = comm, per_host, comm.world_size // per_host
@@ -118,7 +122,9 @@ class TwoLevels:
         comm._holders.add(self)
 
     def _connect(self, name: str, store: dist.Store, deadline_s: float) -> None:
-        """Make the rail without torch's registration, which would be collective over all ranks of the job."""
+        """Make the rail's group without registering it in torch, since that would be collective over all ranks of the
+        job.
+        """
         own = dist.PrefixStore(f"{name}/{self.index}", store)
         gloo = dist.ProcessGroupGloo(own, self.host, self.n_hosts, datetime.timedelta(seconds=deadline_s))
         gloo._set_default_timeout(_LONG)
@@ -127,7 +133,7 @@ class TwoLevels:
         self.rail._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def close(self) -> None:
-        """Forget the rail and the memory, when the communicator ends."""
+        """Drop the rail and the memory when the communicator ends."""
         _known.pop(self.comm, None)
 
     def all_gather(self, src: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
@@ -142,7 +148,7 @@ class TwoLevels:
         self.near.release()
 
     def reduce_scatter(self, source: torch.Tensor, call: Call) -> torch.Tensor:
-        """Return this rank's rows of the sum of all ranks' source [W n, columns], [n, columns]."""
+        """Return this rank's rows, [n, columns], of the sum of all ranks' source [W n, columns]."""
         parts = source.view(self.n_hosts, self.per_host, -1, source.shape[1]).transpose(0, 1)
         sums = self._sum_of_host(list(parts), call)
         came = torch.empty_like(sums)
@@ -150,7 +156,7 @@ class TwoLevels:
         return _sum(list(came))
 
     def all_reduce(self, whole: torch.Tensor, call: Call) -> None:
-        """Sum all ranks' `whole`, contiguous, in place. All ranks get the same bits."""
+        """Replace `whole`, which is contiguous, by its sum over all ranks. All ranks get the same bits."""
         flat = whole.view(-1)
         parts = flat.tensor_split(self.per_host)
         mine = self._sum_of_host(parts, call)
@@ -164,7 +170,7 @@ class TwoLevels:
         self.near.release()
 
     def _sum_of_host(self, parts: Sequence[torch.Tensor], call: Call) -> torch.Tensor:
-        """Return the sum over the ranks of this host of their part with this rank's index. Parts may differ in size."""
+        """Return the sum, over the ranks of this host, of the part with this rank's index. Parts may differ in size."""
         starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
         own = self.near.own(parts[0], starts[-1], deadline_s=call.deadline_s, what=call.what)
         for index, part in enumerate(parts):
@@ -189,8 +195,10 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _until(deadline_s: float, comm: Communicator, connect: Callable[[], None]) -> str:
-    """Call `connect` on a thread. Return "", or its error. The process that keeps the store may be stopped, and torch waits for
-    it without a limit."""
+    """Call `connect` on a thread, and wait for it until the deadline. Return "" or the error.
+
+    The process that serves the store may be stopped, and torch waits for it without a limit.
+    """
     errors = [f"no answer within {deadline_s:g} s"]
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""The choice between two ways of a call by measurement, for CPU ranks on several hosts.
+"""The choice between two implementations of a call by measurement, for CPU ranks on several hosts.
 
-A call may send the data of other hosts first, while this host's data are computed (`weft.runtime.unfused.far_first`). More and
-smaller messages and GEMMs cost time too. So the first calls of each size take both ways in turn, and later calls take the faster.
-This is the only rule that declines to send the data of other hosts first.
+The second implementation sends the data of other hosts first, and computes this host's data meanwhile
+(`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
+of each size use both implementations alternately, and later calls use the faster one. Nothing else decides between them.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from collections import defaultdict
 
 from weft.symm import Communicator
 
-_MEASURED = 6  # calls of each size
-_CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts
+_MEASURED = 6  # calls of each size to measure
+_CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
 
 
 class TwoWays:
-    """The faster of two ways of a call, by measurement in the first calls of each size. All ranks take the same."""
+    """The choice between two implementations, by times of the first calls of each size. All ranks choose alike."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._times: defaultdict[int, list[float]] = defaultdict(list)  # by size bucket; the ways take turns
+        self._times: defaultdict[int, list[float]] = defaultdict(
+            list
+        )  # by size bucket, alternately of both implementations
         self._taken: dict[int, bool] = {}
 
     def takes_other(self, size: int) -> bool:
-        """True if the next call of this size goes the other way."""
+        """Return True if the next call of this size shall use the second implementation."""
         bucket = size.bit_length()
         return self._taken.get(bucket, len(self._times[bucket]) % 2 == 1)
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
-        """Note the time of a call. After the last one that is measured ranks compare, and take the slowest rank's times."""
+        """Record the time of a call. After the last measured call, ranks compare the slowest rank's times and choose."""
         bucket = size.bit_length()
         if bucket in self._taken:
             return

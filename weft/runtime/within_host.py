@@ -1,8 +1,9 @@
-"""Rounds in which the ranks of a host read each other's memory: each publishes bytes, reads those of its peers, and lets go.
+"""Rounds in which the ranks of a host read each other's memory. In a round each rank publishes bytes, reads those of
+its peers, and releases them.
 
-Order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers' bytes. It sets with
-release order, and waits with acquire order. It reads in round k once every counter is at least 2 k - 1. It writes for round k + 1
-once every counter is at least 2 k. So nobody overwrites bytes that a peer still reads.
+Memory order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers'
+bytes. It sets with release order, and waits with acquire order. It reads in round k when every counter is at least 2 k
+- 1. It writes for round k + 1 when every counter is at least 2 k. So no rank overwrites bytes that a peer still reads.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ import torch
 from weft import _core
 from weft.symm import Communicator
 
-_START = 64  # the counter has a cache line of its own
+_START = 64  # offset of the bytes: the counter has its own cache line
 _BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class WithinHost:
-    """Memory of the ranks of this host for rounds. One thread at a time."""
+    """The memory of the ranks of this host, for rounds. Only one thread at a time may use it."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.nbytes, self._epoch = comm, 0, 0
         self.ranks = [rank for rank in range(comm.world_size) if comm.mapped[rank]]
-        self._flat: list[torch.Tensor] = []  # the bytes of each rank of this host
+        self._flat: list[torch.Tensor] = []  # the bytes of each rank on this host
         self._counters: list[int] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` of each rank, the same on all ranks. Collective if the memory has to grow, between rounds."""
+        """Reserve `nbytes` for each rank, the same on all ranks. Collective if the memory has to grow. Call it between
+        rounds.
+        """
         if nbytes <= self.nbytes:
             return
         region = self.comm.allocate(_START + nbytes, what="collectives within a host")
@@ -38,22 +41,22 @@ class WithinHost:
         self.nbytes, self._epoch = nbytes, 0
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
-        """Return this rank's memory as a tensor, once no peer reads it any more."""
+        """Return this rank's memory as a tensor, when no peer reads it any more."""
         self._await(deadline_s, what)
         return self.of(self.ranks.index(self.comm.rank), like, *shape)
 
     def of(self, index: int, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Return the memory of rank number `index` of this host as a tensor of the dtype of `like`."""
+        """Return the memory of the rank with index `index` on this host, as a tensor with the dtype of `like`."""
         nbytes = torch.Size(shape).numel() * like.itemsize
         return self._flat[index][:nbytes].view(like.dtype).view(shape)
 
     def publish(self, *, deadline_s: float, what: str) -> None:
-        """Return when all ranks of this host have written their memory."""
+        """Publish this rank's memory. Return when all ranks of this host have published theirs."""
         self._advance()
         self._await(deadline_s, what)
 
     def release(self) -> None:
-        """Let peers write their memory again."""
+        """Tell peers that this rank has read their memory, so that they may write it again."""
         self._advance()
 
     def exchange(

@@ -1,29 +1,31 @@
 """The bootstrap of a group: a full mesh of connections, Unix sockets within a host and TCP between hosts.
 
-Protocol within a host. Each rank listens on a socket in the abstract namespace under a random 128-bit name, and publishes the name
-and a random token through the process group's store. A rank connects to every lower rank and accepts from every higher one. It
-sends one packet on that connection: its identity, the token of the rank that it means to reach, and one end of a new socket pair.
-From then on only the pair is used (an accepted socket would keep the listener's name). When a rank has all its sockets, it sends
-"ready" with a digest of the peer's token on each of them, and waits for the same from all. Then it closes the listener and wipes
-its published entry: nothing has a name, and only the pairs remain.
+Within a host, each rank listens on a socket in the abstract namespace under a random 128-bit name. It publishes the
+name and a random token in the process group's store. A rank connects to every lower rank and accepts connections of
+every higher one. On a connection it sends one packet: its identity, the token of the rank that it means to reach, and
+one end of a new socket pair. From then on only the pair is used, because an accepted socket would keep the listener's
+name. When a rank has all its sockets, it sends "ready" with a digest of the peer's token on each, and waits for the
+same from all peers. Then it closes the listener and clears its entry. So nothing has a name, and only the pairs remain.
 
-Hosts are told apart by boot id and network namespace, because abstract names do not leave them. A rank of a group on several hosts
-also listens on a TCP port, which it publishes in the store. A rank connects to lower ranks on other hosts there. Both ends prove
-that they know the token, which never travels over the network (`weft.symm.hosts`). All ranks refuse a group in which versions of
-weft or torch differ.
+Boot id and network namespace tell hosts apart, because abstract names are valid only within them. A rank of a group on
+several hosts also listens on a TCP port, which it publishes in the store. A rank connects there to lower ranks on other
+hosts. Both ends prove that they know the token, which is never sent over these connections (`weft.symm.hosts`). All
+ranks refuse a group with different versions of weft or torch.
 
-A rank that fails half-way writes the reason into its entry and hangs up. The reason is for ranks whose entries it had seen. If
-the rank failed by itself, not by a missed deadline, every other rank gets the reason once, even a rank that arrives later.
+A rank that fails during the bootstrap writes the reason into its entry and closes its connections. Ranks whose entries
+it had seen raise with this reason. If the cause is not a missed deadline or a lost peer, every other rank raises with
+it once, even a rank that arrives later.
 
-Ranks do not wait for a dead peer: an entry contains the pid, and `ended` returns other knowledge of the peer's end.
+Ranks do not wait for a dead peer: an entry contains the pid, and `ended` returns what other groups know of the peer's
+end.
 
-Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. A
-connection that has not identified itself delays no rank: listeners are polled together with all such sockets. The store may still
-have entries of an earlier, failed attempt: after a refused connection, a rank reads the entry again and retries until the
-deadline.
+Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not
+enough. A connection that has not identified itself delays no rank, because listeners are polled together with all such
+sockets. The store may still have entries of an earlier, failed attempt. So after a refused connection, a rank reads the
+entry again and retries until the deadline.
 
-A packet is one message (`weft.symm.connections`). Within a host file descriptors travel with it. End-of-file without a goodbye
-means that the process on the other end is gone.
+A packet is one message (`weft.symm.connections`). Within a host it can carry file descriptors. End-of-file without a
+goodbye means that the process on the other end has ended.
 """
 
 from __future__ import annotations
@@ -52,17 +54,19 @@ from weft.symm.entries import has_ended, hosts_of, require_one_version
 from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
-_LOOK_S = 0.1  # how long a wait for peers lasts before it checks that they are alive
-_REASON_S = 1.0  # wait for the reason of a rank that hung up: the store may be slow
-_MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the oldest is closed
+_LOOK_S = 0.1  # interval at which a wait for peers checks that they are alive
+_REASON_S = 1.0  # time to wait for the reason of a rank that closed its connection: the store may be slow
+_MOST_UNKNOWN = 64  # connections that have sent nothing yet; beyond this the oldest is closed
 
 
 @dataclass(frozen=True)
 class Peer:
     """A connected rank.
 
-    pid: the id in this process's namespace; 0 if the peer's namespace is not visible here. For a rank on another host it is the
-    id there. host: "" if the whole group is on one host."""
+    pid: its process id in this process's namespace; 0 if it is not visible here. For a rank on another host, its id
+        there.
+    host: the name of its host; "" if the whole group is on one host.
+    """
 
     rank: int
     pid: int
@@ -71,16 +75,17 @@ class Peer:
 
 
 class Mesh(NamedTuple):
-    """The connections of this rank, by rank, and the host of every rank. Equal names of different hosts are numbered."""
+    """The connections of this rank to its peers, and the host of every rank. Hosts with equal names are numbered."""
 
     peers: list[Peer]
     hosts: tuple[str, ...]
 
 
-_heard: set[tuple[int, str]] = set()  # by this rank: errors of other ranks, by the name of the attempt that they ended
-_spare = [
-    os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-]  # for last words in a store that is a file, when no other one is left
+_heard: set[tuple[int, str]] = (
+    set()
+)  # (rank, name of an attempt): errors of other ranks that this rank has already raised
+_spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+"""A spare descriptor, with which a rank without free descriptors can still write its last entry into a file store."""
 
 
 def connect(
@@ -93,14 +98,19 @@ def connect(
 ) -> Mesh:
     """Connect to every other rank of the group. Collective over the group's ranks.
 
-    Raises `RefusedError` if versions of weft or torch differ. `DeadlineError` naming the ranks that have not arrived within
-    `deadline_s` seconds, and those that cannot be reached. `PeerLostError` if another rank died or gave up in the middle, with its
-    reason, or if the store is gone with the process that kept it. `DisagreementError` if ranks have not begun equally many calls.
-    `WeftError` for an error of this rank, such as no descriptor left. After any error nothing stays open, and the peers are
-    notified.
+    ended: returns the reason why a rank's process has ended, if another group knows it, else "". If a rank died before
+        it published its entry, its peers do not know its pid and wait until the deadline.
 
-    ended: returns why a rank's process has ended, if another group knows, else "". If a rank died before it arrived here, not
-    even its pid is known, so its peers wait until the deadline.
+    Raises:
+
+    - `RefusedError` if versions of weft or torch differ.
+    - `DeadlineError`, which names the ranks that did not arrive within `deadline_s` seconds or cannot be reached.
+    - `PeerLostError` if another rank died or gave up, with its reason, or if the process that served the store has
+      ended.
+    - `DisagreementError` if ranks have begun different numbers of calls.
+    - `WeftError` for an error of this rank, such as no free descriptor.
+
+    After any error all sockets are closed, and the peers are notified.
     """
     if world_size == 1:
         return Mesh([], (socket.gethostname(),))
@@ -117,7 +127,7 @@ def _connect(setup: _Setup) -> Mesh:
         setup.run()
     except BaseException as error:
         words = json.dumps(setup.last_words(error))
-        said = setup.say(words)  # before it hangs up: a peer that sees that looks for the reason
+        said = setup.say(words)  # before it closes its connections: peers that see this look for the reason
         setup.close(*setup.peers.values())
         if not said:
             _say_at_any_price(setup, words)
@@ -139,8 +149,10 @@ def _connect(setup: _Setup) -> Mesh:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish why this rank gives up, even if the process is out of file descriptors. Use a descriptor that a closed socket
-    has freed, or else the spare descriptor."""
+    """Publish the reason why this rank gives up, even if the process has no free file descriptors.
+
+    A closed socket may have freed a descriptor. Otherwise the spare descriptor is closed to free one.
+    """
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
         setup.say(words)
@@ -158,31 +170,34 @@ class _Setup:
         self.store = PatientStore(store, rank, self.until)
         self.name = PREFIX + secrets.token_hex(16)
         self.entries: dict[int, _Entry] = {}
-        self.gave_up: dict[int, str] = {}  # in earlier attempts
-        self.has_looked_again = False  # after the deadline
-        self.cause = ""  # the attempt whose error has ended this one, by its name
+        self.gave_up: dict[int, str] = {}  # reasons of ranks that gave up in earlier attempts
+        self.has_looked_again = False  # True if it has checked once more after the deadline
+        self.cause = ""  # the name of the attempt whose error has ended this one
         self.peers: dict[int, Peer] = {}
         self.listener: socket.socket | None = None
-        self.unknown: list[socket.socket] = []  # connected, but not yet identified: a rank or a stranger
+        self.unknown: list[socket.socket] = []  # connected, but not identified yet
         self.hosts: tuple[str, ...] = ()
-        self.control: hosts.ControlPort | None = None  # of a group on several hosts
-        self.trouble: dict[int, str] = {}  # with reaching a rank on another host
+        self.control: hosts.ControlPort | None = None  # only in a group on several hosts
+        self.trouble: dict[int, str] = {}  # error texts, by rank on another host that cannot be reached
 
     def say(self, text: str) -> bool:
-        """Publish this rank's entry; return False if the store is gone with the rank that kept it."""
+        """Publish this rank's entry. Return False if the process that served the store has ended."""
         try:
-            # Last words replace an entry: a peer that has just found an entry there would wait for it to come back.
+            # Overwrite the entry instead of deleting it: a peer that had just found it would wait for it to appear
+            # again.
             self.store.set(str(self.rank), text)
         except RuntimeError:
             return False
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the store entry that explains why this rank gave up. With `cause`, every other rank raises this error,
-        even one that arrives later. Without it, this rank may try again: it was late, or lost a peer.
+        """Return the store entry that tells why this rank gave up.
+
+        With a `cause`, every other rank raises this error, even one that arrives later. Without it, this rank was late
+        or lost a peer, and may try again.
         """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
-        _heard.add((self.rank, cause))  # others will repeat it
+        _heard.add((self.rank, cause))  # other ranks will repeat this error
         met = [entry.name for entry in self.entries.values()]
         refused = isinstance(error, RefusedError)
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
@@ -218,7 +233,7 @@ class _Setup:
                 self._reach(other)
         while len(self.peers) < self.world_size - 1:
             self._accept()
-        # All ranks must have met the same attempt of each rank: a rank that failed and returned has a new name.
+        # All ranks must have seen the same attempt of each rank. A rank that failed and tries again has a new name.
         names = [self.entries[r].name for r in range(self.world_size)]
         attempt = _digest(" ".join(names))
         for peer in self.peers.values():
@@ -240,7 +255,8 @@ class _Setup:
     def _read_entries(self) -> None:
         missing = others = [r for r in range(self.world_size) if r != self.rank]
         while True:
-            # A rank that gave up without having met this rank may have heard of a rank that had, which was looked up before.
+            # If a rank gave up without having seen this rank, the cause may be a third rank that has seen it. So look
+            # up all ranks.
             for r in others if any(r in self.gave_up for r in missing) else missing:
                 self._look_up(r)
             missing = [r for r in missing if r not in self.entries]
@@ -262,7 +278,7 @@ class _Setup:
         if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
             _heard.add((self.rank, cause))
             self.cause = cause
-            if entry["refused"]:  # this rank would find the same error from all entries
+            if entry["refused"]:  # this rank would find the same error in the entries
                 raise RefusedError(entry["gave_up"])
             trouble = f"; {self.trouble[rank]}" if rank in self.trouble else ""
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}{trouble}")
@@ -270,11 +286,11 @@ class _Setup:
     def _reach(self, other: int) -> None:
         while True:
             sock = _socket()
-            sock.setblocking(False)  # a listener whose queue is full would block us without end
+            sock.setblocking(False)  # connecting to a listener with a full queue would block
             try:
                 sock.connect("\0" + self.entries[other].name)
                 break
-            except OSError:  # an entry of an earlier attempt, whose listener is gone; or the full queue
+            except OSError:  # the entry is of an earlier attempt, whose listener is closed; or the queue is full
                 sock.close()
                 self._pause([other])
                 self._look_up(other)
@@ -309,7 +325,7 @@ class _Setup:
                         f"{dialing.trouble}. Open TCP ports between the hosts, or name the network with WEFT_SOCKET_IFNAME"
                     )
                 if dialing is not None and dialing.failed:
-                    time.sleep(_LOOK_S)  # the other end logs each try that it refuses
+                    time.sleep(_LOOK_S)  # the other end logs each refused attempt, so wait before the next
                 self._pause([other])
                 self._look_up(other)
         finally:
@@ -317,7 +333,7 @@ class _Setup:
                 dialing.close()
 
     def _port_of(self, entry: _Entry) -> hosts.Port | None:
-        """Return the control port that a rank has published; None if it has not yet."""
+        """Return the control port that a rank has published; None if it has not published one yet."""
         key = _port_key(entry)
         if not self.store.check([key]) or not (text := self.store.get(key)):
             return None
@@ -345,15 +361,18 @@ class _Setup:
         self._still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
-        """Return the sockets that can be read: the listener if there is a new connection, and connections that are not
-        identified yet. Raise if a known peer closes its connection."""
+        """Return the readable sockets: the listener if there is a new connection, and connections that are not
+        identified yet.
+
+        Raise an error if a known peer closes its connection.
+        """
         assert self.listener is not None
         listening = [self.listener, *self.unknown, *(self.control.sockets() if self.control is not None else ())]
         poll = select.poll()
         for sock in listening:
             poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
-            # Hang-ups only: their messages are read later.
+            # Poll for hang-ups only: messages are read later.
             poll.register(peer.connection, select.POLLRDHUP if self._is_far(peer.rank) else 0)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
@@ -362,16 +381,17 @@ class _Setup:
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:
-        """Accept a connection, but do not wait for its first packet, because a process outside the group may never send
-        one."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
+        """Accept a connection, without waiting for its first packet: a process outside the group may never send one."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has already closed the connection
             self.unknown.append(ours(listener.accept()[0]))
         if len(self.unknown) > _MOST_UNKNOWN:
             self.unknown.pop(0).close()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Accept a peer that has identified itself. Otherwise close the connection: it is from outside the group, or
-        from a rank that has just died."""
+        """Accept a peer that has identified itself. Otherwise close the connection.
+
+        Such a connection comes from outside the group, or from a rank that has just died.
+        """
         files: list[int] = []
         with sock:
             try:
@@ -384,7 +404,7 @@ class _Setup:
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 is_ours = False
         if is_ours and self.rank < entry.rank < self.world_size and entry.rank not in self.peers:
-            if not files:  # the kernel drops a descriptor for which this process has no room
+            if not files:  # the kernel drops a received descriptor if this process has too many
                 raise OSError(
                     errno.EMFILE,
                     f"no descriptor arrived from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
@@ -395,17 +415,18 @@ class _Setup:
             os.close(file)
 
     def _welcome_far(self, sock: socket.socket) -> None:
-        """Continue the handshake of a connection to the control port. Accept the peer once it has proved that it
-        belongs to the group."""
+        """Continue the handshake of a connection to the control port. Accept the peer when it has proved that it
+        belongs to the group.
+        """
         assert self.control is not None
         if (caller := self.control.go_on(sock)) is None:
             return
         rank = caller.rank
         if self.rank < rank < self.world_size and rank not in self.peers and self._is_far(rank):
-            if hosts.attempt_of(self.entries[rank].name) != caller.attempt:  # a rank that has come back
+            if hosts.attempt_of(self.entries[rank].name) != caller.attempt:  # the rank has begun a new attempt
                 self._look_up(rank)
             if hosts.attempt_of(self.entries[rank].name) == caller.attempt:
-                with contextlib.suppress(OSError):  # it has hung up again
+                with contextlib.suppress(OSError):  # the other end has already closed the connection
                     self._add_far(rank, caller.accept())
                     return
         caller.socket.close()
@@ -435,11 +456,13 @@ class _Setup:
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
-        """Return the error for a known rank that has closed its connection. It contains the rank's reason, or says that
-        the rank died. Either may take a moment to arrive."""
+        """Return the error for a known rank that has closed its connection.
+
+        It contains the rank's reason, or tells that the rank died. Either may take a moment to arrive.
+        """
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)
-        # It may have hung up on a rank whose entry it had not read yet: its words are the reason all the same.
+        # The rank may not have read this rank's entry before it gave up. Its reason applies nevertheless.
         while rank not in self.gave_up and time.monotonic() < until:
             self._look_up(rank)
             self._raise_if_ended(rank)
@@ -447,18 +470,19 @@ class _Setup:
         return PeerLostError(f"rank {rank} gave up while this group was being set up: {self.gave_up.get(rank, text)}")
 
     def _pause(self, missing: list[int]) -> None:
-        """Wait a moment for `missing` ranks. Raise if the deadline has passed or a rank has given up."""
+        """Wait a moment for `missing` ranks. Raise an error if the deadline has passed or a rank has given up."""
         self._ready(0.0)
         self._still_wait_for(missing)
         time.sleep(0.002)
 
     def _still_wait_for(self, missing: list[int]) -> None:
-        """Raise if no time is left, or if one of these ranks will never arrive."""
+        """Raise an error if no time is left, or if one of these ranks will never arrive."""
         for rank in missing:
             self._raise_if_ended(rank)
         if self.has_looked_again:
             raise self._too_late(missing)
-        # This process may have been stopped, and the ranks may have arrived meanwhile.
+        # This process may have been stopped, and the ranks may have arrived meanwhile. So check once more after the
+        # deadline.
         self.has_looked_again = time.monotonic() >= self.until
 
     def _raise_if_ended(self, rank: int) -> None:

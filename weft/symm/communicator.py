@@ -1,9 +1,9 @@
-"""The state that the ranks of one process group share on one type of device: memory that all ranks can address, and
-waits with deadlines.
+"""The communicator of a process group: memory that all its ranks can address, and waits with deadlines.
 
-A `Communicator` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the process
-exits. It connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and allocates symmetric memory
-(`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once, for groups that overlap or not.
+There is one `Communicator` per (group, type of device). It is cached until it is closed, its process group is
+destroyed, or the process exits. It connects the ranks (`weft.symm.bootstrap`), watches for failures
+(`weft.symm.control`) and allocates symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once,
+also for groups that overlap.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from weft.symm.groups import is_registered, store_of
 from weft.symm.memory import Region
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
-_LOOK_S = 0.1  # interval at which a native wait returns to Python to check for Ctrl-C and goodbyes
-_COME_OUT_S = 1.0  # how long the exit of the process waits for threads
-_LET_GO_S = 0.1  # and then, while they live, for their clean-up
+_LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
+_COME_OUT_S = 1.0  # how long the exit of the process waits for threads to leave native code
+_LET_GO_S = 0.1  # and then for their clean-up
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextlib.contextmanager
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
-    """Set the deadline of set-up waits on this thread that have no deadline of their own. None: change nothing.
+    """Set the deadline of set-up waits in this context on this thread, for waits without their own deadline. None: no
+    change.
 
-    Use the caller's deadline, or the deadline of calls that compile or measure between set-up steps.
+    Pass the caller's deadline, or, if ranks compile or measure between set-up steps, the deadline of calls.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -62,8 +63,10 @@ def _nothing() -> None: ...
 
 
 class Communicator:
-    """The connections, memory and watchdog that a process group's ranks share on one type of device. Create it with
-    `communicator()`. As a context manager it closes itself at the end."""
+    """The connections, memory and watchdog that a process group's ranks share on one type of device.
+
+    Create it with `communicator()`. As a context manager it closes itself at the end.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, mesh: bootstrap.Mesh):
         self.rank = group.rank()
@@ -72,11 +75,13 @@ class Communicator:
         self.hosts = mesh.hosts
         """The name of each rank's host."""
         self.mapped = tuple(host == mesh.hosts[self.rank] for host in mesh.hosts)
-        """For each rank, True if this process can address its memory: if it is on the same host."""
+        """For each rank, True if this process can address its memory, because it is on the same host."""
         self.all_mapped = all(self.mapped)
-        """True for a group on one host. Otherwise calls run unfused."""
+        """True if all ranks are on one host. Otherwise calls run unfused, or by collectives."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
-        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the communicator
+        self._holders: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # objects with memory, which are closed with the communicator
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
         self._control = Control(self.rank, self.world_size, mesh.peers, calls, *told)
         self._looks: list[weakref.WeakMethod[Callable[[], None]]] = self._control.health.looks
@@ -99,12 +104,12 @@ class Communicator:
 
     @property
     def failed(self) -> bool:
-        """True if the group has failed, or this communicator is closed. It does not raise."""
+        """True if the group has failed or this communicator is closed. It does not raise."""
         return self._control.failed
 
     @property
     def failed_address(self) -> int:
-        """The address of a private int64: 0 at first, 1 once the group has failed or this communicator is closed."""
+        """The address of a private int64: initially 0, and 1 when the group has failed or this communicator is closed."""
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -121,10 +126,10 @@ class Communicator:
     # -- failure
 
     def check(self) -> None:
-        """Raise if the communicator is closed (`ValueError`) or the group has failed.
+        """Raise `ValueError` if the communicator is closed. Raise an error if the group has failed.
 
-        The first report of a dead peer is a `PeerLostError`. Later reports, and reports of any other failure, are a
-        `PoisonedGroupError` that repeats the cause.
+        The first report of a dead peer is a `PeerLostError`. All other reports are `PoisonedGroupError`, which repeats
+        the cause.
         """
         for look in tuple(self._looks):
             (look() or _nothing)()
@@ -132,40 +137,46 @@ class Communicator:
 
     @property
     def health(self) -> _core.Health:
-        """The native health record. Its `is_well()` is True if `check` would not raise, without a full check."""
+        """The native health record. Its `is_well()` is True if `check` would not raise, and is faster than `check`."""
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Have every `check()` call the method `look`, as long as its object exists.
+        """Make every `check()` call the method `look`, as long as its object exists.
 
-        It is for objects that may detect a failure before the group does, and then poison the group.
+        For objects that may detect a failure before the group does, and then poison the group.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
     def poison(self, text: str) -> None:
-        """Declare this group unusable, here and on every peer, because of `text`. The first declaration counts."""
+        """Make the group fail on this rank and on every peer, with the cause `text`. If it has already failed, do
+        nothing.
+        """
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Declare this group unusable here, because of `text`. Every peer finds the same error and declares its side unusable."""
+        """Make the group fail on this rank only, with the cause `text`. Use this for an error that every peer finds too."""
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
-        """Notify peers that this rank refuses the call that it has begun; see `weft.symm.calls`. For GPUs."""
+        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). Only GPUs use this."""
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
-        """Return when no peer can make the refused call any more, or raise the group's error. For GPUs, after a refusal."""
+        """Wait until no peer can make the refused call any more. Raise the group's error if it fails.
+
+        Executors on GPUs call this after a refusal.
+        """
         self._control.await_answers(setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:
-        """Have peers compare this rank's call with their call of the same number; see `weft.symm.calls`."""
+        """Let peers compare this rank's call with their call of the same number (`weft.symm.calls`)."""
         self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have the watchdog thread run `callback()` once if the group fails; at once, here, if it already has.
+        """Register `callback()`, which the watchdog thread runs once if the group fails. If it has failed, run it now,
+        on this thread.
 
-        Returns a function that removes the callback.
+        Return a function that removes the callback.
         """
         return self._control.on_failure(callback)
 
@@ -184,19 +195,20 @@ class Communicator:
     def wait(
         self, address: int, wanted: int, *, name: str, peer: int | None = None, deadline_s: float | None = None
     ) -> int:
-        """Wait until the counter at `address` is at least `wanted` (acquire order) and return its value.
+        """Wait until the counter at `address` is at least `wanted` (acquire order). Return its value.
 
-        peer: the rank expected to raise it (None: any rank). Raises `DeadlineError` with rank, signal, wanted and found values
-        after `deadline_s` seconds (default `WEFT_DEADLINE_S`), which also poisons the group. Raises `PeerLostError` if that
-        peer has left or died, and `PoisonedGroupError` if the group failed otherwise.
+        name: the signal, for error texts. peer: the rank that is expected to set the counter; None for any rank. After
+            `deadline_s` seconds (default `WEFT_DEADLINE_S`) poisons the group and raises `DeadlineError` with rank,
+            signal, and the expected and found values. Raises `PeerLostError` if that peer has left or died, and
+            `PoisonedGroupError` if the group failed otherwise.
         """
         control = self._control
         control.check()
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         while True:
-            # Check before reading the counter: a peer that has said goodbye has finished all its writes. And a process that
-            # was stopped past its deadline may find that the counter has been raised meanwhile.
+            # Check who has left before reading the counter: a peer that has said goodbye has finished all its writes. A
+            # process that was stopped past its deadline may find that the counter has been set meanwhile.
             left, remaining = self._who_left(peer), until - time.monotonic()
             patience_s = 0.0 if left else max(0.0, min(remaining, _LOOK_S))
             outcome, found = _core.signal_wait(address, wanted, patience_s, control.failed_address)
@@ -214,7 +226,7 @@ class Communicator:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Return the ranks that have left, if no rank remains that could raise the awaited signal; else []."""
+        """Return the ranks that have left, if no remaining rank could set the awaited signal; otherwise []."""
         gone = self._control.gone
         if peer is not None:
             return [peer] if peer in gone else []
@@ -223,35 +235,39 @@ class Communicator:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Return every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms per rank.
+        """Return every rank's `obj`, a small picklable object, by rank. For set-up: it takes about 0.1 ms per rank.
 
-        All ranks must make the same calls in the same order. `what` names the call; ranks with different names raise
-        `DisagreementError`. Deadline (default: that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`) and failures as in `wait`.
+        All ranks must make the same calls in the same order. `what` names the call: if names differ, ranks raise
+        `DisagreementError`. The default deadline is that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`. Raises the
+        errors of `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
     def all_gather_files(
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
-        """Run `all_gather`, in which each rank may also send a file descriptor. The receiver closes descriptors of peers."""
+        """Run `all_gather`, in which each rank may also send a file descriptor. The receiver must close the descriptors
+        of peers.
+        """
         deadline_s = setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
-        """Return every rank's `payload`, at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
+        """Return every rank's `payload` of at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
 
-        It goes over the control connections and takes a round trip between hosts. `name` names the subject in errors. Deadline
-        (default `WEFT_DEADLINE_S`) and failures as in `wait`.
+        It uses the control connections, and takes a round trip between hosts. `name` is the subject, for error texts.
+        The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
         """
         return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
-        """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective: every rank requests the same size.
+        """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective. Every rank must request the same
+        size.
 
-        On CPU, ranks of several hosts get memory that is mapped on their own host. On GPUs such a group raises `RefusedError`.
-        `OutOfSharedMemoryError` on every rank if any rank cannot reserve it; then nothing stays reserved, and the group stays
-        usable. `DisagreementError` if sizes (or `what`, the description) differ. Deadline and failures as in `all_gather`. Any
-        other error on this rank alone makes the group fail and notifies the peers.
+        On CPU, a rank of a group on several hosts maps the memory of the ranks on its own host. On GPUs such a group
+        raises `RefusedError`. Raises `OutOfSharedMemoryError` on every rank if any rank cannot reserve the memory; then
+        nothing stays reserved, and the group stays usable. Raises `DisagreementError` if sizes, or `what`, differ, and
+        the errors of `all_gather`. Any other error on this rank only makes the group fail.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
@@ -282,9 +298,9 @@ class Communicator:
     # -- the end
 
     def close(self) -> None:
-        """Leave the group. Peers are notified; it is no failure unless a peer still waits for this rank. Idempotent.
+        """Leave the group and notify peers. This is a failure only if a peer still waits for this rank. Idempotent.
 
-        Memory that peers have mapped, and tensors that this process still holds, stay valid.
+        Memory that peers have mapped, and tensors that this process still has, stay valid.
         """
         self._close("close() was called")
 
@@ -312,17 +328,22 @@ _exit_hook_of = 0  # pid
 def communicator(
     group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: float | None = None
 ) -> Communicator:
-    """Return the communicator of `group` on this type of device: the open communicator if there is one, else a new one.
+    """Return the communicator of `group` on this type of device. Make it if none is open.
 
-    Making one is collective over the ranks of the group and takes milliseconds; `deadline_s` (default `WEFT_SETUP_DEADLINE_S`,
-    20) bounds the wait for the other ranks. It exists until `close()`, until the process group is destroyed, or until the
-    interpreter exits; each of these notifies the peers and is no failure.
+    Making it is collective over the ranks of the group and takes milliseconds. `deadline_s` (default
+    `WEFT_SETUP_DEADLINE_S`, 20 seconds) limits the wait for other ranks. The communicator exists until `close()`, until
+    the process group is destroyed, or until the interpreter exits. Each of these notifies the peers, and is no failure.
 
-    Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this rank.
-    `RefusedError` if ranks have different versions of weft or torch. `PoisonedGroupError` if the group has failed before.
-    `DeadlineError` if a rank does not arrive in time, or cannot be reached. `PeerLostError` if a rank fails or dies after its
-    arrival, if another group knows that it has ended, or if the store of the group died with its process. `WeftError` if this rank
-    has no descriptor or thread for it.
+    Raises:
+
+    - `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
+      rank.
+    - `RefusedError` if ranks have different versions of weft or torch.
+    - `PoisonedGroupError` if the group has failed before.
+    - `DeadlineError` if a rank does not arrive in time, or cannot be reached.
+    - `PeerLostError` if a rank failed or died after it arrived, if another group knows that it has ended, or if the
+      process that served the group's store has died.
+    - `WeftError` if this rank has no free file descriptor or thread.
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
@@ -343,7 +364,7 @@ def communicator(
         try:
             calls = calls_of(group).begun
             mesh = bootstrap.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
-        except DisagreementError as error:  # all ranks have found it
+        except DisagreementError as error:  # all ranks have found the same error
             failures.remember(group, error)
             failures.tell(group, group.rank())
             raise
@@ -357,7 +378,7 @@ def communicator(
 
 
 def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
-    """Return the open communicator; None if there is none."""
+    """Return the open communicator of the group; None if there is none."""
     for known in list(_cache):
         if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()
@@ -367,18 +388,18 @@ def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | Non
                     f"{device}: close the first, or use another group"
                 )
             return known
-        if not is_registered(known._group()):  # destroyed, although references to it remain
+        if not is_registered(known._group()):  # the group was destroyed, although references to it remain
             known._close("its process group was destroyed")
     return None
 
 
 def open_communicator(group: dist.ProcessGroup, device_type: str) -> Communicator | None:
-    """Return the communicator that has been made, if it is still open."""
+    """Return the communicator of the group on this type of device if it is open; None otherwise."""
     return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
 def _ended(group: dist.ProcessGroup, rank: int) -> str:
-    """Return why a rank of `group` has ended, if a communicator of another group knows it; otherwise ''."""
+    """Return the reason why a rank of `group` has ended, if a communicator of another group knows it; otherwise ""."""
     wanted = dist.get_global_rank(group, rank)
     for known in list(_cache):
         other = known._group()
@@ -400,9 +421,9 @@ def close_all() -> None:
 def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    Threads that wait in native code are notified that their communicator closes. A thread that returns from native code while the
-    interpreter exits would abort the process. So would a thread that drops tensors then, for example with a traceback:
-    `_LET_GO_S` gives it time.
+    Threads that wait in native code are notified that their communicator closes. If a thread returned from native code
+    while the interpreter exits, it would abort the process. So would a thread that then frees tensors, for example with
+    a traceback; `_LET_GO_S` gives it time.
     """
     came_out = _threads_inside()
     close_all()
@@ -416,8 +437,10 @@ def _leave_all() -> None:
 
 
 def _threads_inside() -> set[int]:
-    """Return other threads in weft's code, or in native calls from it. weft's watchdog threads are excluded: they call nothing
-    that could abort."""
+    """Return other threads that run weft's code, or native code called by weft.
+
+    weft's own watchdog threads are excluded: they call nothing that could abort the process.
+    """
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
     return {
         thread
@@ -435,7 +458,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _close_at_exit() -> None:
-    # Use multiprocessing's exit hook, because its child processes end without running the functions of `atexit`.
+    # multiprocessing's exit hook is used because its child processes end without running the functions of `atexit`.
     global _exit_hook_of
     if _exit_hook_of != os.getpid():
         _exit_hook_of = os.getpid()

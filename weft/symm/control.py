@@ -1,22 +1,25 @@
 """The control plane of a group: notifications that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), so that news arrives while this rank
-computes or waits:
+A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), even while this rank
+computes or waits. It handles these messages:
 
-- *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
-- *goodbye*: the peer left in order, and why. This is no failure unless a rank waits for a signal that only that peer could
-  set;
-- *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on their position;
-- *lost*: a peer saw another rank die. Every rank sees that by itself too; the message makes all ranks name the same cause;
-- *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call
-  that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
-- *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`);
-- end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, from another host too;
-- an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent an invalid frame.
+- *data*: a peer's payload of a set-up collective, possibly with a file descriptor. If *more* messages came before, it
+  is the last part.
+- *goodbye*: the peer has left in an orderly way, with the reason. This is a failure only if a rank waits for a signal
+  that only that peer could set.
+- *poison*: a peer had an error, such as a missed deadline, after which ranks are out of step.
+- *lost*: a peer saw another rank die. Every rank sees that itself too; by this message all ranks name the same cause.
+- *call*: a peer's call, if `WEFT_CHECK_CALLS` compares every call. *made*: the digest of all its calls so far.
+  *refusal*: the peer does not make a call. *answer*: the peer will not make a call that this rank refused
+  (`weft.symm.calls`).
+- *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`).
+- end-of-file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, also from another host.
+- an error of a connection between hosts: the other host has not responded for `WEFT_DEADLINE_S`, or sent an invalid
+  frame.
 
-A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
-and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves
-nothing that its peers would misread.
+A failure is final. The watchdog sets the *failed word* (a private int64 that native waits read) and runs the
+`on_failure` callbacks, and every later use raises. No failure is signalled in shared memory, so a rank that dies while
+it writes leaves nothing that its peers could misread.
 """
 
 from __future__ import annotations
@@ -44,19 +47,20 @@ T = TypeVar("T")
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _REFUSAL, _ANSWER, _MADE, _MEETING = b"R", b"A", b"N", b"E"
 _PART_BYTES = MAX_PACKET - 1
-_CALL_S = 1.0  # how long a peer's full buffer may delay a message about a call
-_LAST_LOOK_S = 0.2  # after a deadline, how long the watchdog may read what has arrived
-CALLBACK_S = 2.0  # how long a callback of `on_failure` may delay the end of a group, or of the process with all groups
+_CALL_S = 1.0  # longest time that a peer's full buffer may delay a message about a call
+_LAST_LOOK_S = 0.2  # time for the watchdog to read what has arrived, after a deadline
+CALLBACK_S = 2.0  # longest time that callbacks of `on_failure` may delay closing a group, or exiting the process
 EXITING = "the process is exiting"
-_TICK_S = 0.25  # how often the watchdog looks if nothing arrives
-_STALE_S = 1.0  # since the last look: this process was stopped, and messages may be unread
+_TICK_S = 0.25  # interval at which the watchdog checks if nothing arrives
+_STALE_S = 1.0  # if the last check is older, this process was stopped, and messages may be unread
 
 
 class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
-    failed: called with a failure at once, in the thread that notices it. afterwards: called on the watchdog's thread when all
-    callbacks have run. If there is no descriptor or thread for a watchdog, the constructor notifies the peers and raises.
+    failed: called with a failure at once, on the thread that detects it. afterwards: called on the watchdog's thread
+        when all callbacks have run. If no file descriptor or thread is left for a watchdog, the constructor notifies
+        the peers and raises.
     """
 
     def __init__(
@@ -64,9 +68,9 @@ class Control:
         afterwards: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self.rank, self.world_size = rank, world_size
-        self.gone: dict[int, str] = {}  # by rank that said goodbye: why
-        self.ended: dict[int, str] = {}  # by rank whose process has ended: how
-        self.closed = ""  # the reason, once it is closed
+        self.gone: dict[int, str] = {}  # reason, by rank that has said goodbye
+        self.ended: dict[int, str] = {}  # error text, by rank whose process has ended
+        self.closed = ""  # the reason if it is closed, else ""
         self.failure: tuple[type[WeftError], str] | None = None
         self._lost: int | None = None
         self._tell_owner, self._afterwards = failed, afterwards
@@ -77,15 +81,15 @@ class Control:
         self._peers = {peer.rank: peer for peer in peers}
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
         self._met: dict[int, deque[bytes]] = {peer.rank: deque() for peer in peers}
-        self._begun = {peer.rank: b"" for peer in peers}  # beginnings of messages whose end has not arrived
+        self._begun = {peer.rank: b"" for peer in peers}  # parts of messages whose last part has not arrived
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
-        # Guards all attributes above and the life of descriptors. Reentrant: an interrupt inside a Condition's own
-        # __enter__, which is Python, would leave the lock taken forever.
+        # Guards all attributes above, and the lifetime of descriptors. It is reentrant: an interrupt inside a
+        # Condition's own __enter__, which is Python code, would otherwise leave the lock held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
-        self._compared_at = self.health.looked_at  # the watchdog
+        self._compared_at = self.health.looked_at  # time of the watchdog's last comparison of calls
         self._wake = -1
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -123,8 +127,9 @@ class Control:
             raise self.error()
 
     def _let_watchdog_look(self) -> None:
-        """Let the watchdog read. After the process was stopped, this thread may run before the watchdog has read what arrived
-        meanwhile."""
+        """Wait until the watchdog has read. After this process was stopped, this thread may run before the watchdog has
+        read new messages.
+        """
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._rouse()
         while (
@@ -135,7 +140,9 @@ class Control:
             time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
-        """Return the error to raise after the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
+        """Return the error to raise after the failed word is set. Only the first report of a dead peer is a
+        `PeerLostError`.
+        """
         with self._lock:
             if self.failure is None:
                 return ValueError(f"this communicator (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
@@ -156,7 +163,7 @@ class Control:
         self._tell(_REFUSAL + self._calls.refuse(text, len(self._peers))[: _PART_BYTES - 1])
 
     def await_answers(self, deadline_s: float) -> None:
-        """Return when all peers have answered this rank's last refusal, or raise the group's error."""
+        """Wait until all peers have answered this rank's last refusal. Raise the group's error if it fails."""
         until = time.monotonic() + deadline_s
         with self._lock:
             while self._calls.unanswered > 0 and not self._word.value and (remaining := until - time.monotonic()) > 0:
@@ -175,7 +182,7 @@ class Control:
             self._send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
-        """Mark the group as failed because `rank` was lost. None means that all peers were lost."""
+        """Mark the group as failed because `rank` was lost. None: all peers were lost."""
         self._fail(PeerLostError, text, _LOST + f"{'' if rank is None else rank} {text}".encode(), rank)
 
     def lose_who_left(self, ranks: list[int]) -> None:
@@ -212,7 +219,7 @@ class Control:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, file: int | None, what: str, deadline_s: float) -> list[tuple[Any, int | None]]:
-        """Return every rank's `obj` and file descriptor, by rank; see `Communicator.all_gather`."""
+        """Return every rank's `obj` and file descriptor, by rank (`Communicator.all_gather`)."""
         self.check()
         until = time.monotonic() + deadline_s
         taken: list[tuple[Any, int | None]] = [(obj, file)] * self.world_size
@@ -235,7 +242,9 @@ class Control:
                     taken[rank] = (value, files[0] if files else None)
             if len(set(names)) > 1:
                 calls = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-                raise DisagreementError(f"ranks made different calls where all must make the same: {calls}")
+                raise DisagreementError(
+                    f"ranks made different calls: {calls}. Make the same calls in the same order on every rank"
+                )
         except BaseException:
             for descriptor in received:
                 os.close(descriptor)
@@ -244,15 +253,15 @@ class Control:
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Fail the group if a collective does not complete. A rank that has sent or received only a part would be out of step."""
+        """Make the group fail if a collective does not complete: after a part of it, this rank is out of step."""
         try:
             yield
-        except BaseException as error:  # for example Ctrl-C; no effect if the group has failed before
+        except BaseException as error:  # for example Ctrl-C. No effect if the group has already failed
             self.poison(f"rank {self.rank}: {what}: {error!r}")
             raise
 
     def meet(self, payload: bytes, name: str, deadline_s: float) -> list[bytes]:
-        """Return every rank's payload, by rank: an all-gather like `weft.symm.exchange.Exchange`, over connections."""
+        """Return every rank's payload, by rank: an all-gather over the connections, like `weft.symm.exchange.Exchange`."""
         self.check()
         until = time.monotonic() + deadline_s
         found = [payload] * self.world_size
@@ -266,7 +275,9 @@ class Control:
     def _take_all(
         self, inboxes: dict[int, deque[T]], before: str, after: str, until: float, deadline_s: float, more: str = ""
     ) -> dict[int, T]:
-        """Return every peer's message once all have arrived. before, after: the subject of the wait, around ranks' names."""
+        """Return every peer's message when all have arrived. before, after: the words around the ranks' names in error
+        texts.
+        """
         has_looked_again = False
         with self._lock:
             while missing := [rank for rank in self._peers if not inboxes[rank]]:
@@ -288,7 +299,7 @@ class Control:
                 if remaining > 0:
                     self._changed.wait(remaining)
                     continue
-                # This process may have been stopped, and the watchdog may have unread messages in its sockets.
+                # This process may have been stopped, and the watchdog's sockets may have unread messages.
                 self._changed.wait_for(lambda: all(inboxes.values()) or self._word.value, _LAST_LOOK_S)
                 has_looked_again = True
             return {rank: inbox.popleft() for rank, inbox in inboxes.items()}
@@ -296,9 +307,9 @@ class Control:
     # -- the end
 
     def close(self, why: str, until: float | None = None) -> bool:
-        """Say goodbye and stop; return False if it was closed before.
+        """Say goodbye and stop. Return False if it was already closed.
 
-        until: how long to wait for callbacks that still run, by `time.monotonic`; by default `CALLBACK_S` from now.
+        until: the end of the wait for running callbacks, by `time.monotonic` (default: `CALLBACK_S` from now).
         """
         with self._lock:
             if self.closed:
@@ -316,7 +327,9 @@ class Control:
         return True
 
     def forked(self) -> None:
-        """Reset in a forked child. `weft.symm.bootstrap` closes the sockets there; threads that no longer exist may hold locks."""
+        """Reset the object in a forked child: threads that no longer exist may hold its locks. `weft.symm.connections`
+        closes sockets.
+        """
         self._lock, self._collective = threading.RLock(), threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.closed = forks.MAKE_ANOTHER
@@ -368,7 +381,9 @@ class Control:
     def _compare_calls(self) -> None:
         """Send the peers a digest of this rank's calls, and compare their digests."""
         made = self._calls.made
-        if self._word.value or self.health.looked_at < self._compared_at + _TICK_S:  # news may have woken this thread
+        if (
+            self._word.value or self.health.looked_at < self._compared_at + _TICK_S
+        ):  # a message may have woken this thread early
             return
         self._compared_at = self.health.looked_at
         if text := made.heard_early():
@@ -378,7 +393,7 @@ class Control:
                 self._send(rank, _MADE + news)
 
     def _release(self) -> None:
-        with self._lock:  # no other thread may be about to use a descriptor that is being closed
+        with self._lock:  # so that no other thread uses a descriptor while it is being closed
             for peer in self._peers.values():
                 peer.connection.close()
             for inbox in self._inbox.values():
@@ -400,16 +415,16 @@ class Control:
         self._afterwards()
 
     def _read(self, rank: int) -> bool:
-        """Read the messages of `rank`; return False at the end of its stream."""
+        """Read the messages of `rank`. Return False at the end of its stream."""
         connection = self._peers[rank].connection
         while True:
             try:
                 data, files = connection.receive()
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it left without reading all of ours; its last messages come next
+            except ConnectionResetError:  # the peer left without reading all messages; its own last messages follow
                 continue
-            except OSError as error:  # of a connection between hosts
+            except OSError as error:  # only connections between hosts raise it
                 if rank not in self.gone:
                     self.lose(rank, f"{self.name(rank)} is lost: its connection failed ({error.strerror or error})")
                 return False
@@ -437,7 +452,7 @@ class Control:
                         self.ended[rank] = f"{self.name(rank)} has left: {EXITING}"
                     self._changed.notify_all()
             elif kind == _POISON:
-                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # its sender has notified everybody
+                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # the sender has notified every rank
             elif kind == _LOST:
                 lost, _, text = body.decode().partition(" ")
                 self.lose(int(lost) if lost else None, text)
@@ -456,21 +471,21 @@ class Control:
                 elif (answer := self._calls.answer(body)) is not None:
                     self._send(rank, _ANSWER + answer, until=time.monotonic() + _CALL_S)
                 with self._lock:
-                    self._changed.notify_all()  # ends a wait in this very call
+                    self._changed.notify_all()  # ends a wait in the current call
 
     def _flush(self, rank: int) -> None:
-        with self._lock, contextlib.suppress(OSError):  # reading reports the error
+        with self._lock, contextlib.suppress(OSError):  # reading will report the error
             self._peers[rank].connection.flush()
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
-        """Send at once, or by `until` if the peer's buffer is full. Ignore a dead peer: the watchdog notices it."""
+        """Send at once, or before `until` if the peer's buffer is full. Ignore a dead peer: the watchdog detects it."""
         connection = self._peers[rank].connection
         while True:
             try:
                 with self._lock:
                     connection.send(packet, file)
                 if connection.pending:
-                    self._rouse()  # the watchdog sends the rest when there is room
+                    self._rouse()  # the watchdog sends the rest when the buffer has space
                 return
             except BlockingIOError:
                 if time.monotonic() >= until:

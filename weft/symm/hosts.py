@@ -1,16 +1,16 @@
-"""The bootstrap between hosts: addresses of this host, a control port, and the proof that both ends belong to the group.
+"""The bootstrap between hosts: this host's addresses, a control port, and a proof that both ends belong to the group.
 
-A rank listens on a TCP port only while the ranks of a group on several hosts find each other. Its token, a random number of 128
-bits in its entry in the process group's store, is the secret. The handshake of a connection, with C that connects and L that
-listens, and code(x) = HMAC-SHA256 of x with L's token as the key:
+If a group is on several hosts, each rank listens on a TCP port while the ranks find each other. Its token, a random
+128-bit number in its entry in the group's store, is the secret. In the handshake, C connects and L listens, and code(x)
+is the HMAC-SHA256 of x with L's token as the key:
 
     L -> C    nonce of L                                       32 random bytes
-    C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes: L reads no more, and interprets nothing before the code
-    L -> C    code(both nonces)                                C has reached a rank of the group too
+    C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes. L reads no more, and checks the code first
+    L -> C    code(both nonces)                                so C knows that L belongs to the group too
 
-Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is logged
-and closed. A port may have several addresses, some of which other machines have too (bridges of containers). So C tries all of
-them at once, and takes the first that proves itself.
+Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code
+is logged and closed. A port may have several addresses, and other machines may have some of them too (bridges of
+containers). So C tries all of them at once, and takes the first whose proof succeeds.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ NONCE_BYTES = CODE_BYTES = 32
 _WHO = struct.Struct("!I16s32s")  # rank, attempt, nonce
 ANSWER_BYTES = _WHO.size + CODE_BYTES
 _SIOCGIFADDR = 0x8915
-_CONNECT_S = 3.0  # for one try of all addresses
-_MOST_CALLERS = 64  # at least; they have not proved themselves, and beyond this the oldest is closed
+_CONNECT_S = 3.0  # time limit for trying all addresses once
+_MOST_CALLERS = 64  # unproven connections, at least; beyond this the oldest is closed
 
 
 class Port(NamedTuple):
-    """A rank's control port, as other hosts reach it."""
+    """The control port of a rank, with the addresses by which other hosts reach it."""
 
     addresses: tuple[str, ...]
     number: int
@@ -57,7 +57,7 @@ class Port(NamedTuple):
 
 
 def listen(backlog: int) -> tuple[socket.socket, Port]:
-    """Return a listening socket and how to reach it. With `WEFT_SOCKET_IFNAME` it listens on the first address only."""
+    """Return a listening socket and its port. With `WEFT_SOCKET_IFNAME` it listens only on the first address."""
     interfaces = env.socket_interfaces()
     addresses = addresses_of_host(interfaces)
     if interfaces:
@@ -79,9 +79,10 @@ def listen(backlog: int) -> tuple[socket.socket, Port]:
 
 
 def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return this host's addresses, the best first: on the way to the launcher's host (`MASTER_ADDR`), then IPv4, then IPv6.
+    """Return this host's addresses, the best first: on the route to the launcher's host (`MASTER_ADDR`), then IPv4,
+    then IPv6.
 
-    interfaces: only their addresses, in this order. By default loopback and link-local addresses are left out.
+    interfaces: return only their addresses, in this order. By default loopback and link-local addresses are omitted.
     """
     names = interfaces or [name for _, name in socket.if_nameindex()]
     found = [(name, address) for name in names for address in (*_ipv4(name), *_ipv6(name))]
@@ -114,7 +115,7 @@ def _ipv6(interface: str) -> list[str]:
 
 
 def _towards(host: str) -> str:
-    """Return the address from which this host reaches `host`; "" if there is none. Nothing is sent."""
+    """Return the address from which this host would reach `host`; "" if there is none. Nothing is sent."""
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -124,7 +125,9 @@ def _towards(host: str) -> str:
 
 
 class Caller:
-    """A connection to the control port. Its other end has proved that it belongs to the group once `rank` is set."""
+    """An incoming connection to the control port. When `rank` is set, its other end has proved that it belongs to the
+    group.
+    """
 
     def __init__(self, sock: socket.socket, source: str, token: str) -> None:
         self.socket, self.source, self._token = ours(sock), source, token
@@ -135,7 +138,9 @@ class Caller:
             sock.send(self._nonce)
 
     def read(self) -> bool:
-        """Return True once the other end has proved itself, False as long as it has not. Raise `PermissionError` if it cannot."""
+        """Return True when the other end has proved itself, and False until then. Raise `PermissionError` if its proof
+        is wrong.
+        """
         try:
             data = self.socket.recv(ANSWER_BYTES - len(self._answer))
         except BlockingIOError:
@@ -161,23 +166,28 @@ class Caller:
 
 
 class ControlPort:
-    """The listening port of a rank, and connections to it that have not proved themselves yet. token: the rank's secret."""
+    """The listening port of a rank, and incoming connections that have not proved themselves yet. token: the rank's
+    secret.
+    """
 
     def __init__(self, rank: int, token: str, world_size: int) -> None:
         self._rank, self._token = rank, token
-        self._most = max(_MOST_CALLERS, 2 * world_size)  # all higher ranks may call at once
+        self._most = max(_MOST_CALLERS, 2 * world_size)  # all higher ranks may connect at once
         self._socket, self.port = listen(self._most)
         self._callers: dict[socket.socket, Caller] = {}
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets to poll for reading. Pass one that can be read to `go_on`."""
+        """Return the sockets to poll for reading. Pass a readable socket to `go_on`."""
         return [self._socket, *self._callers]
 
     def go_on(self, sock: socket.socket) -> Caller | None:
-        """Accept a connection, or read from it. Return it once the other end has proved that it belongs to the
-        group."""
+        """Accept a connection, or read from it. Return it when the other end has proved that it belongs to the group,
+        else None.
+        """
         if sock is self._socket:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has closed its connection again
+            with contextlib.suppress(
+                BlockingIOError, ConnectionError
+            ):  # the other end has already closed the connection
                 accepted, address = sock.accept()
                 self._callers[accepted] = Caller(accepted, f"{address[0]} port {address[1]}", self._token)
             if len(self._callers) > self._most:
@@ -204,12 +214,14 @@ class ControlPort:
 
 
 def attempt_of(name: str) -> bytes:
-    """Return the 16 bytes by which a handshake names an attempt at setting up a group."""
+    """Return the 16 bytes that identify an attempt to set up a group in a handshake."""
     return hashlib.sha256(name.encode()).digest()[:16]
 
 
 class Dialing:
-    """Connections from `rank`, in its attempt `name`, to all addresses of `port`, whose rank knows `token`."""
+    """Outgoing connections of `rank`, in its attempt `name`, to all addresses of `port`. token: the secret of that
+    port's rank.
+    """
 
     def __init__(self, port: Port, token: str, rank: int, name: str) -> None:
         self._token, self._port, self._who = token, port, (rank, attempt_of(name))
@@ -228,19 +240,21 @@ class Dialing:
 
     @property
     def failed(self) -> bool:
-        """True if no address can be reached. A rank that listens and is busy answers later."""
+        """True if no address can be reached. (A busy rank that listens answers later.)"""
         is_late = time.monotonic() >= self._until
         return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))
 
     @property
     def trouble(self) -> str:
-        """The state of each address."""
+        """A text with the state of each address."""
         said = [f"{Port((one,), self._port.number)}: {text}" for one, text in self._troubles.items()]
         return "; ".join(said) or "it has no address"
 
     def go_on(self, patience_s: float) -> TcpConnection | None:
-        """Return the connection to the first address whose process has proved that it belongs to the group. Return None
-        if no process proves this within `patience_s`."""
+        """Return the connection to the first address whose process has proved that it belongs to the group.
+
+        Return None if no process proves this within `patience_s` seconds.
+        """
         for descriptor, _ in self._poll.poll(1000 * patience_s):
             dial = self._dials[descriptor]
             try:
@@ -266,15 +280,16 @@ class Dialing:
 
 
 class _Dial:
-    """A connection that this rank has begun."""
+    """An outgoing connection."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.socket, self.address = sock, address
         self._nonce, self._theirs, self._proof = secrets.token_bytes(NONCE_BYTES), b"", b""
 
     def read(self, token: str, rank: int, attempt: bytes) -> tuple[bytes, bytes] | None:
-        """Read what has arrived. Return the keys for sending and receiving, once the other end has proved itself.
-        Raises `OSError`."""
+        """Read what has arrived. When the other end has proved itself, return the keys for sending and receiving.
+        Raises `OSError`.
+        """
         said = _WHO.pack(rank, attempt, self._nonce)
         if len(self._theirs) < NONCE_BYTES:
             self._theirs += self._recv(NONCE_BYTES - len(self._theirs))

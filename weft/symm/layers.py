@@ -3,8 +3,8 @@
 A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do
 not see these options. So a layer records them at the beginning of its forward, and the group's next call compares them:
 
- on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
- on GPUs   in the hosts' exchange at the first call of a shape, and by a digest, as calls are compared (`weft.symm.calls`)
+    on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
+    on GPUs   in the hosts' exchange at the first call of a shape, and by a digest, as calls are compared (`weft.symm.calls`)
 
 There are two records: for layers whose forward is collective, and for other layers, such as norms, which a single rank
 may call alone. Compiled graphs record no options. So a record that is empty on a rank is not compared.

@@ -1,9 +1,9 @@
 """TorchRec's sharded EmbeddingBagCollection, with weft's input distribution, fused pooling + all-to-all, and updates.
 
- input_dist                     starts the exchange of headers (batch size, number of ids per feature)
-   first wait                   the host reads the numbers of ids; starts the exchange of ids
-   second wait                  returns this rank's features for the samples of all ranks
- compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
+    input_dist                     starts the exchange of headers (batch size, number of ids per feature)
+    first wait                     the host reads the numbers of ids; starts the exchange of ids
+    second wait                    returns this rank's features for the samples of all ranks
+    compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
 TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with those of the current
 batch. Every rank must make the same calls in the same order.

@@ -1,11 +1,13 @@
-"""embedding_all_to_all on CPU processes: a rank's side of every call.
+"""embedding_all_to_all on CPU processes, for one rank.
 
-A call has four phases: synchronise (`weft.runtime.meeting`), pool with stores into the peers' memory, notify the peers,
-wait for them. The rendezvous ensures a free output slot, equal plans and batch sizes, and no refusal.
+A call has four phases: synchronise (`weft.runtime.meeting`), pool and store into the peers' memory, notify the peers,
+wait for them. The rendezvous ensures that every rank has a free output buffer, that plans and batch sizes are equal,
+and that no rank refuses the call.
 
-Order. `direct`: all stores of the native kernel are fenced before it returns; then done[rank] = epoch at every peer,
-with release; the reader acquires it. `put`: every slice has its flag (see csrc/embedding_all_to_all.hpp). A buffer is
-written again only after its owner has offered it anew in the exchange of a later call.
+Memory order. `direct`: all stores of the native kernel are fenced before it returns. Then done[rank] = epoch is set at
+every peer with release, and the reader acquires it. `put`: every slice has its own flag
+(csrc/embedding_all_to_all.hpp). A buffer is written again only after its owner has offered it in the rendezvous of a
+later call.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
 
-_EXTRA = struct.Struct("<qq")  # the rank's output slot for the call, the hash of the batch sizes
+_EXTRA = struct.Struct("<qq")  # the rank's output buffer for the call, hash of the batch sizes
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
 _BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # "fatal" checks all indices before the call begins
-_LOOK_S = 1.0  # interval at which a wait for flags checks the state of the group
+_LOOK_S = 1.0  # interval at which a wait for flags checks the group
 _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 
 
 def slot_table(
     sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the native kernel's table, int64 [slots, 6]: address, rows, dim, key, column, 1 if pooling is a mean."""
+    """Return the native kernel's table, int64 [slots, 6]: address, rows, dim, key, column, 1 for mean pooling."""
     weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
     table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
     for row, slot, key in zip(table, sharding.local_slots(rank), key_of_slot, strict=True):
@@ -104,7 +106,7 @@ def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
 def meet(
     comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
 ) -> list[int]:
-    """Return every rank's output slot for this call. Raise on every rank if one refuses or calls something else."""
+    """Return every rank's output buffer for this call. Raise on every rank if a rank refuses or makes another call."""
     meeting = meeting_of(comm)
     extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
     said = [_EXTRA.unpack(extra) for extra in extras]
@@ -118,12 +120,12 @@ def meet(
 
 
 class EmbeddingAllToAllCpu(LendingExecutor):
-    """The executor of one plan on a communicator of CPU processes."""
+    """The executor of a plan on a communicator of CPU processes."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
         self.outputs = OutputPool(comm, plan.options.outputs)
-        self.copies = 0  # contiguous copies that left as slices, in all calls
+        self.copies = 0  # number of slices sent in all calls
         self.flags_raised = 0
         self._epoch = 0
         self._topic = topic_of(comm, plan)
@@ -142,7 +144,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
     ) -> dict[str, Any]:
         """Run one call. Return the complete output [batch_sizes[rank], total_dim] as "out".
 
-        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`).
+        tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         plan, comm, rank = self.plan, self.comm, self.comm.rank
@@ -159,7 +161,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
             largest = max(checked.batch_sizes, default=0)
             slot_bytes = largest * sharding.total_dim * sharding.dtype.itemsize
             if self.outputs.reserve(slot_bytes, lambda: None, deadline_s):
-                # All ranks grow at the same call. No slot of the new buffers is lent yet.
+                # All ranks grow in the same call. No new buffer is lent yet.
                 slot = self.outputs.acquire()
                 slots = [slot] * comm.world_size
             bases = self.outputs.base_addresses()
@@ -177,7 +179,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
                 self._fill(timeline, events[: counts[7]], waiting_since)
         except BaseException as error:
             self.outputs.give_back(slot)
-            if not isinstance(error, WeftError):  # all ranks raise a WeftError; peers do not learn of other errors
+            if not isinstance(error, WeftError):  # all ranks raise a WeftError, but peers do not know of other errors
                 comm.poison(f"embedding_all_to_all failed in the middle of a call: {error!r}")
             raise
         shape = (checked.batch_sizes[rank], sharding.total_dim)
@@ -186,7 +188,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return {"out": output}
 
     def close(self) -> None:
-        """Release the memory. Every rank closes between the same calls. Idempotent."""
+        """Release the memory. Every rank must close between the same calls. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -209,16 +211,16 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
-        """Return the address of this rank's flags at each rank.
+        """Return the address of this rank's flags in the memory of each rank.
 
-        Flags are ordered by source, with `batch_sizes[rank] * slices_per_sample` flags each.
+        Flags are ordered by source rank, with `batch_sizes[rank] * slices_per_sample` flags each.
         """
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)
         if wanted > self._flag_count:
             count = max(wanted, 2 * self._flag_count)
             self._flags = self.comm.allocate(8 * count, deadline_s=deadline_s)
-            self._flag_count = count  # only now: if the allocation fails, the group goes on with the old flags
+            self._flag_count = count  # set last: if the allocation fails, the group continues with the old flags
         before = sum(per_sample[: self.comm.rank])
         return [self._flags.address(rank) + 8 * size * before for rank, size in enumerate(batch_sizes)]
 
@@ -236,7 +238,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         count = batch_sizes[comm.rank] * sum(self.plan.slices_per_sample)
         flags, until = self._flags.address(comm.rank), time.monotonic() + deadline_s
         while True:
-            # Read the clock before the flags: a process that was stopped past its deadline may still find them raised.
+            # Read the clock before the flags: a process that was stopped past its deadline may find that they have been
+            # set.
             remaining = until - time.monotonic()
             patience_s = max(0.0, min(_LOOK_S, remaining))
             status, index, found = _core.wait_flags(flags, count, self._epoch, patience_s, comm.failed_address)
@@ -252,7 +255,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
-        """Return the rank that raises this rank's flag number `flag` (see `_flag_blocks`)."""
+        """Return the rank that sets this rank's flag number `flag` (see `_flag_blocks`)."""
         ends = batch_sizes[self.comm.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))
 

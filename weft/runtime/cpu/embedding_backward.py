@@ -1,4 +1,4 @@
-"""The part of embedding_all_to_all's backward that a CPU process computes, by csrc/embedding_backward.cpp."""
+"""The part of embedding_all_to_all's backward that a CPU process computes, with csrc/embedding_backward.cpp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.embedding.optimizers import seed_of_update
 from weft.embedding.tables import column_runs
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and sums of their squares
+_GRADIENT, _SQUARES = 0, 6  # codes of rules: write gradients, or sums of their squares
 
 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
@@ -30,9 +30,11 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
 def update(
     of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> int:
-    """Update each row that occurs. Return the number of rows that were skipped because their gradient is infinite or NaN.
+    """Update each row that occurs. Return the number of rows that were skipped because their gradient is infinite or
+    NaN.
 
-    scale: a number on the device that multiplies every gradient."""
+    scale: a number on the device, by which every gradient is multiplied.
+    """
     optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers
     beta1, beta2 = numbers.get("beta1", 0.0), numbers.get("beta2", 0.0)
@@ -68,7 +70,7 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return the addresses of tables and states, and the number of each table. A known layout determines both."""
+    """Return the addresses of tables and states, and the index of each table. Cached by layout, which determines them."""
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:
         return known
@@ -86,7 +88,7 @@ def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of all gradients that an update would use, float64 []."""
+    """Return the sum of squares of all gradients that an update would use, as float64 []."""
     squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
     memory = np.zeros((len(squares), 5), dtype=np.int64)
     memory[:, 3] = [one.data_ptr() for one in squares]
@@ -102,7 +104,8 @@ def gradients_of_tables(
 ) -> list[torch.Tensor]:
     """Return the gradient of each table: dense, or a coalesced sparse COO tensor.
 
-    dtype: the dtype of the gradients, if it is not the tables' dtype."""
+    dtype: the dtype of the gradients, if it differs from the tables' dtype.
+    """
     sharding = of.plan.sharding
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     counts = rows.counts()
@@ -180,7 +183,9 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the native code's slots [n, 4] and tables [t, 2]. Columns are the columns of the gradients that arrive here."""
+    """Return the native code's descriptions of slots [n, 4] and tables [t, 2]. Columns are those of the received
+    gradients.
+    """
     local = sharding.local_tables(rank)
     number = {index: place for place, index in enumerate(local)}
     slots, column = np.zeros((len(key_of_slot), 4), dtype=np.int64), 0

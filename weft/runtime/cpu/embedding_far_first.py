@@ -1,11 +1,11 @@
-"""Pooling beside the all-to-all, for CPU ranks on several hosts: the samples of other hosts' ranks are pooled and sent first.
+"""Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent
+first.
 
-    pieces   the samples of each rank on another host, in `PIECES` parts: pooled one after the other, each sent while the next is
-             pooled
-    near     the samples of this host's ranks: pooled and exchanged while the pieces are on their way
+    pieces   the samples of each rank on another host, in `PIECES` parts. Each part is sent while the next is pooled
+    near     the samples of this host's ranks, pooled and exchanged while the pieces are being sent
 
-A piece is pooled straight into the rank-major buffer that an all_to_all_single sends. Vectors have the same bits as in one pass.
-Only the call's rendezvous synchronises ranks. Afterwards all of them run the same exchanges in the same order.
+A piece is pooled directly into the rank-major buffer that an all_to_all_single sends. Vectors have the same bits as
+without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same order.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -32,9 +32,9 @@ _NAME = "all_to_all of pooled vectors"
 
 
 class FarFirst:
-    """Calls of `plan` on this rank. alone: the plan of this rank's tables; None if it has none.
+    """The calls of `plan` on this rank. alone: a plan with only this rank's tables; None if it has none.
 
-    pieces, far_last: the number of pieces, and True if they follow the samples of this host; benchmarks change them.
+    pieces: the number of pieces. far_last: True if the samples of this host are first. Benchmarks change both.
     """
 
     pieces, far_last = PIECES, False
@@ -43,12 +43,14 @@ class FarFirst:
         self.plan, self._alone, self.comm = plan, alone, comm
         self._columns, self._runs = plan.sharding.columns_of_ranks, column_runs(plan.sharding)
         self._ranks = range(comm.world_size)
-        self._shares = len(set(comm.hosts)) < comm.world_size  # some ranks share a host
+        self._shares = len(set(comm.hosts)) < comm.world_size  # True if some ranks share a host
 
     def run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks have met."""
+        """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks have
+        synchronised.
+        """
         with ending_the_group(self.comm, _NAME):
             return self._run(weights, jagged, checked, turn)
 
@@ -79,13 +81,13 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples are pooled in a phase: a piece for other hosts, or None for this host."""
+        """Return the ranks whose samples are pooled in `phase`: a piece for other hosts, or None for this host."""
         return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Return the vectors of the phase's samples, [samples, columns], by rank, and the native kernel's counts."""
+        """Return the vectors of the phase's samples, [samples, columns] by rank, and the native kernel's counts."""
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
         of_rank = range(self.pieces) if phase is None else [phase]
@@ -103,7 +105,9 @@ class FarFirst:
     def _exchange(
         self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
     ) -> tuple[Pending | None, torch.Tensor, list[int]]:
-        """Begin the exchange of a phase. Return (its work, the elements that arrive, their number from each rank)."""
+        """Begin the exchange of a phase. Return (its work, the received elements, the number of elements from each
+        rank).
+        """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]
         came = [rows[rank] * self._columns[r] * (r in taken) for r in self._ranks]
@@ -114,7 +118,7 @@ class FarFirst:
         return begin_piece(self.comm, turn, _NAME, received, sent.view(-1), came, leaving), received, came
 
     def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
-        """Put the vectors of a phase into their columns of `out`, [rows of the phase, total_dim]."""
+        """Copy the vectors of a phase into their columns of `out`, [rows of the phase, total_dim]."""
         parts, column = received.split(came), 0
         for rank, first, end in self._runs:
             if came[rank]:
@@ -124,5 +128,5 @@ class FarFirst:
 
 
 def _rows(cut: list[int], phase: int | None) -> slice:
-    """Return a rank's samples in a phase."""
+    """Return the slice of a rank's samples in a phase."""
     return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])

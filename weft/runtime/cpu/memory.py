@@ -1,25 +1,27 @@
-"""Resources that all executors of a group on CPU ranks share: shared memory, counters, scratch memory, and threads for lanes.
+"""Resources that all executors of a group on CPU share: shared memory, counters, scratch memory, and threads for lanes.
 
-A group makes one call at a time. So its schedules share one memory, of the size that the largest schedule needs. The number
-of mappings and threads does not grow with the number of shapes. They stay until the communicator closes.
+A group makes one call at a time. So its schedules share one memory, as large as the largest schedule needs, and the
+numbers of mappings and threads do not grow with the number of shapes. The resources are kept until the communicator
+closes.
 
 Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank does so only after all of its lanes
-have ended the last run:
+have ended the previous run:
 
     a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
     the calling thread, that rank    publishes that it begins run e (release)
     the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
     a lane in run e, this rank       takes its job from the queue
 
-So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. No schedule reads
-values that an earlier run left. A wait for a set of the last run (`Wait.previous`) is satisfied when a run begins.
+So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. No
+schedule reads values that an earlier run left. A wait for a set of the previous run (`Wait.previous`) is satisfied when
+a run begins.
 
-Counters only grow, and all schedules use the same counters, from the first one. `Mapped.sets` is the number of sets that each
-counter of this rank has had when the current run ends. All sets of earlier runs are done when a run begins. So a counter that is
-n above its value at the end of the last run has had n sets of the current run.
+Counters only grow, and all schedules use the same counters, from the first one. `Mapped.sets` is the value of each
+counter of this rank at the end of the current run. All sets of earlier runs are done when a run begins. So if a counter
+is n above its value at the end of the previous run, it has been set n times in the current run.
 
-Growth is collective: ranks make executors in the same order, and the executors' needs determine the size. Other executors
-are bound to the new memory at their next run (`MemoryUser.map`).
+Growth is collective: ranks make executors in the same order, and their needs determine the size. Other executors are
+bound to the new memory at their next run (`MemoryUser.map`).
 """
 
 from __future__ import annotations
@@ -38,21 +40,25 @@ from weft.runtime.meeting import of_communicator
 from weft.runtime.schedule_memory import ALIGNMENT, Layout
 from weft.symm import Communicator
 
-_SLACK = 1.25  # least growth factor: growth is rare, and at most a quarter is wasted
+_SLACK = 1.25  # least growth factor, so that growth is rare and at most a quarter is wasted
 _COUNTERS = 256  # initial number
 BOUND = 64
-"""The number of a group's programs that stay bound to memory: the most recently run programs. Others are bound again when
-they run. Bound steps keep views of tensors. Thousands of views, made between allocations of large tensors, would fragment
-the heap."""
+"""The number of a group's programs that stay bound to memory: those that ran last. Others are bound again when they
+run.
+
+Bound steps keep views of tensors. Thousands of views that were made between allocations of large tensors would fragment
+the heap.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """One version of the group's memory, which growth replaces. Programs keep addresses in it; a run keeps it mapped.
+    """One version of the group's memory, which growth replaces. Programs contain addresses in it; a run keeps it
+    mapped.
 
-    version: from 1. owners: the owners of the mappings. addresses: the addresses of each rank's first counter, 0 for ranks on
-    other hosts; buffers begin `buffers_at` bytes after it.
-    sets: for each counter of this rank, its number of sets when the current run ends. scratch: this rank's private memory.
+    version: from 1. owners: objects that keep the mappings. addresses: the address of each rank's first counter, 0 for
+        ranks on other hosts. Buffers begin `buffers_at` bytes after it.
+    sets: for each counter of this rank, its value at the end of the current run. scratch: this rank's private memory.
     """
 
     version: int
@@ -65,10 +71,10 @@ class Mapped:
 
 
 class MemoryUser(Protocol):
-    """A user of the group's memory."""
+    """The interface of objects that use the group's memory."""
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps to `mapped`, unless they are bound to it."""
+        """Bind the steps to `mapped`, unless they are bound to it already."""
 
     def unbind(self) -> None:
         """Drop all views of memory until the next `map`."""
@@ -82,12 +88,16 @@ class Memory:
         self.mapped: Mapped | None = None
         self.workers: list[Worker] = []
         self.kinds: set[Hashable] = set()
-        """Kinds of schedules that differ only in sizes. Ranks have compared and checked the first schedule of each kind."""
-        self._bound: dict[MemoryUser, None] = {}  # least recently run first
+        """Keys of schedules that differ only in sizes. Ranks have compared and checked the first schedule with each
+        key.
+        """
+        self._bound: dict[MemoryUser, None] = {}  # in the order of their last runs
         comm._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
-        """Make room for one more executor. Collective if shared memory has to grow. May raise `OutOfSharedMemoryError`."""
+        """Reserve resources for one more executor. Collective if shared memory has to grow. May raise
+        `OutOfSharedMemoryError`.
+        """
         now = self.mapped
         if now is None or layout.buffer_bytes > now.nbytes or layout.n_counters > len(now.sets):
             now = self._grown(layout, now, what)
@@ -156,14 +166,14 @@ class Worker(threading.Thread):
         with self._ending:
             if self._ended:
                 raise ValueError("this group was closed during a run")
-            self._done.acquire(blocking=False)  # an interrupted wait may have left it released
+            self._done.acquire(blocking=False)  # an interrupted wait may have left the lock released
             self._busy = True
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Wait until the job is done, despite interrupts: it uses the caller's tensors.
+        """Wait until the job is done, even after interrupts, because it uses the caller's tensors.
 
-        An interrupt may arrive after the lock is taken.
+        An interrupt may arrive after the lock has been taken.
         """
         while self._busy:
             try:
@@ -172,8 +182,10 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs. The caller may be this thread, if garbage collection on it closes the
-        communicator."""
+        """End the thread after its queued jobs.
+
+        The caller may be this thread itself, if garbage collection on it closes the communicator.
+        """
         with self._ending:
             self._ended = True
             self._jobs.put(None)
@@ -184,7 +196,7 @@ class Worker(threading.Thread):
         threads = 0
         while (item := self._jobs.get()) is not None:
             job, wanted = item
-            if threads != wanted:  # torch's number of threads is per thread, initially the number of cores
+            if threads != wanted:  # torch's number of threads is set per thread, and is initially the number of cores
                 threads = wanted
                 torch.set_num_threads(threads)
             job()

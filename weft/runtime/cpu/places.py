@@ -1,8 +1,8 @@
-"""Addresses of the buffers and counters that a rank's steps use: its own and its peers' shared memory, and the caller's tensors.
+"""Addresses of the buffers and counters that a rank's steps use: shared memory of all ranks, and the caller's tensors.
 
-Buffers of the schedule keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor keeps its address
-until a run brings another tensor. Views hold an address and own nothing. So no tensor is kept from run to run, and autograd and
-inference mode do not affect lanes on their own threads.
+A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor keeps
+its address until a run gets another tensor. Views contain an address and own nothing. So no tensor is kept between
+runs, and autograd and inference mode do not affect lanes on their own threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def size(region: Region) -> tuple[int, int]:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """A buffer of one rank in this process's address space: a flat view of all of it, and strides in elements."""
+    """A buffer of one rank, in this process's address space: a flat view of all of it, and strides in elements."""
 
     flat: torch.Tensor
     row_stride: int
@@ -50,7 +50,7 @@ class Place:
 
 
 def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_stride: int, col_stride: int) -> Place:
-    """Return the `Place` of a matrix at `address`, without ownership of its memory."""
+    """Return the `Place` of a matrix at `address`. It does not own the memory."""
     items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
     flat = lent(address, [items * dtype.itemsize], torch.uint8, _CPU, ())
     return Place(flat.view(dtype), row_stride, col_stride, rows, cols)
@@ -59,9 +59,9 @@ def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_strid
 class Places:
     """The places of the buffers and counters of `schedule` on this rank.
 
-    setters: for each counter of this rank, the ranks that set it in a run, one entry per set. shared: buffers to which several
-    ranks or lanes may add at the same time. known: places by buffer and rank. scratch_bytes: private memory that the schedule
-    needs.
+    setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
+    shared: the buffers to which several ranks or lanes may add at the same time.
+    known: places by (buffer, rank). scratch_bytes: the private memory that the schedule needs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Places:
         self.known: dict[tuple[str, int], Place] = {}
         self.layout = layout_of(schedule)
         self.scratch_bytes = 0
-        self._own: list[tuple[Buffer, int]] = []  # with their offsets
+        self._own: list[tuple[Buffer, int]] = []  # (buffer, offset)
         for buffer in buffers:
             if buffer.role == "symmetric":
                 self._own.append((buffer, self.layout.buffers[buffer.name]))
@@ -93,7 +93,7 @@ class Places:
                 self.known[buffer.name, rank] = at_address(begin + offset, dtype, rows, cols, cols, 1)
 
     def put(self, buffer: str, place: Place) -> None:
-        """Set the place of this rank's buffer of this name."""
+        """Set the place of this rank's buffer `buffer`."""
         self.known[buffer, self.rank] = place
 
     def place(self, region: Region) -> Place:
@@ -111,11 +111,11 @@ class Places:
         return self._counters[rank] + _core.COUNTER_BYTES * self.number(signal, index)
 
     def number(self, signal: str, index: Index) -> int:
-        """Return the number of a counter among all counters of a rank."""
+        """Return the index of a counter among all counters of a rank."""
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return (number, sets per run) of each of this rank's counters that are set."""
+        """Return (index, sets per run) for each counter of this rank that is set."""
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:

@@ -1,7 +1,7 @@
 """The steps of one rank, ready to run.
 
-Steps are bound to memory once, and again when memory has grown. Steps on a caller's tensor are also bound again if its address
-has changed since the last run. Steps with dynamic sizes, and tiles, are evaluated in each run.
+Steps are bound to memory once, and again when memory has grown. Steps on a caller's tensor are also bound again if its
+address has changed since the last run. Steps with dynamic sizes, and tiles, are evaluated in each run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from weft.schedule.steps import substitute, variables_of
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A step, and the function that runs it. rows: each rank's rows in a collective. late: True if the step has dynamic
-    sizes."""
+    """A step, and the function that runs it.
+
+    rows: the number of rows of each rank in a collective. late: True if the step has dynamic sizes.
+    """
 
     step: Step
     name: str
@@ -46,19 +48,19 @@ BoundLanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
-    """The lanes of this rank, ready to run once they are mapped and bound."""
+    """The lanes of this rank. They can run when they have been mapped and bound."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
         self.run, self._rank, self._schedule = run, run.comm.rank, schedule
         self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared)
         self.sets = self.places.sets()
-        self._version = 0  # of the memory to which steps are bound
+        self._version = 0  # version of the memory to which steps are bound
         self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
         given = {b.name: b for b in checked.buffers if b.role in ("input", "output")}
         users: dict[str, list[Bound]] = {name: [] for name in given}
         rows = iter(checked.rows)
         self.lanes: BoundLanes = []
-        open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
+        open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all sizes
         for lane in checked.lanes:
             steps = []
             known: dict[str, PrefixSums] = {}  # contents that the lane has read, by buffer
@@ -75,12 +77,14 @@ class Program:
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
         self._given = [_CallerTensor(buffer, users[name]) for name, buffer in given.items()]
-        self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that this run has made
+        self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that the present run has made
         self._making = threading.Lock()
 
     def close(self) -> None:
-        """Drop the steps' functions, which form reference cycles with this program. So memory is released now, without waiting
-        for garbage collection."""
+        """Drop the steps' functions, which form reference cycles with this program.
+
+        So memory is released now, and not at a later garbage collection.
+        """
         for _, steps in self.lanes:
             for bound in steps:
                 bound.call = _not_bound
@@ -88,7 +92,7 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps to the group's memory, unless they are bound to it. `bind` does so for steps on a caller's tensor."""
+        """Bind the steps to the group's memory, unless they are bound to it. `bind` binds steps on a caller's tensors."""
         if self._version == mapped.version:
             return
         self.places.map(mapped)
@@ -111,9 +115,9 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Bind the steps to these tensors. Return "" or, without any change, a refusal if a tensor does not fit.
+        """Bind the steps to these tensors. Return "", or the reason why a tensor does not match; then nothing changes.
 
-        If an exception interrupts it (Ctrl-C, no memory), the next run binds again all steps on the tensors that were new here.
+        If an exception (Ctrl-C, out of memory) interrupts it, the next run binds all steps on new tensors again.
         """
         try:
             if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
@@ -152,7 +156,7 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _make_outputs(self, known: dict[str, PrefixSums]) -> None:
-        """Make the outputs that the caller passed as functions of their number of rows, once the number is known."""
+        """Make the outputs that the caller passed as functions, when their number of rows is known."""
         for given in self._given:
             make = self.run.tensors.get(given.name)
             if given.rows is None or not variables_of(given.rows) <= known.keys() or not callable(make):
@@ -182,7 +186,7 @@ class Program:
 
 
 class _CallerTensor:
-    """An input or output buffer: the requirements on the caller's tensor, and its address in the last run."""
+    """An input or output buffer: the requirements for the caller's tensor, and its address in the last run."""
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
         self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
@@ -194,11 +198,12 @@ class _CallerTensor:
             isinstance(s, Compute) and (s.multiplies if read_only else s.op == "matmul" and not s.accumulate)
             for s in users
         )
-        self.key: tuple[int, int, int, int] | None = None  # of the tensor to which all steps are bound
+        self.key: tuple[int, int, int, int] | None = None  # key of the tensor to which all steps are bound
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return the tensor's address, strides and rows; None if the run makes the tensor. Raise `ValueError` if it does
-        not fit."""
+        """Return the tensor's address, strides and number of rows; None if the run makes the tensor. Raise `ValueError`
+        if it does not match.
+        """
         if self.rows is not None and callable(tensor):
             return None
         wanted = self.shape if self.rows is None else (tensor.shape[0], self.shape[1])

@@ -1,7 +1,7 @@
-"""The state that the lanes of a rank share in a run on CPU processes: waits, collectives, and errors.
+"""The state that the lanes of a rank share in a run on CPU processes: waits, collectives and errors.
 
 Ranks synchronise before a run (`weft.runtime.meeting`), and run the same schedule. If a rank refuses its tensors, no
-rank begins.
+rank starts.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ _OWN_LANE_S = 5.0
 
 
 class Run:
-    """The counters to wait for, the deadline, and the errors of this rank's lanes. One object serves every run of a schedule."""
+    """The counters, the deadline and the errors of this rank's lanes. One object serves all runs of a schedule."""
 
     def __init__(self, name: str, what: str, comm: Communicator) -> None:
-        """Prepare runs of the schedule `name`. what: its purpose, in messages."""
+        """name: the schedule's name. what: the purpose of the runs, for error texts."""
         self.name, self.comm, self.meeting = name, comm, meeting_of(comm)
-        self.meeting.schedules += 1  # ranks make schedules in one order, so the number distinguishes equal names
+        self.meeting.schedules += 1  # all ranks make schedules in the same order, so the number tells equal names apart
         self._topic = Topic(
             f"schedule {name!r} of {what or f'number {self.meeting.schedules}'}", str(self.meeting.schedules)
         )
         self.errors: list[BaseException] = []
-        self._sets: list[int] = []  # for each counter of this rank, its number of sets when this run ends
+        self._sets: list[int] = []  # for each counter of this rank, its value at the end of this run
         self._deadline_s = 0.0
         self.tensors: Tensors = {}
         self.levels: TwoLevels | None = None
-        """The way of collectives between hosts, if ranks form rails."""
+        """The two-level collectives between hosts, if ranks form rails."""
 
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Return when every rank begins this run.
 
-        sets: the sets of each counter of this rank in all earlier runs; updated here. of_run: (number of a counter, its sets in
-        this run).
+        sets: the number of sets of each counter of this rank in all earlier runs, which is updated here.
+        of_run: pairs (index of a counter, its sets in this run).
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
             self.tensors, self._deadline_s, self.errors, self._sets = tensors, deadline_s, [], sets
             for number, times in of_run:
                 sets[number] += times
-        except WeftError:  # all ranks raise it, or it has ended the group
+        except WeftError:  # every rank raises this error, or the group has already failed
             raise
-        except BaseException as error:  # Ctrl-C: peers assume that this rank takes part
+        except BaseException as error:  # Ctrl-C: peers expect this rank to take part
             self.comm.poison(f"schedule {self.name}: {error!r}")
             raise
 
@@ -74,26 +74,29 @@ class Run:
         """Raise the error of this rank's lanes, if there is one."""
         errors, self.errors, self.tensors = self.errors, [], {}
         if errors:
-            # A lane that saw the poisoned group may have reported before the lane that failed.
+            # A lane that saw the poisoned group may have reported before the lane that caused the failure.
             causes = [error for error in errors if not isinstance(error, PoisonedGroupError)]
             raise (causes or errors)[0]
 
     def wait(self, address: int, number: int, offset: int, name: str, peer: int | None) -> None:
-        """Return when this rank's counter `number` is at most `-offset` below its value at the end of this run.
+        """Wait until this rank's counter `number` reaches its value at the end of this run plus `offset`, which is
+        negative or 0.
 
-        peer: the rank that raises it, if a single rank does.
+        peer: the rank that sets the counter, if only one rank does.
         """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
             return
-        # A wait for another lane of this rank lasts longer, so that the other lane reports first what is missing.
+        # Waits for another lane of this rank last longer, so that the other lane reports first what is missing.
         deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.comm.rank else 0.0)
         self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], by gloo. One thread at a time.
+        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo.
 
-        If a rank fails inside, the others raise as in any wait.
+        Only one thread may call this at a time.
+
+        If a rank fails meanwhile, the others raise as in any wait.
         """
         if not dst.numel():
             return
@@ -116,7 +119,9 @@ class Run:
             dst.copy_(whole)
 
     def exchange(self, sent: list[int], received: list[int], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Send sent[r] rows of src to each rank r, and receive received[r] rows from it in dst, by gloo. One thread at a time."""
+        """Send sent[r] rows of src to each rank r, and receive received[r] rows from it into dst, with gloo. Only one
+        thread may call this at a time.
+        """
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
         work = all_to_all_single(whole, source, received, sent, group=self.comm.group, async_op=True)
@@ -125,7 +130,7 @@ class Run:
             dst.copy_(whole)
 
     def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Sum all ranks' src into dst, by gloo. One thread at a time."""
+        """Sum all ranks' src into dst, with gloo. Only one thread may call this at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
         if self.levels is not None:
@@ -137,8 +142,10 @@ class Run:
             dst.copy_(whole)
 
     def reduce_scatter(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Sum all ranks' src [sum(rows), cols], and put this rank's rows into dst [rows[rank], cols], by gloo. One thread at a
-        time."""
+        """Sum all ranks' src [sum(rows), cols], and write this rank's rows to dst [rows[rank], cols], with gloo.
+
+        Only one thread at a time.
+        """
         source = src.contiguous()
         if len(set(rows)) == 1 and self.levels is not None:
             dst.copy_(self.levels.reduce_scatter(source, self._call("reduce_scatter")))

@@ -1,13 +1,13 @@
 """The executor of schedules on CPU processes: shared memory, a thread per lane, torch's kernels.
 
-Lanes. The first compute lane runs on the thread that calls `run`. Each other lane runs on a thread that all schedules of the group
-share. Copies, matmuls and waits release the GIL, so that lanes overlap.
+Lanes. The first compute lane runs on the thread that calls `run`. The other lanes run on threads that all schedules of
+the group share. Copies, matmuls and waits release the GIL, so lanes overlap.
 
-Order in a run. A copy ends with a release fence, a set adds with release order, a wait reads with acquire order (csrc/signal.hpp).
-So a lane that has waited sees everything that the setter's lane did before. Order of runs, of any schedules:
-`weft.runtime.cpu.memory`.
+Memory order in a run. A copy ends with a release fence, a set adds with release order, and a wait reads with acquire
+order (csrc/signal.hpp). So a lane that has waited sees everything that the setting lane did before.
+`weft.runtime.cpu.memory` explains the order of different runs.
 
-Before a run ranks synchronise, and each may refuse the run: `weft.runtime.meeting`.
+Ranks synchronise before a run, and each may refuse it (`weft.runtime.meeting`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class CpuSchedule(Executor):
     """The executor of `schedule` on this rank of `communicator`. It ends with `close()` or with the communicator.
 
     The constructor is collective: ranks compare schedules, and the group's memory may grow. It raises on every rank:
-    `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not fit its memory or these ranks, or
-    `OutOfSharedMemoryError`.
+    `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not match its memory or these ranks,
+    or `OutOfSharedMemoryError`.
 
-    what: the purpose of the schedule, for errors of ranks that make different calls. kind: a key of schedules that differ only in
-    sizes, and are known to be correct for all sizes. Ranks compare and check only the first of a kind.
+    what: the purpose of the schedule, for errors of ranks that make different calls.
+    kind: a key that schedules share if they differ only in sizes and are correct for all sizes. Ranks compare and check
+        only the first schedule of a kind.
     """
 
     def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:
@@ -70,22 +71,22 @@ class CpuSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """Run the schedule once. Every rank calls it. This rank's outputs are complete when it returns.
+        """Run the schedule once, on every rank. This rank's outputs are complete when it returns.
 
-        Return the outputs that were given as functions of their number of rows, by name.
+        Return the outputs that were passed as functions of their number of rows, by name.
 
-        Args:
-            tensors: every input and output buffer by name, of the shape in `schedule.buffers_of_rank(rank)`, with any row stride.
-                A tensor that only matmuls use may also be the transpose of such a tensor. Nothing is copied.
-            deadline_s: limit of each wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
-            timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
-                share. Sets are points.
+        tensors: every input and output buffer by name, with the shape in `schedule.buffers_of_rank(rank)` and any row
+            stride. A tensor that only matmuls use may also be the transpose of such a tensor. Nothing is copied.
+        deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
+        timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
+            share. Sets have no duration.
 
-        Raises `RefusedError` on every rank if a rank has a tensor that does not fit, before any rank does anything. The group stays
-        usable. Any other error ends the group, and all ranks learn of it: `DeadlineError` (rank, signal, wanted, found),
-        `PeerLostError`, `DisagreementError` (ranks make different calls), or the error of a step.
+        Raises `RefusedError` on every rank if a tensor on any rank does not match, before any rank starts. The group
+        stays usable. Any other error makes the group fail on all ranks: `DeadlineError` (with rank, signal, expected
+        and found value), `PeerLostError`, `DisagreementError` if ranks make different calls, or the error of a step.
         """
-        # References to the end: a concurrent close does not unmap memory that lanes use.
+        # These references last until the end of the run, so that a concurrent close does not unmap memory that lanes
+        # use.
         program, mapped, workers = self._program, self._memory.mapped, self._memory.workers
         if program is None or mapped is None:
             self.comm.check()
@@ -94,7 +95,7 @@ class CpuSchedule(Executor):
         with run.meeting.lock:
             self.comm.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-            # Views outlive the call, and calls outside of inference mode may use them.
+            # Views are kept after the call, and later calls outside of inference mode may use them.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 self._memory.bind(program, mapped)
                 refusal = program.bind(tensors)
@@ -124,9 +125,9 @@ class CpuSchedule(Executor):
         self.comm.check()
 
     def close(self) -> None:
-        """Drop the program. Memory and threads belong to the group. Idempotent, not collective."""
+        """Drop the program. The group keeps memory and threads. Idempotent, not collective."""
         program, self._program = self._program, None
-        # Not during a run: garbage collection within a run may call `close`.
+        # Skipped during a run: garbage collection in a run may call `close`.
         if program is not None and program.run.meeting.lock.acquire(blocking=False):
             program.close()
             program.run.meeting.lock.release()
@@ -151,7 +152,7 @@ def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
 
 
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
-    """Run the steps of a lane in order, until a step fails, here or on another lane of this rank."""
+    """Run the steps of a lane in order, until a step of this or another lane of this rank fails."""
     errors = run.errors
     try:
         for bound in steps:

@@ -1,4 +1,4 @@
-"""Evaluation of steps with dynamic sizes. All tiles of a step are evaluated at once, since there may be thousands."""
+"""Evaluation of steps with dynamic sizes. All tiles of a step are evaluated together, since there may be thousands."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Place = tuple[str, int]
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Steps on empty regions are omitted.
+    """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Omit steps on empty regions.
 
-    size_of: returns (rows, columns) of a buffer of a rank. Raises `ValueError` for a region outside its buffer.
+    size_of: returns (rows, columns) of a buffer of a rank. Raise `ValueError` for a region outside its buffer.
     """
     if not isinstance(step, Tiles | Copy | Compute):
         yield substitute(step, values)
@@ -46,8 +46,7 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
-    """Raise `ScheduleError` for a negative number among the sizes that `rank` has read from its `buffer`. Name the ranks that write
-    it."""
+    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative. Name the ranks that write it."""
     if min(read, default=0) >= 0:
         return
     place = next(i for i, number in enumerate(read) if number < 0)
@@ -60,8 +59,9 @@ def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int
 
 
 def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, col: int) -> bool:
-    """True if a step of `writer` writes the element [row, col] of `rank`'s buffer. Regions whose place is known only at run time
-    count as not written."""
+    """True if a step of `writer` writes element [row, col] of `rank`'s buffer. Regions with dynamic places do not
+    count.
+    """
     for lane in schedule.of_rank(writer, expected=False):
         for step in lane.steps:
             for access in () if variables_of(step) else step.accesses():

@@ -1,7 +1,8 @@
-"""Implementations of each kind of step on CPU processes.
+"""The implementation of each step kind on CPU processes.
 
-`bind` turns an evaluated step into a call without arguments. Steps with dynamic sizes are evaluated when they run, with the
-contents that the lane has read (`run_numbered`). Tiles run one after another, unless their kernel is registered (`run_tiles`).
+`bind` turns an evaluated step into a function without arguments. Steps with dynamic sizes are evaluated when they run,
+with the sizes that the lane has read (`run_numbered`). Tiles run one after another, unless their kernel is registered
+(`run_tiles`).
 """
 
 from __future__ import annotations
@@ -38,32 +39,31 @@ _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """Return a function that runs an evaluated step, on memory at `places`. Register kinds of steps with `bind.register`.
+    """Return a function that runs an evaluated step, on memory at `places`. Register step kinds with `bind.register`.
 
-    rows: each rank's rows in a collective.
+    rows: the number of rows of each rank in a collective.
     """
     raise AssertionError(f"{step} was not refused")
 
 
 @singledispatch
 def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, PrefixSums]) -> None:
-    """Run the tiles of a step, on memory at `places`, one after another.
+    """Run the tiles of a step one after another, on memory at `places`.
 
-    Register a kernel with its own implementation with `run_tiles.register`. The executor then does not check the tiles.
-
-    known: contents that the lane has read, by buffer. `kernel` is evaluated with them.
+    To give a kernel its own implementation, register it with `run_tiles.register`. The executor then does not check its
+    tiles. kernel: has been evaluated with `known`. known: the contents that the lane has read, by buffer.
     """
     run_numbered(step, places, known)
 
 
 def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
-    """Run the step with these contents; tiles one after another."""
+    """Run the step with these contents. Tiles run one after another."""
     for inner in numbered(step, known, places.size_of):
         bind(inner, places, rows)()
 
 
 def is_bound(step: Step) -> bool:
-    """True if this kind of step is registered with `bind`."""
+    """True if this step kind is registered with `bind`."""
     return bind.dispatch(type(step)) is not bind.dispatch(object)
 
 
@@ -181,7 +181,7 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
-    """Add the result of `make` with atomic additions: peers and other lanes may add to the same elements.
+    """Add the result of `make` with atomic additions, because peers and other lanes may add to the same elements.
 
     The result has memory only during the run, since many executors are kept.
     """

@@ -1,5 +1,7 @@
-"""The launcher of `weft.kernels.add_up`, the reduction kernel. It compiles all variants before any stream waits, and makes
-its table once per step."""
+"""The launcher of the reduction kernel, `weft.kernels.add_up`.
+
+It compiles all variants before any stream waits, and makes its table once per step.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
-"""The number of parts that a launch passes as arguments. With more parts, only the caller's tensors are arguments, because
-their addresses change from run to run."""
+"""The largest number of parts that a launch passes as arguments. With more parts, a table has the addresses, except
+those of the caller's tensors, which change between runs.
+"""
 _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
-"""Bytes of each part that a program reduces at a time: without a norm, and with a norm, where a program handles a whole row."""
+"""The bytes of each part that a program reduces at a time: without a norm; and with a norm, where a program handles a
+whole row.
+"""
 
 
 class Address(NamedTuple):
-    """The number of a base address, the offset from it, and the row pitch, both in bytes. A pitch of 0 adds one row to all rows."""
+    """An address as (number of a base address, offset in bytes, row pitch in bytes). With pitch 0, one row is added to
+    all rows.
+    """
 
     base: int
     offset: int
@@ -32,7 +39,7 @@ class Address(NamedTuple):
 
 
 class SumNorm(NamedTuple):
-    """The RMS norm of the sum, times one row of weights."""
+    """The RMS norm of the sum, multiplied by one row of weights."""
 
     out: Address
     weight: Address
@@ -40,8 +47,11 @@ class SumNorm(NamedTuple):
 
 
 class SumVariant(NamedTuple):
-    """The parameters of a compiled kernel. block: bytes that a program reduces. step: a power of two that divides all addresses
-    and pitches, in bytes."""
+    """The parameters of a compiled kernel.
+
+    block: the bytes that a program reduces at a time. step: a power of two that divides all addresses and pitches, in
+        bytes.
+    """
 
     dtype: torch.dtype
     parts: int
@@ -63,9 +73,11 @@ class SumVariant(NamedTuple):
 
 
 class AddUp:
-    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all rows.
+    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all
+    rows.
 
-    If the only part is `out`, the kernel writes nothing but its norm. fixed: addresses of the bases; 0 for the caller's tensors.
+    If the only part is `out`, the kernel writes only its norm. fixed: the addresses of the bases; 0 for the caller's
+    tensors.
     """
 
     def __init__(
@@ -86,7 +98,8 @@ class AddUp:
                 f"{len(passed)} of the {len(parts)} parts of a reduction are the caller's tensors: the GPU kernel takes at most "
                 f"{_ARGUMENTS} of them"
             )
-        if norm is None and all(place.pitch == cols * item for place in (out, *parts)):  # one long row
+        # Without gaps between the rows, treat the matrix as one long row.
+        if norm is None and all(place.pitch == cols * item for place in (out, *parts)):
             rows, cols = 1, rows * cols
         entries, number, more = [], 0, [0] * (_ARGUMENTS - len(passed))
         for part in parts:
@@ -105,7 +118,7 @@ class AddUp:
             bits |= place.pitch | (fixed[place.base] + place.offset if fixed[place.base] else 0)
         block = _ROW_BYTES if norm else _BLOCK_BYTES
         eps = norm.eps if norm else None
-        # Tensors of the caller may begin at any address.
+        # The caller's tensors may begin at any address.
         adds, steps = list(parts) != [out], sorted({bits & -bits, item}, reverse=True)
         self._variants = {step: SumVariant(dtype, len(parts), step, block, adds, eps) for step in steps}
         self._programs = rows if norm else rows * -(-cols * item // block)
@@ -114,7 +127,7 @@ class AddUp:
         }
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program` on stream number `stream`; return False if only `launch` can do it."""
+        """Record the launch into `program` on stream number `stream`. Return False if only `launch` can launch it."""
         if not self._programs:
             return True
         calls = [
@@ -124,7 +137,7 @@ class AddUp:
         return record_one_of(program, stream, calls)
 
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
-        """Launch the kernel. bases: all addresses, the caller's too. stream: its handle; None under Triton's interpreter."""
+        """Launch the kernel. bases: all addresses, with the caller's. stream: a handle; None in Triton's interpreter."""
         if not self._programs:
             return
         numbers = [bases[n.number] + n.offset if isinstance(n, Base) else n for n in self._numbers]
@@ -138,10 +151,10 @@ class AddUp:
 
 
 def arguments_of(variant: SumVariant) -> tuple[list[Any], int, dict[str, Any]]:
-    """Return the arguments, warps and constants that the kernel is compiled for."""
+    """Return the arguments, warps and constants for which the kernel is compiled."""
     constants = variant.constants()
     numbers = len(device_code.add_up_kernel.arg_names) - len(constants) - 1
-    return [torch.int64, *[1] * numbers], variant.warps, constants  # the table is on the device
+    return [torch.int64, *[1] * numbers], variant.warps, constants  # the first argument is the table on the device
 
 
 @lru_cache(maxsize=64)

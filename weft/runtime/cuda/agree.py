@@ -16,10 +16,10 @@ _BLOCK = 128
 
 
 class Agreeing:
-    """The launcher of one `weft.schedule.steps.Agree` step.
+    """The launcher of an `Agree` step (`weft.schedule.steps`).
 
-    expected [W, counts] and sent [W * W, counts] are in the schedule's own memory. differs_at: an address in pinned memory.
-    width, item_bytes: items per received row, and bytes per item.
+    expected: [W, counts], and sent: [W * W, counts], in the schedule's own memory. differs_at: an address in pinned
+        memory. width, item_bytes: the items of a received row, and the bytes of an item.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Agreeing:
         self._compiled = _compiled(expected.device, item_bytes)
 
     def launch(self, out: int, out_rows: int) -> None:
-        """Enqueue the kernel on the current stream. out: address of the `out_rows` received rows."""
+        """Enqueue the kernel on the current stream. out: the address of the `out_rows` received rows."""
         self._compiled[self._ranks, 1, 1](*self._tables, out, out_rows, *self._numbers, *self._constants)
 
 

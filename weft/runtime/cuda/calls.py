@@ -1,7 +1,7 @@
 """Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
 
-Each call is prepared when a schedule is compiled, so that a run only takes views and calls. Results go where the step says,
-not into memory that torch allocates.
+Each call is prepared when a schedule is compiled, so a run only takes views and calls. Results are written where the
+step says, not into memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 from weft.schedule.steps import of_kind
 
-ALIGNMENT = 256  # bytes: more than the alignments by which cuBLAS chooses kernels
+ALIGNMENT = 256  # bytes; larger than any alignment on which cuBLAS bases its choice of kernels
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Operation(NamedTuple):
-    """One call, a function of a run's tensors.
+    """A call, as a function of a run's tensors.
 
-    what, views: the operation and its operands. Calls with equal `what` and `views` run the same kernel; if `what` is None,
-        the kernel is unknown. aside: loads the same kernel without writing memory that peers read or add to.
+    what, views: the operation and its operands. Calls with equal `what` and `views` run the same kernel. If `what` is
+        None, the kernel is unknown.
+    aside: a call that loads the same kernel without writing memory that peers read or add to.
     """
 
     call: Callable[[Tensors], None]
@@ -53,7 +54,7 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Allocate a tensor that only this rank uses and for which cuBLAS chooses the same kernel as for `x`."""
+    """Allocate a tensor that only this rank uses, and for which cuBLAS chooses the same kernel as for `x`."""
     items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     flat = x.new_empty(items + last + 1)
     return flat.as_strided(x.shape, x.stride(), (x.data_ptr() - flat.data_ptr()) % ALIGNMENT // x.itemsize)
@@ -66,7 +67,7 @@ def _computing(step: Compute, out: RegionView, inputs: list[RegionView]) -> Oper
         if step.accumulate:
             return Operation(lambda t: void(out(t).addmm_(a(t), b(t))), what, views)
         return Operation(lambda t: void(torch.mm(a(t), b(t), out=out(t))), what, views)
-    if step.op == "addmm":  # copies the addend into the output, and adds to that
+    if step.op == "addmm":  # torch copies the addend into the output, and adds to it
         a, b, c = inputs
         return Operation(lambda t: void(torch.addmm(c(t), a(t), b(t), out=out(t))), what, views)
     if step.op in SCALED_MATMULS and not step.accumulate:
@@ -99,7 +100,7 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
 
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
-    """Return the collectives of a rank in the order of its lanes. This order is the same on all ranks."""
+    """Return the collectives of a rank, in the order of its lanes. This order is equal on all ranks."""
     return [s for lane in schedule.of_rank(rank) for s in of_kind(lane.steps, Collective)]
 
 

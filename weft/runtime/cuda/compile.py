@@ -1,17 +1,17 @@
-"""The compiler from a rank's steps to what the host issues: native operations, torch and NCCL calls, and small kernels, in one
-order.
+"""The compiler from a rank's steps to the list of operations that the host issues: native operations, calls of torch
+and NCCL, and small kernels.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.flags`), so that a CUDA graph
-can capture them. Copies by kernel include the signals around them.
+Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.flags`), so that a CUDA
+graph can capture them. Copies by kernel include the signals around them.
 
-Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no operation: a run
-begins after the previous run has ended on its rank.
+Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no
+operation, because a run begins after the previous run has ended on its rank.
 
-Another stream, the monitor, writes the signals that compute lanes set: a write to a peer takes microseconds, and kernels
-need not wait for it. Each run also notes in memory that it has begun, for the watchdog.
+A separate stream, the monitor, writes the signals that compute lanes set: a write to a peer takes microseconds, and
+kernels need not wait for it. Each run also writes to memory that it has begun, for the watchdog.
 
 Calls of torch and NCCL (`weft.runtime.cuda.calls`) and steps of dynamic size (`weft.runtime.cuda.sizes`) are not native
-operations. They stand between native operations in one list (`weft.runtime.cuda.issue`). All find memory through
+operations. They are in the same list (`weft.runtime.cuda.issue`). All operations get addresses from
 `weft.runtime.cuda.regions`.
 """
 
@@ -44,20 +44,21 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
-"""A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
+"""A part of a signal of `_core.StreamProgram`: (True to wait, number of the base, offset in bytes, value)."""
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Compile the rank's steps. No stream may wait on the device meanwhile, because this loads kernels."""
+    """Compile the rank's steps. This loads kernels, so no stream may wait on the device meanwhile."""
     return Compiler(context, timed).compile()
 
 
 class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
-    program, items: what a run issues. sizes: where the device finds the three numbers of a copy by kernel of dynamic size, by the
-    copy's identity. ahead: by lane, the reader of sizes that waits only after the GEMMs are issued. scratch: by lane.
+    program, items: what a run issues. sizes: by copy, the device address of the three numbers of a copy by kernel with
+        dynamic size. ahead: by lane, the reader of sizes that waits only after the GEMMs are issued. scratch: by lane,
+        memory for partial sums.
     """
 
     def __init__(self, context: Context, timed: bool) -> None:
@@ -78,9 +79,9 @@ class Compiler:
         self._launches = launches_of_rank(
             context.schedule, context.rank, context.lanes, context.order, self._awaited, context.buffers
         )
-        # By lane: the places of steps whose signals the lane's stream writes, and the flags that it waits for. Launches clear
-        # their flags themselves. Compute lanes clear theirs right after the wait: their sets run on the monitor, too late for the
-        # lane's own next wait.
+        # By lane: the indices of steps whose signals the lane's stream writes, and the flags that the lane waits for.
+        # Copying kernels clear their own flags. Compute lanes clear their flags right after the wait: the monitor
+        # writes their signals, possibly after the lane's next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
         self._of_stream: dict[str, list[Flag]] = {name: [] for name in context.lanes}
         for launch in self._launches:
@@ -97,9 +98,9 @@ class Compiler:
         joints = [self._event() for _ in range(lanes)]
         last = {launch.lane: launch for launch in self._launches}
         waiting = [launch for launch in self._launches if self._flags_in(launch)]
-        # Choose the writer of the watchdog's words. If only launches of one stream wait: the first and the last launch.
-        # Otherwise the first step of a lane, if its flag is soon cleared and so stays 0 during a run. Otherwise the
-        # monitor.
+        # Choose where the watchdog's words are written. If only kernels on one stream wait: at the first and the last
+        # of them. Otherwise at the first step of a lane whose flag is cleared soon, and therefore is 0 during most of a
+        # run. Otherwise on the monitor.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
         self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -133,8 +134,9 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the launch is a copy lane's first and waits for a flag of the previous run, and only copies can delay the
-        clearing of the flag."""
+        """Return True if `launch` is the first of a copy lane, waits for a flag of the previous run, and only copies
+        delay the clearing of the flag.
+        """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
         name = self.context.lanes[launch.lane]
@@ -144,7 +146,7 @@ class Compiler:
             behind = steps[launch.last + 1 : flag.carrier] if flag.carrier in self._carriers[name] else []
             return flag.previous and all(step.copies_by for step in behind)
 
-        # All waits of a stream's operation come before its clears: a wait for this run would leave the flag in place.
+        # All waits of a stream operation precede its clears. A wait for this run would delay the clear.
         mine = self._flags_in(launch)
         return all(flag.previous for flag in mine) and any(soon(flag) for flag in mine)
 
@@ -168,7 +170,7 @@ class Compiler:
             self.items.stamp(launch.lane, 2 * first + 1)
 
     def crosses(self, step: Step) -> bool:
-        """True if the step is a signal between ranks."""
+        """Return True if the step is a signal between ranks."""
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
@@ -181,7 +183,7 @@ class Compiler:
             self.program.wait_event(lane, self._event_of[key])
 
     def signals(self, launch: Launch) -> None:
-        """Issue a stream's waits or sets, together with the flags to clear at this place."""
+        """Issue the waits or signals of a stream, and clear the flags that are cleared at this step."""
         name, parts = self.context.lanes[launch.lane], list[SignalPart]()
         mine = self._flags_in(launch)
         if launch is self._telling:
@@ -200,9 +202,9 @@ class Compiler:
             for word in self._words_of[int(at)].get((signal, int(index)), [])
         ]
         if not parts:
-            return  # nobody waits for this signal
+            return  # no rank waits for this signal
         if self._computes[launch.lane] and not mine:
-            # A write to a peer takes microseconds, and kernels need not wait for it: the monitor writes.
+            # A write to a peer takes microseconds, and kernels need not wait for it: write on the monitor.
             self._signal_aside(launch.lane, parts)
         else:
             self.program.signal(launch.lane, parts)
@@ -215,11 +217,11 @@ class Compiler:
         self._has_aside = True
 
     def _note(self, word: int, number: int) -> SignalPart:
-        """Return the part of a signal that writes a number into a word of this rank."""
+        """Return the part of a signal that writes `number` into a word of this rank."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
-        """Return the addresses of the words whose flags a set of this counter raises."""
+        """Return the addresses of the flag words that a `Set` of `signal` writes in rank `at`."""
         return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
 
     def _flags_in(self, launch: Launch) -> list[Flag]:
@@ -228,7 +230,9 @@ class Compiler:
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
-        """Issue a launch that copies as one kernel: signals, waits, copies, signals, waits."""
+        """Issue a launch of copies as one kernel: first its signals and waits, then the copies, then signals and waits
+        again.
+        """
         context, words = self.context, self.context.words
 
         def own(word: int) -> int:
@@ -263,7 +267,7 @@ class Compiler:
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = self.regions.row_bytes(copies[0].src)
         shape = CopyShape(int(copies[0].src.rows), width, source[2], target[2])
-        if source[2] == target[2] == width:  # one long row: a kernel gives each row blocks of its own
+        if source[2] == target[2] == width:  # without gaps: use one long row, because each row needs separate blocks
             shape = CopyShape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
         targets = [self.regions.bases[base] + offset for base, offset, _ in places]
@@ -297,24 +301,27 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return the region with its rows at the beginning of its buffer."""
+    """Return the region with its first row and its number of rows set to 0."""
     return replace(region, row=0, rows=0)
 
 
 @singledispatch
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
-    """Make `compiler` issue the first step of `launch`, whose sizes are fixed.
+    """Issue the first step of `launch`, whose sizes are fixed, on `compiler`.
 
-    Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals around them, are
-    kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its kernel: an operation that
-    writes or adds to a peer's memory gives `Operation.aside`, which loads the kernel without that.
+    Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and the signals around
+    them, are issued as kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its
+    kernel. An operation that writes to a peer's memory must define `Operation.aside`, which loads the kernel without
+    writing there.
     """
     raise AssertionError(f"{step} was not refused")
 
 
 @singledispatch
 def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -> None:
-    """Have `compiler` issue a step's tiles by the kernel that it names. Register a function to run a kernel on GPUs."""
+    """Issue the tiles of a step by the step's kernel. Register a function with `emit_tiles.register` to run a kernel on
+    GPUs.
+    """
     raise AssertionError(f"{step} was not refused")
 
 
@@ -338,7 +345,7 @@ def _compute(step: Compute, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _reduce(step: Reduce, compiler: Compiler, launch: Launch) -> None:
-    """Issue the reduction. Parts of one row are added to all rows."""
+    """Issue the reduction. A part of one row is added to every row."""
     regions, context = compiler.regions, compiler.context
 
     def place(region: Region) -> Address:
@@ -386,14 +393,14 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the host reads too.
+    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the host reads the sizes too.
 
-    The device computes the numbers of the lane's copies by kernel.
+    The device computes the numbers for the lane's copies by kernel.
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:
         raise ScheduleError(
-            f"{step}: streams read sizes only from scratch or symmetric buffers: first copy {buffer} to one"
+            f"{step}: streams read sizes only from scratch or symmetric buffers: copy {buffer} to one first"
         )
     if step.by == "host":
         compiler.items.dynamic(lane, HostRead(context, buffer))

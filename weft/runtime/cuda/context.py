@@ -1,7 +1,7 @@
 """The context of a compiled schedule on GPUs: the steps of one rank, its memory, its streams.
 
-A `Context` is made once and does not change. Its `LastRun` has the state that changes from run to run. The compiler and its
-items get only the context, so that no part of the executor depends on the executor.
+A `Context` is made once and does not change. Its `LastRun` has the state that runs change. The compiler and its items
+get only the context, so that they do not depend on the executor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from weft.symm.lasting import lasting
 class RankSchedule:
     """A schedule as one rank sees it.
 
-    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. flags: the flags of all ranks.
-    lanes: the first is the caller's stream.
+    given: the buffers that the caller passes. order: (lane, step) in the order of issue. flags: the flags of all ranks.
+        lanes: the names of lanes; the first is the caller's stream.
     """
 
     schedule: Schedule
@@ -39,10 +39,10 @@ class RankSchedule:
 
     @property
     def standing_word(self) -> int:
-        """The number of the standing word, which lies behind the words of flags.
+        """The number of the standing word, which follows the words of flags.
 
-        While a run is blocked in waits, the word is 1 + the number of waits known to have passed; otherwise it is 0. The
-        word is not used if some lane begins with waits for the previous run alone: their flags are 0 during a run.
+        While a run is blocked in waits, the word is 1 + the number of waits known to have passed. Otherwise it is 0. It
+        is not used if a lane begins with waits for the previous run only, since their flags are 0 during a run.
         """
         return max(len(flags) for flags in self.flags)
 
@@ -50,7 +50,7 @@ class RankSchedule:
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
     """Return `schedule` as `rank` runs it. Raise `ScheduleError` if streams cannot run it.
 
-    like: a schedule of the same kind. If `schedule` differs from it in sizes only, its order and flags are reused.
+    like: a schedule of the same kind. If `schedule` differs from it only in sizes, its order and flags are reused.
     """
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
@@ -65,7 +65,7 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return the steps of `schedule` in the given order; None if the kinds of steps or the signals differ."""
+    """Return (lane, step) of `schedule` in the given order; None if the kinds of steps or the signals differ."""
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):
         return None
@@ -83,10 +83,10 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 
 @dataclass(slots=True)
 class LastRun:
-    """State that the last issued run has changed.
+    """The state of the last issued run.
 
-    known: contents of buffers that the host has read. made: outputs that the caller passed as functions. caller: the caller's
-    stream, if the host reads sizes. failure: an error found since that run.
+    known: contents of buffers that the host has read. made: outputs that the caller passed as functions. caller: the
+        caller's stream, if the host reads sizes. failure: an error found since that run.
     """
 
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -99,9 +99,9 @@ class LastRun:
 class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
-    region: symmetric buffers. words: flags and the standing word. own: the schedule's own buffers on this rank. side: the streams
-    of all lanes but the first. begun_word: pinned memory; [0] is not 0 if a run has begun, [1] is 1 + the rank that sent a
-    different number of rows than this rank expected.
+    region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
+        side: the streams of all lanes except the first. begun_word: pinned memory. [0] is not 0 if a run has begun. [1]
+        is 1 + the rank that sent a different number of rows than this rank expected.
     """
 
     comm: Communicator
@@ -116,7 +116,7 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address at which a kernel notes the rank that sent a different number of rows than expected."""
+        """The address to which a kernel writes the rank that sent a different number of rows than expected."""
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
@@ -128,14 +128,13 @@ class Context(RankSchedule):
         self.comm.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """Raise `ScheduleError` if a copy of this run would leave its buffer. Poison the group: peers wait for the rest of this
-        run."""
+        """Raise `ScheduleError` if a copy of this run would exceed its buffer. Poison the group, since peers wait for
+        this run.
+        """
         rows = self.buffers[buffer].rows
         rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]
         if not 0 <= first <= first + count <= rows:
-            text = (
-                f"rank {self.rank}: by the sizes of this run, rows {first}:+{count} are outside {buffer} of {rows} rows"
-            )
+            text = f"rank {self.rank}: with the sizes of this run, rows {first}:+{count} are outside {buffer} of {rows} rows"
             self.comm.poison(text)
             raise ScheduleError(text)
 

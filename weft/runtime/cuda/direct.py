@@ -1,7 +1,8 @@
 """Launches of Triton kernels by their handles, for calls whose host time matters.
 
-`kernel[grid](...)` inspects every argument in Python. `launch` finds the compiled kernel by dtypes, alignments and constants, and
-launches it through a `_core.StreamProgram`, whose bases are the addresses, the numbers and the grid of a call.
+`kernel[grid](...)` inspects every argument in Python. `launch` finds the compiled kernel by dtypes, alignments and
+constants. It launches the kernel through a `_core.StreamProgram`, to which each call passes the addresses, the numbers
+and the grid.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""embedding_all_to_all on GPUs: one rank's side of every call, enqueued on the current stream.
+"""The GPU executor of embedding_all_to_all: one rank's part of every call, enqueued on the current stream.
 
-The host never waits. Results are valid in stream order. The device notes errors (a missed deadline, ranks that
+The host never waits. Results are valid in stream order. The device records errors (a missed deadline, ranks that
 disagree, bad indices) in pinned memory, and the next call or `check()` raises them. When the communicator fails (a peer
-died, a rank gave up), the watchdog writes POISON over this rank's signals with the copy engine. Kernels that wait for
-them then return.
+died or gave up), the watchdog overwrites this rank's signals with POISON by the copy engine. Kernels that wait for the
+signals then return.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._signals = comm.allocate(8 * 3 * world)
         self._flags = comm.allocate(8)
         self._flag_count = 1
-        self._flags_of_graphs: list[tuple[Region, int]] = []  # flags that replays of captured graphs set, and how many
+        self._flags_of_graphs: list[
+            tuple[Region, int]
+        ] = []  # (flags that replays of captured graphs set, their number)
         self._captured = False
         self._memory: RankAddresses | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
@@ -63,7 +65,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._look = _Look(self)
         comm._holders.add(self._look)
         watch.add(self._look)
-        comm.before_check(self.look)  # the watching thread may be late
+        comm.before_check(self.look)  # otherwise only the watching thread would see the failure, perhaps late
 
     def run(
         self,
@@ -75,10 +77,10 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         count: bool = False,
         launch_per_table: bool = False,
     ) -> dict[str, Any]:
-        """Enqueue one call. Return the output [batch_sizes[rank], total_dim] as "out", valid in stream order.
+        """Enqueue one call. Return the output `[batch_sizes[rank], total_dim]` as "out", valid in stream order.
 
-        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`). count, launch_per_table: as for
-        `EmbeddingKernel.launch`.
+        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`). count, launch_per_table: see
+            `EmbeddingKernel.launch`.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()
@@ -126,7 +128,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return {"out": output}
 
     def check(self) -> None:
-        """Raise errors that earlier calls recorded and failures of the communicator; warn of bad indices. Do not wait."""
+        """Raise errors of earlier calls and failures of the communicator, and warn of bad indices. Do not wait for the
+        device.
+        """
         record = self._record
         _warn_of_bad_input(self.kernel, record, self._last_input, self.comm.rank)
         self.look()
@@ -136,7 +140,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.check()
 
     def look(self) -> None:
-        """Fail the group if the device has recorded that a call failed. The watching thread and calls of all operators do this."""
+        """Fail the group if the device has recorded a failed call. The watching thread and the calls of all operators
+        run this.
+        """
         if self._record[device_code.R_STATUS]:
             with self._noting:
                 self._note_failure(self._record)
@@ -144,7 +150,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
     def _note_failure(self, record: Any) -> None:
         status = record[device_code.R_STATUS]
         record[device_code.R_STATUS] = 0
-        if status == 0 or self.comm.failed:  # a failure elsewhere ended our waits, or came before our deadline
+        if status == 0 or self.comm.failed:  # another failure ended this rank's waits
             return
         epoch, peer, wanted, found = record[device_code.R_EPOCH : device_code.R_FOUND + 1]
         if status == device_code.DISAGREE:
@@ -157,7 +163,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
             return
         text = (
             f"rank {self.comm.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
-            f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Has that rank made the same call?"
+            f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Check that all ranks made the same call"
         )
         if status == device_code.WAIT_FLAG:
             text = text.replace(f" of rank {peer} ", f" number {peer} ")
@@ -165,7 +171,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.poison(text)
 
     def close(self) -> None:
-        """Return the memory. First wait for the devices of all ranks; no captured graph may be replayed afterwards. Idempotent."""
+        """Free the memory, after the devices of all ranks are done. No captured graph may be replayed afterwards.
+        Idempotent.
+        """
         if self.closed:
             return
         self.closed = True
@@ -189,13 +197,13 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return RankAddresses(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
 
     def _quiesce(self) -> None:
-        """Wait until all enqueued work is done, here and on every peer. Must precede the replacement of memory."""
+        """Wait until all enqueued work is done on every rank. Call this before memory is replaced."""
         refuse_capture(self.comm.device)
         torch.cuda.synchronize(self.comm.device)
         self.comm.all_gather(None)
 
     def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels. Runs on the watchdog thread."""
+        """End every wait of this rank's kernels. The watchdog thread runs this."""
         with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
             words = [(self._signals, 3 * self.comm.world_size), (self._flags, self._flag_count)]
             for region, count in (*words, *self._flags_of_graphs):
@@ -216,7 +224,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
 
 class _Look:
-    """An entry of the watching thread that reads an operator's record for as long as the operator exists."""
+    """Lets the watching thread read an operator's record for as long as the operator exists."""
 
     deadline_s = math.inf
 
@@ -230,7 +238,7 @@ class _Look:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Do nothing: kernels have deadlines of their own."""
+        """Do nothing: the kernels keep their own deadlines."""
 
     def close(self) -> None:
         watch.remove(self)
@@ -239,9 +247,9 @@ class _Look:
 def _warn_of_bad_input(
     kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, rank: int
 ) -> None:
-    """Warn of bad input that earlier calls counted, and reset the counts.
+    """Warn of bad input that the record counts, and reset the counts.
 
-    last_input: the input in which to find the first bad index. rank: named in the warning.
+    last_input: the input in which to find the first bad index. rank: the rank that the warning names.
     """
     bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
@@ -269,12 +277,12 @@ def _warn_of_bad_input(
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
-    """Return a memoryview of `record`. Reading a number takes nanoseconds, from a tensor microseconds."""
+    """Return a memoryview of `record`: it reads a number in nanoseconds, a tensor takes microseconds."""
     return memoryview(cast(Any, record.numpy()))
 
 
 class _LocalPool:
-    """The kernel for a world of one rank, and its last input."""
+    """The kernel for a world size of 1, and its last input."""
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device, widest)
@@ -292,17 +300,18 @@ def pool_on_gpu(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> None:  # fmt: skip
-    """Pool one rank's input into an ordinary tensor `out` [batch, total_dim], with the same kernel and a world size of 1.
+    """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, with the same kernel and a world size
+    of 1.
 
-    Warn of bad input of earlier calls, as `rank`. widest: see `EmbeddingKernel`.
+    Warn of bad input in earlier calls, naming `rank`. widest: see `EmbeddingKernel`.
     """
     key = (plan, out.device, widest)
     pool = _local_pools.get(key)
     if pool is None:
         pool = _local_pools[key] = _LocalPool(plan, out.device, widest)
     _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
-    # The address of `out` travels in stream order, because the host runs ahead of the stream. It is an argument of a fill kernel,
-    # which a graph captures too.
+    # The host runs ahead of the stream, so a fill kernel writes the address of `out` in stream order. A graph captures
+    # the kernel too.
     address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
     memory = RankAddresses(Tables.of(address, pool.words[:1], pool.words[1:2]), 0)
     pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False, captured=is_captured(out.device))

@@ -1,4 +1,5 @@
-"""The part of embedding_all_to_all's backward that a GPU computes, by the kernels of `weft.kernels.embedding_backward`.
+"""The local computation of embedding_all_to_all's backward on a GPU, by the kernels of
+`weft.kernels.embedding_backward`.
 
 The host never waits for the device, except for sparse gradients, whose sizes it needs. Ids are sorted by
 `weft.runtime.cuda.embedding_runs`.
@@ -38,17 +39,18 @@ __all__ = [
 
 _OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program puts in order
 _GROUP = 512  # elements of the rows that a warp updates at once
-_ROWS = 8192  # elements of the sums that a program adds at once, of the longest runs
-_GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and sums of their squares
+_ROWS = 8192  # elements of partial sums of long runs that a program adds at once
+_GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and the sums of squares of gradients
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
 def update(
     of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Update each row that occurs. Return the number of skipped rows, as a device tensor.
+    """Update each row whose id occurs in the batch. Return the number of skipped rows, as a device tensor.
 
-    scale: a number on the device that multiplies every gradient."""
+    scale: a device tensor that multiplies every gradient.
+    """
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
     numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
     if optimizer.rounding == "stochastic" and dtype != torch.float32:
@@ -63,7 +65,9 @@ def update(
 def add_each(
     of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, ok: torch.Tensor | None = None
 ) -> None:
-    """Add SGD's update of each id to its row by atomics, for fp32 tables. ok: 0 on the device leaves them as they are."""
+    """Add the SGD update of each id to its row with atomics, for fp32 tables. ok: a device tensor; 0 leaves the rows
+    unchanged.
+    """
     shape, ids, device = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged), received.device
     count = ids.keys.numel()
     if count:
@@ -86,7 +90,7 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
     """Return the sum of squares of all gradients that an update would use, float64 [], on the device."""
     device = received.device
     squares = torch.zeros(rows.count, dtype=torch.float32, device=device)
-    # The update's own table of tables: a graph's capture cannot copy another one from the host.
+    # Use the update's device table: a graph's capture cannot copy another one from the host.
     table, skip = _table_of_update(of, tables, rows.shape, device), tables.optimizer.nonfinite == "skip"
     numbers, dtype = _fixed_numbers((), of.factor, math.inf, device), of.plan.sharding.dtype
     _launched(rows, received, table, numbers, _SQUARES, False, skip, dtype, squares=squares)
@@ -94,7 +98,7 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
 
 
 def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
-    """Return the table of tables of an update. A known layout determines it, so tensors are not read one by one."""
+    """Return the table of table addresses for an update, cached by layout so that tensors are not read one by one."""
     key = device, of.plan, of.rank, of.layout
     if of.layout is not None and (known := _device_tables.get(key)) is not None:
         keep_for_graphs(known.lines)
@@ -113,9 +117,10 @@ def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torc
 def gradients_of_tables(
     of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. For sparse gradients it waits for the device.
+    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. Sparse gradients wait for the device.
 
-    dtype: the dtype of the gradients, if it is not the tables' dtype."""
+    dtype: the dtype of the gradients; by default that of the tables.
+    """
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     first_runs, sizes = [0] * len(tables), [table.num_embeddings for table in tables]
@@ -179,8 +184,10 @@ def _launched(
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernels. Return the number of skipped rows, as a device tensor.
 
-    dtype: the dtype of tables, and of gradients that are written. seed: the seed of random bits, or None to round to nearest.
-    squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update."""
+    dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding, or None to round to
+        nearest.
+    squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update.
+    """
     shape, device, count = rows.shape, received.device, rows.count
     skipped = torch.zeros(1, dtype=torch.int64, device=device) if skip else _none_skipped(device)
     if not count:
@@ -260,7 +267,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _none_skipped(device: torch.device) -> torch.Tensor:
-    """Return a zero that no kernel writes."""
+    """Return a device tensor of one zero that no kernel writes."""
     return lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
 
 
@@ -272,7 +279,9 @@ def _steps(tables: int) -> int:
 def _fixed_numbers(
     numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the numbers of a rule that are the same in all calls; without `numbers`, of a rule that updates nothing."""
+    """Return the device tensor of a rule's numbers that are the same in all calls. If `numbers` is empty, the rule
+    updates nothing.
+    """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 
 
@@ -288,7 +297,9 @@ def _made_numbers(
 
 
 def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the rule's numbers. The number of updates is read on the device. scale: multiplies the factor."""
+    """Return the device tensor of a rule's numbers. The number of updates is read on the device. scale: multiplies the
+    factor.
+    """
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
     numbers = _fixed_numbers(tuple(optimizer.numbers.items()), of.factor, clip, device)
@@ -305,7 +316,9 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 
 
 class _DeviceTable(NamedTuple):
-    """The table of tables on the device, their number, and whether all addresses in it are multiples of 16."""
+    """The addresses and sizes of tables on the device, the number of tables, and whether all addresses are multiples of
+    16.
+    """
 
     lines: torch.Tensor
     size: int
@@ -316,7 +329,9 @@ _device_tables: dict[tuple[Any, ...], _DeviceTable] = {}
 
 
 def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
-    """Return the table of tables. Copying it takes the host longer than a launch, and an optimizer's tables stay where they are."""
+    """Return the device table for `lines`, cached: copying it takes the host longer than a launch, and tables rarely
+    move.
+    """
     key = device, tuple(map(tuple, lines))
     table = _device_tables.get(key)
     if table is None:

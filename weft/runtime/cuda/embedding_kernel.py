@@ -1,7 +1,8 @@
-"""The launcher of the Triton kernel of embedding_all_to_all: its tables on the device, its variants, its grid.
+"""The launcher of the Triton kernel of embedding_all_to_all: the kernel's tables on the device, its variants and its
+grid.
 
-The launcher knows no groups. The caller passes the addresses of every rank's output, signals and flags. So one process can run
-all ranks one after the other under Triton's interpreter.
+The caller passes the addresses of every rank's output, signals and flags. So the launcher needs no process group, and
+one process can run all ranks one after the other under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from weft.symm.lasting import lasting
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MAX_BLOCK_D = 256
-_MAX_ROWS = 16  # rows in flight per program
-_TILE = 1024  # elements in flight per program; measured on H200: 2048 costs registers, hence programs, and is slower
-_REGISTERS = {False: 168, True: 128}  # limits, by whether slices are staged; measured on H200 against 112 to 168
-_UNIT_BYTES = 16384  # bytes that a program takes at once: enough to hide the atomic, few enough to leave no tail
+_MAX_ROWS = 16  # rows that a program loads at once
+_TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: more registers, fewer programs
+_REGISTERS = {False: 168, True: 128}  # limits, by whether slices are staged; the fastest of 112 to 168 on H200
+_UNIT_BYTES = 16384  # bytes per unit of work: large enough to hide the atomic, small enough to balance programs
 _MAX_UNIT_SLOTS = 32
-# With `direct`, each program costs time to start and to arrive, one after the other. So small calls take fewer programs, measured
-# on H100: one for so many bags or bytes, and at least so many on an SM.
+# With `direct`, programs start and finish one after the other, which costs time per program. So small calls use fewer
+# programs: one per this many bags or bytes, and at least this many per SM. Measured on H100.
 _PROGRAM_BAGS = 24
 _PROGRAM_BYTES = 96 << 10
 _PROGRAMS_PER_SM = 8
 _CACHED_BATCHES = 32
-_INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
+_INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have 64 bits
 
 
 class Tables(NamedTuple):
-    """Tensors for many launches, with their addresses: asking each tensor at every launch takes longer than the launch."""
+    """Tensors for many launches, with their addresses. Reading the addresses at every launch takes longer than the
+    launch.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     addresses: tuple[int, ...]
@@ -61,14 +64,14 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Tables for calls with the same batch sizes, or with even ones, and the same size of units."""
+    """Tables that calls with the same batch sizes (or with even ones) and the same size of units share."""
 
     tables: Tables
-    """Units of a sample; first sample of each rank, and the end (int64), for uneven batch sizes."""
+    """The units of a sample; for uneven batch sizes, the first sample of each rank and the end (int64)."""
     per_sample: int
     """Units per sample."""
     is_even: bool
-    """True if ranks share the batch evenly: then the kernel computes the first samples."""
+    """True if ranks share the batch evenly. Then the kernel computes the first samples."""
 
 
 class VariantKey(NamedTuple):
@@ -87,7 +90,7 @@ class VariantKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel with its tables. resident: the number of programs that run at once."""
+    """A compiled kernel with its tables. resident: the number of programs that the GPU runs at once."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
@@ -95,11 +98,11 @@ class _Variant:
     tables: Tables
     """Staging, state and record."""
     program: _core.StreamProgram | None
-    """A launch whose grid and arguments are passed in each call; None if Triton has to launch."""
+    """A prepared launch to which each call passes its grid and arguments, or None if Triton must launch."""
 
 
 class EmbeddingKernel:
-    """The kernel of one rank of one plan on one device.
+    """The kernel for one rank of a plan on one device.
 
     widest: the largest number of columns of a feature block that another kernel pools. The block size covers it and this plan's own
         columns, so results have the same bits for any placement of tables.
@@ -114,8 +117,8 @@ class EmbeddingKernel:
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
         self._staged = plan.options.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
-        # The slots of all ranks determine the kernel. The order in which a bag is reduced must depend neither on the owner
-        # of the table nor on the number of ranks.
+        # The slots of all ranks determine the tiles: the order in which a bag is reduced must depend neither on the
+        # owner of the table nor on the number of ranks.
         dims = [widest, *(slot.dim for slot in sharding.slots)]
         self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
@@ -133,8 +136,8 @@ class EmbeddingKernel:
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
         self._batches: dict[tuple[int, ...], torch.Tensor] = {}
-        self._room = torch.empty(0, 0, dtype=torch.int64)  # a row for each uneven batch
-        self._n_taken = 0  # rows of it
+        self._room = torch.empty(0, 0, dtype=torch.int64)  # a row for each table of uneven batch sizes
+        self._n_taken = 0  # rows of `_room` in use
         self._works: dict[tuple[tuple[int, ...] | None, int, int | None], _Work] = {}
         self._of_graphs: list[Any] = []  # tables that captured launches read in every replay
         self._variants: dict[VariantKey, _Variant] = {}
@@ -161,12 +164,12 @@ class EmbeddingKernel:
                 place = [weight.data_ptr() + begin * self._item_bytes, weight.shape[0], slot.dim]
                 rows.append([*place, key_block, slot.column + begin, width, mean, int(begin == 0)])
         if len(self._slot_tables) >= 4:
-            self._slot_tables.clear()  # tables that move at every call would fill the memory
+            self._slot_tables.clear()  # otherwise tables that move at every call would fill the memory
         self._slot_tables[key] = table = self._device_table(rows, device_code.SLOT_FIELDS)
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return (table, units per sample, widest unit in columns). slots_per_unit=0: units are the slices of `put`."""
+        """Return (table, units per sample, widest unit in columns). slots_per_unit=0: each slice of `put` is a unit."""
         cached = self._units.get(slots_per_unit)
         if cached is not None:
             return cached
@@ -185,8 +188,9 @@ class EmbeddingKernel:
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the first sample of each rank and the end, int64. Do not wait for the device: batch sizes may be new in every
-        call."""
+        """Return int64 first samples of the ranks, and the end. Do not wait for the device: batch sizes may change in
+        every call.
+        """
         table = self._batches.get(batch_sizes)
         if table is None:
             refuse_capture(self.device)
@@ -196,13 +200,14 @@ class EmbeddingKernel:
         return table
 
     def _taken(self) -> torch.Tensor:
-        """Take int64 [world_size + 1] of lasting memory from a block for many batch sizes, since allocating takes a millisecond.
+        """Return int64 `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
 
-        When all of it is taken, tables are forgotten and their memory is taken again, in stream order; unless graphs read it.
+        If the block is used up, forget all tables and reuse their memory in stream order. If a graph reads the block,
+        allocate another.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
-                # Tables begin at multiples of 16 bytes, as memory of their own does.
+                # Tables begin at multiples of 16 bytes, like separate allocations.
                 shape = (_CACHED_BATCHES, self.world_size + 2 & ~1)
                 self._room = lasting(self.device, lambda: torch.empty(shape, dtype=torch.int64, device=self.device))
             self._n_taken = 0
@@ -212,8 +217,9 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return the number of pooled vectors that a program takes at once with `direct`: about _UNIT_BYTES, but
-        enough units for all programs."""
+        """Return the number of pooled vectors per unit with `direct`: about _UNIT_BYTES, but enough units for all
+        programs.
+        """
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
         bag_bytes = n_values / bags * self._mean_bytes
@@ -250,9 +256,11 @@ class EmbeddingKernel:
     ) -> None:
         """Enqueue one call on the current stream.
 
-        wait=False: neither wait for peers nor expect them. count: count copies and flags in `state`. launch_per_table: make one
-        launch per feature instead of one for all. timeline: int64 [n_units(...), 3], gets a line per unit. captured: a CUDA graph
-        captures the call, and its replays read the same tables.
+        wait: False if no peer takes part in the call: do not wait for peers.
+        count: count copies and flags in `state`.
+        launch_per_table: launch the kernel once per feature instead of once for all.
+        timeline: int64 `[n_units(...), 3]`; each unit writes a line.
+        captured: True if a CUDA graph captures the call, so that replays read the same tables.
         """
         if launch_per_table and self._staged:
             raise ValueError("launch_per_table=True needs transport='direct': a slice of 'put' spans tables")
@@ -283,7 +291,7 @@ class EmbeddingKernel:
                 units, per_sample = units[slot:], min(1, per_sample)
             if len(self._works) >= _CACHED_BATCHES:
                 self._works.clear()
-            starts = units if sizes is None else self._starts(sizes)  # even ones are not read
+            starts = units if sizes is None else self._starts(sizes)  # with even batch sizes the table is not read
             work = self._works[key] = _Work(Tables.of(units, starts), per_sample, sizes is None)
         return work
 
@@ -314,7 +322,7 @@ class EmbeddingKernel:
             return
         if captured:
             self._of_graphs.append((slot_table, memory, work, variant))
-        # Pass addresses: for a tensor, Triton asks the driver a dozen questions, which takes longer than the launch.
+        # Pass addresses: for a tensor, Triton makes a dozen driver calls, which take longer than the launch.
         arguments = (
             *[0 if tensor is None else tensor.data_ptr() for tensor in given],
             *work.tables.addresses, *memory.ranks.addresses, *variant.tables.addresses, *numbers,
@@ -331,7 +339,7 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """Return a hash of the properties of a call that ranks must agree on, without the plan."""
+        """Return a hash of what ranks must agree on in a call, besides the plan."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
@@ -340,7 +348,7 @@ class EmbeddingKernel:
         dims = [slot.dim for slot in sharding.slots]
         # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
         steps = [*dims, *(slot.column for slot in sharding.slots), sharding.total_dim, 16 // self._item_bytes]
-        # Row numbers travel between GPU lanes: 32 bits are enough, except for tables of more than 2^31 rows.
+        # Lanes exchange row numbers: 32 bits are enough, except for tables of more than 2^31 rows.
         most_rows = max((table.num_embeddings for table in sharding.tables), default=1)
         stage_width = -(-self._unit_table(0)[2] // 8) * 8 if self._staged else 1
         return {
@@ -380,8 +388,8 @@ class EmbeddingKernel:
         if not self._interpreted:
             compiled = loaded(self.device, lambda: self.compile(key, constants))
             program = direct_program(compiled, len(compiled.src.fn.arg_names) - len(constants))
-            # One warp each: registers come in blocks of 256 per warp, an SM holds 65536 of them and at most 32 programs.
-            # For GPUs of other makers these limits are not known: 16 is safe.
+            # Each program has one warp. Registers are allocated in blocks of 256 per warp. An SM has 65536 registers
+            # and at most 32 programs. For other vendors' GPUs 16 programs are safe.
             per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
             resident = per_sm * self._sms
         staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.output_dtype
@@ -392,7 +400,7 @@ class EmbeddingKernel:
         return variant
 
     def compile(self, key: VariantKey, constants: dict[str, Any]) -> Any:
-        """Compile for Triton's current device, without loading."""
+        """Compile a variant for Triton's current device, without loading the kernel."""
         kernel = device_code.embedding_all_to_all_kernel
         types = {
             "values": key.values,
@@ -402,21 +410,23 @@ class EmbeddingKernel:
         }
         pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
-        # By default ptxas saves registers and splits the loads of a block of rows. With a limit it uses as many as the limit
-        # allows.
+        # By default ptxas saves registers and splits the loads of a block of rows. With a limit, it uses up to that
+        # many registers.
         limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
 
 def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
-    """True if ranks share the batch evenly, and the first ranks have the remainder."""
+    """Return True if ranks share the batch evenly, with the remainder on the first ranks."""
     each, more = divmod(batch, len(batch_sizes))
     return batch_sizes == (each + 1,) * more + (each,) * (len(batch_sizes) - more)
 
 
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
-    """Return the sample of the global batch that `rank` pools first; it goes on with sample 0 after the last.
+    """Return the sample of the global batch with which `rank` begins to pool. After the last sample, it continues with
+    sample 0.
 
-    natural: sample 0. remote_first: the first sample of rank + 1, so that this rank's own samples come last.
+    order: "natural" begins with sample 0. "remote_first" begins with the first sample of the next rank, so that this
+        rank's own samples are last.
     """
     return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))

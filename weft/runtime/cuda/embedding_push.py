@@ -1,7 +1,7 @@
-"""The exchange of embeddings' gradients by `weft.kernels.embedding_push`: one for each communicator, which all modules share.
+"""The exchange of embeddings' gradients with `weft.kernels.embedding_push`. All modules on a communicator share one.
 
-The host never waits, except where memory grows. The device notes a missed deadline in pinned memory; the next exchange or the
-watching thread then fails the group.
+The host waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or
+the watching thread, makes the group fail.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from weft.runtime.meeting import of_communicator
 from weft.symm import Communicator, Region, set_up_within
 from weft.symm.lasting import lasting
 
-_TILE = 4096  # elements of a program
-_WIDEST = 1024  # columns of a piece
+_TILE = 4096  # elements that a program copies at a time
+_WIDEST = 1024  # most columns of a piece
 _WARPS = 4
 _PROGRAMS_PER_SM = 4
 _WAITED_FOR = {
-    device_code.WAIT_FREE: "that the last gradients are used",
-    device_code.WAIT_ARRIVED: "that gradients have come",
+    device_code.WAIT_FREE: "that the last gradients are no longer in use",
+    device_code.WAIT_ARRIVED: "that gradients have arrived",
 }
 
 
 class Pieces(NamedTuple):
-    """The columns of gradients by owner: table (see `weft.kernels.embedding_push.PIECE_FIELDS`), BLOCK and ALIGN."""
+    """The columns of gradients, by owner: a table (`weft.kernels.embedding_push.PIECE_FIELDS`), BLOCK and ALIGN."""
 
     table: torch.Tensor
     block: int
@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
-    """Return the pieces of a rank's gradients, the pieces for the next ranks first."""
+    """Return the pieces of a rank's gradients. The pieces for the next ranks come first."""
     columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
     for owner, begin, end in column_runs(sharding):
@@ -71,8 +71,9 @@ def launch_push(
     signals: torch.Tensor, state: torch.Tensor, record: torch.Tensor, deadline_s: float, dtype: torch.dtype,
     wait: bool = True,
 ) -> None:  # fmt: skip
-    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: the dtype of the
-    inboxes."""
+    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: the dtype of
+    the inboxes.
+    """
     pieces, device = pieces_of(sharding, rank, min(grad.itemsize, dtype.itemsize), grad.device), grad.device
     is_aligned = grad.data_ptr() % 16 == 0
     rows = max(1, _TILE // pieces.block)
@@ -97,16 +98,16 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
 
 
 class PushedGradients:
-    """The exchange on one communicator. The constructor is collective, and so is every call."""
+    """The exchange on a communicator. The constructor and every call are collective."""
 
-    deadline_s = math.inf  # kernels have deadlines of their own
+    deadline_s = math.inf  # kernels have their own deadlines
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         device, world = comm.device, comm.world_size
         self._signals = comm.allocate(8 * 2 * world, what="signals of gradients")
         self._inbox: Region | None = None
-        self._kept: list[tuple[Region, torch.Tensor]] = []  # inboxes that captured graphs use, and their addresses
+        self._kept: list[tuple[Region, torch.Tensor]] = []  # inboxes that captured graphs use, with their addresses
         self._captured = False
         self._state = lasting(device, lambda: torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device))
         self._record_tensor = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
@@ -114,7 +115,7 @@ class PushedGradients:
         self._signals_at = self._addresses(self._signals)
         self._inboxes_at = self._signals_at
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        # Allocate now what the watchdog needs: it may not load a module while a kernel waits.
+        # Allocate now what the watchdog needs: it must not load a module while a kernel waits.
         self._poison = torch.full((2 * world,), POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(device, priority=-1)
         self._failure: WeftError | None = None
@@ -122,13 +123,13 @@ class PushedGradients:
         self._take_back = comm.on_failure(self._release_waiters)
         comm._holders.add(self)
         watch.add(self)
-        comm.before_check(self.look)  # the watching thread may be late
+        comm.before_check(self.look)  # because the watching thread may be late
 
     def run(
         self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Enqueue the exchange. Return the gradients of the vectors that this rank has pooled, until `free`.
+        """Enqueue the exchange. Return the gradients of the vectors that this rank pooled. They are valid until `free`.
 
         They are [global batch, columns of this rank's tables], as `dtype`.
         """
@@ -149,11 +150,11 @@ class PushedGradients:
 
     @property
     def ok(self) -> torch.Tensor:
-        """1 on the device if the last exchange was complete, else 0: int64 [1]."""
+        """int64 [1] on the device: 1 if the last exchange was complete, else 0."""
         return self._state[device_code.OK : device_code.OK + 1]
 
     def free(self) -> None:
-        """Enqueue that the gradients of the last exchange are used."""
+        """Enqueue the signal that the gradients of the last exchange are no longer in use."""
         launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
         if not is_captured(self.comm.device):
             here = torch.cuda.current_stream(self.comm.device)
@@ -168,7 +169,7 @@ class PushedGradients:
         self.comm.check()
 
     def look(self) -> None:
-        """Fail the group if the device has recorded a missed deadline."""
+        """Make the group fail if the device has recorded a missed deadline."""
         if not self._record[device_code.R_STATUS]:
             return
         with self._noting:
@@ -179,19 +180,19 @@ class PushedGradients:
             epoch, peer, wanted, found = self._record[device_code.R_EPOCH : device_code.R_FOUND + 1]
             text = (
                 f"rank {self.comm.rank}: exchange {epoch} of embeddings' gradients waited for rank {peer} to say "
-                f"{_WAITED_FOR[status]}, and missed its deadline: wanted {wanted}, found {found}. Has that rank gone back "
-                "through the same call?"
+                f"{_WAITED_FOR[status]}, and missed its deadline: wanted {wanted}, found {found}. Check that all "
+                "ranks ran backward of the same call"
             )
             self._failure = DeadlineError(text)
             self.comm.poison(text)
 
     def has_begun(self) -> bool:
-        """Look, for the watching thread."""
+        """Check the record, for the watching thread. Return False."""
         self.look()
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Do nothing: kernels have deadlines of their own."""
+        """Do nothing: kernels have their own deadlines."""
 
     def close(self) -> None:
         """Leave the watching thread. The group frees the memory."""
@@ -203,7 +204,7 @@ class PushedGradients:
             return
         refuse_capture(self.comm.device)
         with set_up_within(patience_s):
-            # Work of all ranks may still use the smaller memory.
+            # Work of any rank may still use the smaller memory.
             torch.cuda.synchronize(self.comm.device)
             self.comm.all_gather(None, what="larger memory for gradients")
             smaller, most = self._inbox, max(nbytes, 1)
@@ -229,5 +230,5 @@ _exchanges: dict[Communicator, PushedGradients] = {}
 
 
 def pushed_on(comm: Communicator) -> PushedGradients:
-    """Return the exchange on `comm`. Collective if there is none yet."""
+    """Return the exchange on `comm`. Collective if it has to be made."""
     return of_communicator(_exchanges, comm, PushedGradients)

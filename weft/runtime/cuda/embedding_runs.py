@@ -1,8 +1,8 @@
-"""The ids of a batch sorted by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch between
+"""Sorts a batch's ids by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch between
 kernels of `weft.kernels.embedding_runs`.
 
-The host never waits for the device. The numbers of runs and of segments stay on the device; arrays have room for the
-largest possible numbers. Keys have 32 bits if that is enough for all rows of a rank.
+The host never waits for the device. The numbers of runs and of segments stay on the device, and arrays are allocated
+for the largest possible numbers. Keys have 32 bits if that is enough for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from weft.runtime.cuda.direct import launch
 from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 from weft.symm.lasting import lasting
 
-SEGMENT = 128  # occurrences
+SEGMENT = 128  # occurrences of an id that are summed together
 _TILE = 1024  # elements that a program sums at once
-_BLOCK = 1024  # ids, or keys, of a program
-_RUNS = 256  # of a program, while it looks for long ones
-_MOST_32 = 2**31  # numbers below it take 32 bits
-_PROGRAMS_PER_SM = 32  # of one warp
+_BLOCK = 1024  # ids or keys per program
+_RUNS = 256  # runs per program of the search for long runs
+_MOST_32 = 2**31  # smaller numbers fit into int32
+_PROGRAMS_PER_SM = 32  # of programs of one warp
 
 
 class _Slots(NamedTuple):
     """This rank's slots, as tensors on the device.
 
-    of_key [layers, blocks of offsets]: the slot that reads each key, or -1; a key that several slots read is in several layers.
+    of_key: `[layers, blocks of offsets]`, the slot that reads each key, or -1. If several slots read a key, they are in
+        different layers.
     table: see `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
 
@@ -46,9 +47,9 @@ class _Slots(NamedTuple):
 class Shape:
     """Numbers that are the same for all calls of a plan.
 
-    split: the most slots of a table. rows: the numbers of rows of all tables of this rank. block_d, lanes: the size of a tile.
-    align: divides all widths, at most 16 bytes. uniform: all widths are block_d. They follow from the slots of all ranks, so that
-    sums do not depend on the placement.
+    split: the largest number of slots of a table. rows: the number of rows of all tables of this rank. block_d, lanes:
+        the size of a tile. align: a divisor of all widths, at most 16 bytes. uniform: True if all widths are block_d.
+        The sizes follow from the slots of all ranks, so that sums do not depend on the placement of tables.
     """
 
     split: int
@@ -66,7 +67,7 @@ class Shape:
 
     @property
     def no_row(self) -> int:
-        """The key of an id without a row: above all others."""
+        """The key of an id without a row; it is larger than all other keys."""
         return self.split * self.rows
 
     @property
@@ -74,15 +75,16 @@ class Shape:
         return max(1, min(8, self.lanes * self.block_d // 512))
 
     def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
-        """Return the number of programs for `most` pieces of work."""
+        """Return the number of programs for at most `most` units of work."""
         count = tma_and_multiprocessors(device)[1]
         return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))
 
 
 class Occurrences(NamedTuple):
-    """All ids of a batch, in the order of layers and positions. scales: None if all are 1.
+    """All ids of a batch, ordered by layer and position.
 
     keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
+        scales: None if all are 1.
     """
 
     keys: torch.Tensor
@@ -93,11 +95,12 @@ class Occurrences(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The runs of a batch: occurrences of equal rows.
+    """The runs of a batch. A run is all occurrences of one row.
 
     count: the number of all occurrences. starts, keys: one per run. runs: the number of runs. places, scales: one per
-    occurrence, run by run. For runs of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters
-    (the numbers of the last two). ends: the numbers of runs that begin in each block of occurrences and all blocks before it.
+        occurrence, ordered by run. ends: for each block of occurrences, the number of runs that begin in it or in an
+        earlier block. For runs of more than SEGMENT occurrences: first_segment (of each run), run_of_segment,
+        long_runs, and counters (the numbers of segments and of long runs).
     """
 
     shape: Shape
@@ -115,9 +118,9 @@ class Rows:
 
 
 class SortedAhead:
-    """Rows in memory of the stream `home`, which another stream computes, and the event at their end.
+    """Rows in memory of the stream `home`, computed by another stream, and the event at the end of their computation.
 
-    home, done: None for rows that the current stream computes.
+    home, side: None for rows that the current stream computes.
     """
 
     def __init__(self, rows: Rows, home: torch.cuda.Stream | None, side: torch.cuda.Stream | None) -> None:
@@ -125,7 +128,7 @@ class SortedAhead:
         self._done = None if side is None else side.record_event()
 
     def take(self) -> Rows:
-        """Return the rows, for the current stream."""
+        """Return the rows, and order the current stream after their computation."""
         self._is_taken = True
         if self._done is not None:
             here = torch.cuda.current_stream(self._rows.starts.device)
@@ -135,7 +138,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """Keep the allocator from the rows' memory until they are computed, if no stream has waited for them."""
+        """Keep the rows' memory from reuse until they are computed, if no stream has waited for them."""
         if not self._is_taken and self._side is not None:
             self._note(self._side)
 
@@ -148,13 +151,13 @@ class SortedAhead:
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work: the dense part of the model
-    or the exchange of gradients. While a graph is captured, it does nothing.
+    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work, such as the dense
+    part of the model. While a graph is captured, this function does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
         return
-    room = _room_for(of, jagged)  # of the current stream: memory that two streams use costs the allocator an event each
+    room = _room_for(of, jagged)  # from the current stream: for memory of two streams the allocator needs events
     if device.type != "cuda":
         of.sorted_ahead = SortedAhead(_sorted(of, jagged, room), None, None)
         return
@@ -179,7 +182,7 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _room_for(of: ForwardCall, jagged: JaggedInput) -> Rows:
-    """Allocate the runs of a call, without values."""
+    """Allocate the runs of a call, uninitialized."""
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     laid = _laid_out(of, jagged)
     count = laid.layers * jagged.values.numel()
@@ -200,7 +203,7 @@ def _room_for(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _sorted(of: ForwardCall, jagged: JaggedInput, room: Rows | None = None) -> Rows:
-    """Sort into `room`, or into new memory, which is allocated last: the sort's own is free by then."""
+    """Sort into `room`, or into new memory. New memory is allocated last, when the sort's temporary memory is free."""
     ids = occurrences(of, jagged)
     count, device = ids.keys.numel(), ids.keys.device
     if not count:
@@ -233,7 +236,7 @@ def _sorted(of: ForwardCall, jagged: JaggedInput, room: Rows | None = None) -> R
 
 
 def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
-    """Return all ids of this rank's slots with keys and places."""
+    """Return all ids of this rank's slots, with keys and places."""
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
     slots, stride, layers, of_places = _laid_out(of, jagged)
@@ -260,8 +263,9 @@ def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
 
 
 class _LaidOut(NamedTuple):
-    """The layout of a call's occurrences: slots (None if there are none), columns of the gradients of a sample, layers of slots,
-    and the type of places."""
+    """The layout of a call's occurrences: slots (None if there are none), columns of the gradients of a sample, layers
+    of slots, and the dtype of places.
+    """
 
     slots: _Slots | None
     stride: int
@@ -291,7 +295,7 @@ def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
         bases.append(bases[-1] + sharding.tables[index].num_embeddings)
     widths = {slot.dim for slot in sharding.slots}
     block_d = max(16, triton.next_power_of_2(max(widths)))
-    # Not of this rank's slots alone: with other tiles sums would have other bits on another rank.
+    # Use the slots of all ranks: with other tiles, sums would have other bits on another rank.
     lanes = max(1, min(16, _TILE // block_d))
     align = 16 // sharding.dtype.itemsize
     while any(width % align for width in widths):
@@ -305,7 +309,7 @@ def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
 def _slots_of(
     sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...], keys: int, device: torch.device
 ) -> _Slots:
-    """Return the layout of the rank's slots in tables on the device. keys: the number of blocks of offsets."""
+    """Return the layout of the rank's slots, as tensors on the device. keys: the number of blocks of offsets."""
     local = {index: number for number, index in enumerate(sharding.local_tables(rank))}
     shape, slots = shape_of(sharding, rank), sharding.local_slots(rank)
     turns, columns = dict.fromkeys(local, 0), 0

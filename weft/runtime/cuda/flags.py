@@ -1,27 +1,28 @@
-"""Binary flags as signals between ranks. A captured CUDA graph can wait for them: every replay waits for the same value.
+"""Binary flags as signals between ranks. A captured CUDA graph can wait for them, since every replay waits for the same
+value.
 
-Each wait has a 64-bit word in its rank's symmetric memory. A flag is a 1 in the low half of the word. A set
-raises the flags of all waits for its counter. A wait ends when its flag is raised, and the flag is cleared before it can be
-raised again. Executors on CPU use counters instead. Their values differ in every run, but a graph repeats its values.
-Kernels that wait and read the count from memory would occupy a part of the GPU: GEMMs that need the whole GPU would have to
-wait.
+Each wait has a 64-bit word in its rank's symmetric memory. The flag is a 1 in the low half of the word. A set raises
+the flags of all waits for its counter. A wait ends when its flag is raised. The flag is cleared before it can be raised
+again. CPU executors use counters instead, but their values differ in every run, and a graph repeats its values. Kernels
+that wait, and read the awaited count from memory, would occupy a part of the GPU, so that GEMMs that need the whole GPU
+had to wait.
 
     word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
             high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
 
-A wait with `previous=True` starts with its flag raised, because the first run follows no other.
+A wait with `previous=True` starts with its flag raised, because no run precedes the first.
 
-Tiles of a kernel that set one counter many times raise the flag when the last of them has set it. The kernel counts in memory of
+If tiles of a kernel set one counter many times, the flag is raised after the last set. The kernel counts in memory of
 its own device, and streams of its rank wait for the flag as they wait for peers.
 
 When to clear a flag. It must be clear before it is raised again, or the second signal is lost. A write is slow (it
-includes a fence of the whole system), so a stream clears a flag together with another write, if it can. Rank b clears W's flag
-together with its next set for rank a. This is allowed if rank a waits for that set before it raises the flag again:
+includes a system-scope fence), so a stream clears a flag together with another write if it can. Rank b clears W's flag
+together with its next set for rank a. This is correct if rank a waits for that set before it raises the flag again:
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-Then S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then verifies
-that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
+Then S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then
+verifies that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Lanes
 
 StepPlace: TypeAlias = tuple[str, int]
-"""A lane's name, and a step's place in the lane."""
+"""A lane's name, and the index of a step in the lane."""
 AWAITED = FLAG | POISONED
-"""A wait ends when its word has one of these bits."""
+"""The bits that end a wait: FLAG or POISONED."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The flag of one wait. word: its number among the rank's words. passed: the number of waits of the lane up to and including
-    this one.
+    """The flag of one wait.
 
-    carrier: the place in the lane of the set with which a stream clears the flag; None: right after the wait.
+    word: its index among the rank's words. passed: the number of waits of the lane, up to and including this one.
+    carrier: the index in the lane of the set with which a stream clears the flag. None: it is cleared right after the
+        wait.
     """
 
     word: int
@@ -65,7 +67,7 @@ class Flag:
 def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait.
 
-    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is still raised.
+    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is raised.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     _require_set_once(schedule, ranks)
@@ -89,7 +91,7 @@ def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
 
 
 def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
-    """Raise `ScheduleError` if two steps of a run set one counter."""
+    """Raise `ScheduleError` if two steps of a run set the same counter."""
     sets = Counter(counter for lanes in ranks for lane in lanes for step in lane.steps for counter in step.sets())
     for (at, signal, index), count in sets.items():
         if count > 1:
@@ -102,7 +104,8 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
     """Raise `ScheduleError` unless the wait is for all sets by a tile kernel.
 
-    On GPUs the kernel raises the flag once, after its last tile."""
+    On GPUs the kernel raises the flag once, after its last tile.
+    """
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
         if times not in (0, wait.count):
@@ -113,7 +116,7 @@ def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> 
 
 
 def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
-    """Return the words whose flags a set of each counter raises."""
+    """Return, for each counter, the words whose flags its set raises."""
     words = defaultdict[Key, list[int]](list)
     for flag in flags.values():
         words[flag.key].append(flag.word)
@@ -121,12 +124,12 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits in which a run without progress may be blocked: lanes and flags, one for each rank. Empty if no run
-    is blocked.
+    """Return the waits (lane, flag) in which a run without progress may be blocked, one per setter. Empty if no run is
+    blocked.
 
-    words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run is blocked while
-        the flag of a wait for the previous run is clear, because a run clears that flag first. Flags that this run has
-        cleared are clear too, so several waits may be returned; signals of this run are likelier.
+    words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run is blocked as
+        long as the flag of a wait for the previous run is clear, because a run clears that flag first. Flags that this
+        run has cleared are clear too, so several waits may be returned. Signals of this run are likelier.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):
@@ -136,10 +139,10 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the place of the next set for the setter in the wait's lane, if it can carry the clear; else None.
+    """Return the index of the lane's next set for the setter, if it can carry the clear; otherwise None.
 
-    It can if the setter waits for it before it sets the wait's counter again. The setter does so in the same run for a
-    wait for the previous run's set, otherwise in the next run.
+    It can if the setter waits for it before it sets the wait's counter again. For a wait for the previous run's set,
+    the setter does so in the same run, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

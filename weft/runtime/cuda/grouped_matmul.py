@@ -1,4 +1,6 @@
-"""The launcher of `weft.kernels.grouped_matmul`: tensor maps or pointers, the grid, variants compiled before any stream waits."""
+"""The launcher of `weft.kernels.grouped_matmul`. It makes tensor maps or pointers, chooses the grid, and compiles
+variants before any stream waits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from weft.words import counted
 
 __all__ = ["Config", "GroupedMatmulLauncher", "choose_config", "launch", "prepare"]
 
-_NUMBERS = 16  # of the kernel's arguments, after its eight tensors
+_NUMBERS = 16  # number arguments of the kernel, after its eight tensors
 MAX_SEGMENTS = 1024
 
 
@@ -65,14 +67,16 @@ class GroupedVariant(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """The most programs that share a tile."""
+        """Return the largest number of programs that share a tile."""
         return self.config.splits if self.tma and not self.adds else 1
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """Return the kernel's argument number 0 to 3 (own, slots, weights, whole): a tensor map, or the tensor itself."""
+        """Return argument `number` (0 to 3: own, slots, weights, whole) of the kernel: a tensor map, or the tensor
+        itself.
+        """
         tensor = Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
             return tensor
@@ -86,7 +90,7 @@ class GroupedVariant(NamedTuple):
 
 
 def compile_variant(variant: GroupedVariant) -> Any:
-    """Compile for Triton's current device, without loading."""
+    """Compile the variant for Triton's current device, without loading the kernel."""
     v = variant
     w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
     address = 0 if v.aligned else v.dtype.itemsize
@@ -112,9 +116,10 @@ def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
 
 
 def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:
-    """Compile and load the kernels for these weights [E, K, N], for any alignment of the rows; takes seconds.
+    """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes
+    seconds.
 
-    Without it the first launch compiles, which must not happen while a stream waits for a peer.
+    Without `prepare` the first launch compiles, which must not happen while a stream waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
@@ -128,24 +133,27 @@ def _variant(
     transposed = w.stride(2) != 1
     if transposed and w.stride(1) != 1:
         raise ValueError(f"w has strides {w.stride()} for [E, K, N] = {tuple(w.shape)}: K or N must have stride 1")
-    # A tensor map is exact about its innermost extent only to 16 bytes.
+    # The hardware rounds a tensor map's innermost extent to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
     tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
     return GroupedVariant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds)
 
 
 class GroupedMatmulLauncher:
-    """A launcher of GEMMs: the rows of some sources and experts, times the weights of their expert. It prepares the shared
-    state of all launches once.
+    """Launches GEMMs of the rows of some sources and experts with their experts' weights. Launches share the state that
+    the constructor prepares.
 
-    slots: [at least (W - 1) * slot_rows, K]. The block of the n-th source after this rank begins at row (n - 1) * slot_rows.
-    counts: int64 [W, E], rows from each source for each local expert; its rows may have gaps between them. splits: int64 [W * E],
-    rows of this rank's tokens for each global expert.
-
-    first_source, n_sources: the sources (rank + i) % W for i from first_source on (default: up to the last). first_expert,
-    n_experts: likewise for experts. spare: multiprocessors that are left to other kernels. back: read rows by expert and store
-    them by source into `slots`, which then has N columns. adds: add to the rows of y, in fp32; not with `back`. config: a
-    parameter of the compiled kernel, see `prepare`. scratch: memory shared with other launches on the same stream.
+    slots: `[at least (W - 1) * slot_rows, K]`. The rows of the n-th source after this rank begin at row `(n - 1) *
+        slot_rows`.
+    counts: int64 `[W, E]`, the number of rows from each source for each local expert. It need not be contiguous.
+    splits: int64 `[W * E]`, the number of this rank's rows for each global expert.
+    first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
+    first_expert, n_experts: the same for experts.
+    spare: the number of multiprocessors left to other kernels.
+    back: read rows ordered by expert, and store them by source into `slots`, which then have N columns.
+    adds: add to the rows of y, in fp32. Not together with `back`.
+    config: the tile sizes of the compiled kernel, see `prepare`.
+    scratch: memory shared with other launches on the same stream.
     """
 
     def __init__(
@@ -179,20 +187,23 @@ class GroupedMatmulLauncher:
         self._scratch = scratch or Scratch()
         shares = config.splits > 1 and not adds
         self._scratch.require(counts.device, self._programs * config.block_m * config.block_n if shares else 1)
-        count = self._programs if shares else 1  # one number for each shared tile: programs that have stored their part
+        count = self._programs if shares else 1  # for each shared tile, the number of finished programs
         self._arrived = lasting(counts.device, lambda: torch.zeros(count, dtype=torch.int32, device=counts.device))
-        # Tensor maps and the kernel for the last tensors: mostly the next tensors lie at the same addresses.
+        # Keep tensor maps and kernel for the last tensors: the next tensors often have the same addresses.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
         self._variant: GroupedVariant | None = None
         self._kernel: Any = None
 
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
-        """Enqueue on the current stream.
+        """Enqueue the GEMMs on the current stream.
 
-        x: [rows, K], this rank's tokens by global expert; with `back`: h, by local expert. w: [E, K, N], K or N with stride 1. y:
-        [y_rows, N], by local expert; with `back`: for this rank's own rows. Rows beyond the last row of y are dropped. All are
-        bfloat16, float16 or float32, like the slots. x, slots and y have contiguous rows.
+        x: `[rows, K]`, this rank's rows ordered by global expert. With `back`: rows ordered by local expert.
+        w: `[E, K, N]`. K or N has stride 1.
+        y: `[y_rows, N]`, ordered by local expert. With `back`: the results for this rank's own rows. Rows beyond
+            `y_rows` are dropped.
+
+        All tensors have the dtype of the slots: bfloat16, float16 or float32. x, slots and y have contiguous rows.
         """
         places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, w, y)])
         if places != self._places and not self._bind_y(y, places) and not self._bind(x, w, y, places):
@@ -210,8 +221,7 @@ class GroupedMatmulLauncher:
         self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Rebind only y, the only change in most calls, perhaps with another number of rows. Return False if more has
-        changed."""
+        """Update the arguments if only y has changed, as in most calls. Return False if another argument has changed."""
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False
         (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]

@@ -26,7 +26,7 @@ def header(
     lengths: torch.Tensor, offsets: torch.Tensor | None, keys: int, batch: int, values: torch.Tensor,
     header_index: torch.Tensor, own: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Write this rank's own header, [HEAD + keys + 1]. Return the headers for all destinations, one behind the other."""
+    """Write this rank's own header `[HEAD + keys + 1]`. Return the headers for all destinations, one after the other."""
     counts, send = own.new_empty(keys), own.new_empty(header_index.numel())
     most, bits = values.numel(), 8 * values.itemsize
     launch(device_code.count_ids_kernel, (keys, 1), (lengths, counts, batch, most), BLOCK=_BLOCK)
@@ -68,7 +68,9 @@ def unpack(
     messages: torch.Tensor, headers: torch.Tensor, sources: int, features: int, ids: int, bags: int, dtype: torch.dtype,
     is_weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Return ids [ids], offsets int64 [bags + 1], and weights [ids] or None, by feature, with samples in rank order."""
+    """Return (ids `[ids]`, int64 offsets `[bags + 1]`, weights `[ids]` or None), ordered by feature. Within a feature,
+    samples are in rank order.
+    """
     device, count = messages.device, sources * features
     values = torch.empty(ids, dtype=dtype, device=device)
     lengths = torch.empty(bags, dtype=torch.int32, device=device)

@@ -1,11 +1,11 @@
-"""The items of a compiled schedule, which the host issues in every run, in one order.
+"""The items of a compiled schedule, which the host issues in order in every run.
 
-An item is (kind, what, where). It is a range [what, where) of native operations of the program. Or it is a call of
+An item is (kind, what, where). It can be a range [what, where) of native operations of the program. Or it is a call of
 torch or NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`. The
-compiler (`weft.runtime.cuda.compile`) records native operations in the program and adds other items here. Native
-operations recorded between two items are issued in one call.
+compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds other items here. Native
+operations between two items are issued in one call.
 
-`issue` is the host cost of a call, so it only walks the list.
+`issue` determines the host time of a call, so it only iterates over the list.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """The items that `compile_streams` returns. timed: take time stamps."""
+    """The items that `compile_streams` returns. timed: True to record time stamps."""
 
     def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
         self.program, self.bases, self._without_gaps = program, regions.bases, regions.without_gaps
         self.device, self.side = context.device, context.side
         self.items: list[_Item] = []
-        self.calls: list[tuple[int, Operation]] = []  # of torch and NCCL, for warming up
-        self.prepares: list[Callable[[Tensors], None]] = []  # load kernels
+        self.calls: list[tuple[int, Operation]] = []  # calls of torch and NCCL, for the warm-up
+        self.prepares: list[Callable[[Tensors], None]] = []  # functions that load kernels
         self.names = [b.name for b in context.given]
         self.streams = [0, *(s.cuda_stream for s in context.side), context.monitor.cuda_stream]
-        self.spans: list[tuple[str, str, int]] = []  # lane, name, bytes sent
+        self.spans: list[tuple[str, str, int]] = []  # (lane, name, bytes sent)
         self.stamps = Stamps(context.device, 2 * len(context.order) + 2) if timed else None
         self.kept: list[Any] = []  # objects whose memory the program's operations use
-        self.joining = (0, 0)  # operations that keep the monitor in a capture until its end
+        self.joining = (0, 0)  # operations that join the monitor's stream at the end of a capture
         self.leaves_main = False  # True if calls go to other streams than the caller's
         self._native_from = 0
 
@@ -68,7 +68,7 @@ class StreamItems:
         self.launch(lane, lambda bases, stream: stamps.launch(index, stream))
 
     def flush(self) -> None:
-        """Add an item for the native operations recorded since the last item."""
+        """Add an item for the native operations that were recorded since the last item."""
         if len(self.program) > self._native_from:
             self.items.append(_Item(_NATIVE, self._native_from, len(self.program)))
             self._native_from = len(self.program)
@@ -86,7 +86,9 @@ class StreamItems:
         bases, streams, program = self.bases, self.streams, self.program
         for i, name in enumerate(self.names):
             tensor = tensors[name]
-            bases[i] = 0 if callable(tensor) else tensor.data_ptr()  # 0: made when its size is known
+            bases[i] = (
+                0 if callable(tensor) else tensor.data_ptr()
+            )  # 0 for an output that is made when its size is known
         streams[0] = torch._C._cuda_getCurrentRawStream(device.index)
         main: Any = torch.cuda.current_stream(device) if self.leaves_main else None
         for kind, what, where in self.items:
@@ -108,10 +110,10 @@ class StreamItems:
             program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Load all kernels, and run each call of torch and NCCL once, on its stream, on the present contents of memory.
+        """Load all kernels: run each call of torch and NCCL once, on its stream, with the present contents of memory.
 
-        Calls that run the same kernel run once. Peers may be in a run: memory that they read or have already written is not
-        changed.
+        Of calls that run the same kernel, only one runs. Peers may be in a run, so memory that they read, or have
+        already written, is not changed.
         """
         for name in self._without_gaps:
             if not callable(t := tensors[name]) and not t.is_contiguous():

@@ -1,9 +1,9 @@
 """Triton kernels as operations of a `_core.StreamProgram`, which launches them without Python.
 
-Triton's own launch takes the host longer than the rest of a small call. A program launches the kernel through the driver instead.
-This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory that it does not
-need. `kernel_call` asks the driver for the sizes of parameters when a schedule is compiled, and so detects a Triton version
-with other parameters. In that case, and if the driver cannot answer, Triton launches.
+Triton's own launch takes more host time than the rest of a small call. A program launches the kernel through the driver
+instead. This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory
+that it does not need. When a schedule is compiled, `kernel_call` asks the driver for the sizes of parameters. So it
+detects a Triton version with other parameters. Then, and if the driver cannot answer, Triton launches the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft import _core
 
 
 class Base(NamedTuple):
-    """The number of a base address of the program, and bytes from there."""
+    """An address: the number of a base address of the program, and an offset in bytes."""
 
     number: int
     offset: int
@@ -32,9 +32,9 @@ class Grid(NamedTuple):
 
 Argument: TypeAlias = "int | torch.Tensor | Base"
 _BYTES = {"i32": 4, "i64": 8}
-_MOST_SCRATCH = 2  # pointers that Triton adds
+_MOST_SCRATCH = 2  # most pointers that Triton adds to a kernel's parameters
 _UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-"""Kernel metadata that needs more than a plain launch."""
+"""The kernel metadata that require more than a plain launch."""
 
 
 def loaded(device: torch.device, compile_kernel: Callable[[], Any]) -> Any:
@@ -55,8 +55,10 @@ def loaded_kernel(
 def record_one_of(
     program: _core.StreamProgram, stream: int, calls: Sequence[tuple[int, _core.KernelCall | None]]
 ) -> bool:
-    """Record a launch of the first call whose alignment fits the addresses of a run. calls: (alignment, call). Return False if
-    Triton has to launch one of them."""
+    """Record a launch that takes the first call whose alignment matches a run's addresses. calls: (alignment, call).
+
+    Return False if Triton has to launch one of the calls.
+    """
     known = [(step, call) for step, call in calls if call is not None]
     if len(known) == len(calls):
         program.launch(stream, known)
@@ -66,9 +68,9 @@ def record_one_of(
 def kernel_call(
     program: _core.StreamProgram, compiled: Any, programs: int | Grid, arguments: Sequence[Argument]
 ) -> _core.KernelCall | None:
-    """Return a call of `compiled` with `arguments` (without the constants) for `program`; None if Triton has to launch it.
+    """Return a call of `compiled` with `arguments` (without constants) for `program`; None if Triton has to launch it.
 
-    Tensors among the arguments must outlive the program.
+    Tensors among the arguments must exist as long as the program.
     """
     metadata, types = compiled.metadata, [t for t in compiled.src.signature.values() if t != "constexpr"]
     declared = [8 if t.startswith("*") else _BYTES.get(t) for t in types]
@@ -99,10 +101,9 @@ def kernel_call(
 
 
 def direct_program(compiled: Any, arguments: int) -> _core.StreamProgram | None:
-    """Return a program of one launch, whose bases are the grid's two sizes and `arguments` addresses or numbers; None if Triton
-    has to launch.
+    """Return a program of one launch, or None if Triton must launch. It needs a third of the host time of Triton's launch.
 
-    It takes a third of the host time of Triton's own launch.
+    The program's bases are the grid's two sizes, then `arguments` addresses or numbers.
     """
     program = _core.StreamProgram(2 + arguments, 1, 0)
     call = kernel_call(program, compiled, Grid(0, 1), [Base(2 + i, 0) for i in range(arguments)])

@@ -1,7 +1,7 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
-All ranks measure at once, as schedules use the machine: links in both directions, the power of all GPUs. Every result is
-the slowest rank's. Work is queued after a sleep kernel, so that the host is ahead.
+All ranks measure at once, since schedules also use links in both directions and the power of all GPUs. Every result is
+the slowest rank's. Work is enqueued after a sleep kernel, so that the host is ahead.
 
 Loading a kernel while a stream waits for a peer could hang the device. So set-up loads copying kernels and the
 GEMMs that are known then. Each measurement runs once, and the device becomes idle, before it is enqueued after a sleep.
@@ -31,7 +31,7 @@ from weft.symm import Communicator
 from weft.words import by_rank
 
 _SLEEP_CYCLES = 1_000_000
-_CYCLES_PER_US = 2000  # at least the clock of any present GPU
+_CYCLES_PER_US = 2000  # an upper bound on the clock of present GPUs
 _ROUNDS = 3
 _LONG_US = 200.0
 _LARGEST_OPERAND = 1 << 31
@@ -39,10 +39,10 @@ _LARGEST_OPERAND = 1 << 31
 
 @dataclass(frozen=True)
 class Effort:
-    """The duration of each measurement, and its memory."""
+    """The duration of each measurement, and the size of its buffers."""
 
     buffer_bytes: int = 1 << 30
-    enough_us: float = 2000.0  # of measured work after one sleep
+    enough_us: float = 2000.0  # measured work after one sleep
     warm_us: float = 20_000.0  # before long work is timed: a GPU that has rested runs at a higher clock
 
 
@@ -50,8 +50,8 @@ FULL, QUICK = Effort(), Effort(64 << 20, 1000.0, 8000.0)
 
 
 class GpuMeasure:
-    """The measurements of `weft.plan.calibration.Measure` on GPUs. Collective: every rank makes one, and the same calls in the
-    same order."""
+    """Measurements on GPUs for `weft.plan.calibration`. All calls are collective, in the same order on every rank. The
+    constructor is collective too."""
 
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
         """Set up measurements. gemms: shapes whose operands are allocated and whose kernels are loaded before anything
@@ -64,15 +64,15 @@ class GpuMeasure:
         units = torch.cuda.get_device_properties(device).multi_processor_count
         self.copy_units = min(MAX_PROGRAMS, units)
         self._device, self._effort = device, effort
-        # A generator of its own: the user's random numbers stay what they are.
+        # A separate generator leaves the user's random state unchanged.
         self._random = torch.Generator(device).manual_seed(0)
-        self._host_us = 50.0  # of the calls that were timed last, each
+        self._host_us = 50.0  # host time of one of the calls that were timed last
         self._peer = (comm.rank + 1) % comm.world_size
         self._made: dict[MatmulShape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         why = ""
         try:
             self._set_up_alone(gemms)
-        except Exception as error:  # only this rank's, and the others would wait for it
+        except Exception as error:  # only this rank failed: without a message, the others would wait
             why = f"{type(error).__name__}: {error}"
         whys = comm.all_gather(why, what="setting up a calibration")
         if any(whys):
@@ -168,7 +168,7 @@ class GpuMeasure:
                 program.run(2, 4, [0], streams)
 
             return max(0.0, self._queued(there_and_back) / 2 - self.launch_us())
-        # Rank 0 sets a flag in its neighbour's word, and the neighbour sets one back, and so on: a round trip is two
+        # Rank 0 sets a flag in its neighbour's word, and the neighbour sets a flag in rank 0's word. A round trip is two
         # signals.
         program = _core.StreamProgram(2, 1, 0)
         put, take = (False, 1, 0, FLAG), [(True, 0, 0, FLAG), (False, 0, 0, 0)]
@@ -232,13 +232,13 @@ class GpuMeasure:
     # --- timing ---
 
     def _operands(self, m: int, n: int, k: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return random operands [m, k] and [k, n], the second one laid out as `linear.weight.t()`."""
+        """Return random operands `[m, k]` and `[k, n]` and an output. The second operand has the layout of `linear.weight.t()`."""
         a = torch.randn(m, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype])
         b = torch.randn(n, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype]).t()
         return a, b, torch.empty(m, n, dtype=a.dtype, device=self._device)
 
     def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
-        """Return a program of one recorded copy to the neighbour (base 0) from here (base 1)."""
+        """Time a recorded copy to the neighbour (base 0) from this rank (base 1), in microseconds."""
         program = _core.StreamProgram(2, 1, 0)
         record(program)
         bases = [self._region.address(self._peer), self._local.data_ptr()]

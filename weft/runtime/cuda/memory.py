@@ -1,7 +1,7 @@
 """Memory of executors on GPUs: symmetric memory, flag words and streams, and their release when the group fails.
 
-Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), of the size that the largest needs.
-Their signals are the same: the next executor to run, whichever it is, finds the flags that the last run left. Their runs,
+Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), sized for the largest schedule.
+Their signals are the same: the next run, by any of the executors, finds the flags that the last run left. Their runs,
 and replays of graphs that have captured some of them, follow each other in the same order on all ranks.
 
 If a run places its rows differently than the previous run, the flags of the previous run are not enough. Such a flag means
@@ -44,7 +44,9 @@ _SPOIL_S = 2.0  # how long buffers are overwritten after a failure
 
 
 class ScheduleMemory:
-    """Memory for executors of schedules like `mine`. The constructor is collective and may raise `OutOfSharedMemoryError`."""
+    """Symmetric memory, flags and streams for executors of schedules like `mine`. The constructor is collective and may
+    raise `OutOfSharedMemoryError`.
+    """
 
     def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
         self.comm, self.rank, self.device = comm, comm.rank, comm.device
@@ -59,7 +61,7 @@ class ScheduleMemory:
         self._handle = -1
         self._closed = False
         self.region = comm.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
-        # Flags; the standing word; for changes of executors: another standing word, and a word for each peer.
+        # Flags and the standing word; for changes of executors, another standing word and a word for each peer.
         n_all = self._n_words + 2 + comm.world_size
         self.words = comm.allocate(8 * n_all, what=f"signals of schedule {self.name}")
         with torch.cuda.device(self.device):
@@ -88,11 +90,11 @@ class ScheduleMemory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """True if `mine` differs from this memory's schedules only in sizes."""
+        """Return True if `mine` differs from this memory's schedules only in sizes."""
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Prepare a run of `executor` on the current stream: order it after the previous run, also on another stream.
+        """Order a run of `executor` on the current stream after the previous run, even if that ran on another stream.
 
         While a graph is captured there is no such order, since a capture cannot depend on work outside.
         """
@@ -122,7 +124,7 @@ class ScheduleMemory:
         self._closed = True
         for executor in list(self.users):
             executor.let_go()
-        kinds = _shared.get(self.comm, {})  # may not keep the communicator alive
+        kinds = _shared.get(self.comm, {})  # the registry may not keep the communicator alive
         for kind in [kind for kind, (memory, _) in kinds.items() if memory is self]:
             del kinds[kind]
         watch.remove(self)
@@ -194,18 +196,18 @@ class ScheduleMemory:
         else:
             return
         text = (
-            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}: it has not arrived in {run}. Have all "
-            "ranks made the same call?"
+            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}: it has not arrived in {run}. "
+            "Check that all ranks made the same call"
         )
         self.run.failure = DeadlineError(text)
         self.comm.poison(text)
 
     def _release_waiters(self) -> None:
-        """Overwrite the buffers that GEMMs read from peers, then end every wait of this rank's streams. Runs on the
-        watchdog thread.
+        """Overwrite the buffers that GEMMs read from peers, then end every wait of this rank's streams. The watchdog
+        thread runs this.
 
-        Copies of waiting peers may still arrive afterwards, until their streams are done. So the overwriting is repeated
-        for `_SPOIL_S`.
+        Copies of waiting peers may still arrive afterwards, until their streams are done. So the buffers are
+        overwritten repeatedly for `_SPOIL_S`.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._spoil()
@@ -234,7 +236,7 @@ _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemo
 
 
 def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
-    """Keep `outgrown`, and close the oldest outgrown memories above the limit. Collective."""
+    """Keep `outgrown`, and close the oldest outgrown memories until the rest fits the limit. Collective."""
     known = _outgrown.setdefault(comm, [])
     known.append(weakref.ref(outgrown))
     left = [memory for one in known if (memory := one()) is not None and not memory.closed and not memory.captured]
@@ -242,7 +244,7 @@ def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
     if sum(memory.nbytes for memory in left) <= SPARE_BYTES:
         return
     torch.cuda.synchronize(comm.device)
-    comm.all_gather(None, what="memory that was outgrown")  # no rank runs in them any more
+    comm.all_gather(None, what="memory that was outgrown")  # afterwards no rank uses these memories
     while sum(memory.nbytes for memory in left) > SPARE_BYTES:
         left.pop(0).close()
 
@@ -253,11 +255,11 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
-    """Return the memory for `schedule` and the schedule as this rank runs it. Return None if `schedule` differs from its
+    """Return the memory for `schedule` and the schedule as this rank runs it, or None if `schedule` differs from its
     kind in more than sizes.
 
-    Schedules of one `kind` share the memory. The call is collective if the memory must be made or made larger; only then do ranks
-    compare schedules.
+    Schedules of one `kind` share the memory. The call is collective only if memory must be allocated; only then do
+    ranks compare schedules.
     """
     kinds = _shared.setdefault(comm, {})
     known = kinds.get(kind)
@@ -277,6 +279,8 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
 
 
 def _not_hindered_by_captures() -> None:
-    """Let this thread synchronize its own stream while another thread captures. Without this it would invalidate the capture."""
+    """Let this thread synchronize its own stream while another thread captures. Otherwise the synchronization would
+    invalidate the capture.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

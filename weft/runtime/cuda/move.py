@@ -1,4 +1,6 @@
-"""The launcher of `weft.kernels.move`. It compiles all variants before any stream waits, and makes its tables once per step."""
+"""The launcher of `weft.kernels.move`. It compiles all variants before any stream waits, and makes its tables once per
+step.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from weft.symm.lasting import lasting
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ADDED = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 _ALIGNMENT = 16  # the widest access, in bytes
-_BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
-MAX_PROGRAMS = COPY_UNITS  # of a copy, hence the most compute units that it occupies
+_BLOCK_BYTES = 16384  # bytes in flight per program: 64 per thread
+MAX_PROGRAMS = COPY_UNITS  # most programs of a copy, and so the most compute units that it occupies
 _COPY_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CopyShape:
-    """The shape of a copy: rows of `width` bytes, and the row pitches in source and target."""
+    """The shape of a copy: rows of `width` bytes, and the row pitches of source and target in bytes."""
 
     rows: int
     width: int
@@ -36,14 +38,17 @@ class CopyShape:
 
 
 class CopyLaunch:
-    """Signals, waits, a copy, signals, and waits again, as one launch. Each of them may be missing.
+    """Signals, waits, a copy, signals, and waits again, as one launch. Each part is optional.
 
-    sets_before, waits, sets, waits_after: addresses of flags (`weft.runtime.cuda.flags`). targets: addresses of further
-    copies of the source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed
-    its waits, and ends.
-    sizes: the address of (first row of the source, first row of the target, rows) in device memory; `shape.rows` is then the
-    number of rows in the target. early: nothing that the launch waits for writes the source, so the kernel reads it before the
-    waits end. programs: the most programs. adds: the dtype, if the copy adds to the target; else "".
+    sets_before, waits, sets, waits_after: the addresses of flags (`weft.runtime.cuda.flags`). targets: the addresses of
+        further copies of the source.
+    begins, passes, ends: pairs (address, number). The number is stored in 32 bits when the launch begins, has passed
+        its waits, and ends.
+    sizes: the address of (first row of the source, first row of the target, rows) in device memory. Then `shape.rows`
+        is the number of rows of the target.
+    early: True if nothing that the launch waits for writes the source, so that the kernel may read it before the waits
+        end.
+    programs: the largest number of programs. adds: the dtype if the copy adds to the target, otherwise "".
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class CopyLaunch:
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # The caller's tensors may begin at any address. The widest variant handles most addresses, the narrow variants
-        # handle odd addresses.
+        # the others.
         narrow = {self._item} if adds else {min(self._step, 2), 1}
         self._variants = {step: _compiled_move(device, step, adds) for step in {self._step, *narrow}}
 
@@ -90,9 +95,10 @@ class CopyLaunch:
         *,
         stream: int | None = None,
     ) -> None:
-        """Launch the kernel. stream: its handle (default: the current stream).
+        """Launch the kernel. stream: a handle (default: the current stream).
 
-        source_rows, target_rows: with `sizes`, the number of rows from `source` on, and from `target` on (default: `shape.rows`).
+        source_rows, target_rows: with `sizes`, the number of rows from `source` on, and from `target` on (default:
+            `shape.rows`).
         """
         step = self._step
         if (source | target) & (step - 1):
@@ -103,7 +109,7 @@ class CopyLaunch:
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
-        """Record the launch into `program` on stream number `stream`; return False if only `launch` can do it."""
+        """Record the launch into `program` on stream number `stream`. Return False if only `launch` can launch it."""
         calls = [
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
@@ -122,7 +128,7 @@ class CopyLaunch:
 
 
 def prepare(device: torch.device) -> None:
-    """Compile and load the kernels for copies of any size and alignment. Takes seconds, once for a machine."""
+    """Compile and load the kernels for copies of any size and alignment. Takes seconds, once per machine."""
     for step in (_ALIGNMENT, 2, 1):
         _compiled_move(device, step)
 
@@ -168,7 +174,7 @@ def _compiled_small(device: torch.device, name: str) -> Any:
 
 
 def _greatest_power_of_two(*numbers: int) -> int:
-    """Return the largest power of two that divides all numbers, but at most the widest access."""
+    """Return the largest power of two that divides all numbers, at most the widest access."""
     bits = _ALIGNMENT
     for number in numbers:
         bits |= number

@@ -1,8 +1,10 @@
-"""Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of torch.
+"""Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of
+torch.
 
-A compiled program gets new addresses in every run, because the caller's tensors may have moved. It names memory by the
-number of a base address and an offset in bytes. The bases are, in this order: the caller's tensors; the schedule's scratch
-buffers; the ranks' symmetric memory; the ranks' words for signals; the watchdog's word. Only the caller's tensors move.
+A compiled program gets new addresses in every run, because the caller's tensors may have moved. It identifies memory by
+the number of a base address and an offset in bytes. The bases are, in this order: the caller's tensors, the schedule's
+scratch buffers, the ranks' symmetric memory, the ranks' signal words, and the watchdog's word. Only the caller's
+tensors move.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ RegionView: TypeAlias = Callable[[Tensors], torch.Tensor]
 class Regions:
     """The addresses of all regions and words.
 
-    bases: the base addresses; those of the caller's tensors are 0 until a run fills them in. words, begun: the numbers of the
-    bases of rank 0's words and of the watchdog's word.
+    bases: the base addresses. Those of the caller's tensors are 0 until a run sets them. words, begun: the numbers of
+        the bases of rank 0's words and of the watchdog's word.
     """
 
     def __init__(self, context: Context) -> None:
@@ -38,11 +40,11 @@ class Regions:
         fixed += [context.region.address(r) for r in range(world)] + [context.words.address(r) for r in range(world)]
         self.begun = given + len(fixed)
         self.bases = [0] * given + fixed + [context.begun_word.data_ptr()]
-        # The caller's tensors that native operations require to be contiguous.
+        # The caller's tensors that must be contiguous for native operations.
         self.without_gaps = set[str]()
 
     def place(self, region: Region) -> tuple[int, int, int]:
-        """Return (number of the base address, bytes from there, row pitch in bytes)."""
+        """Return (number of the base address, offset in bytes, row pitch in bytes) of a region."""
         buffer, item = self._context.buffers[region.buffer], self.item_bytes(region)
         offset = (int(region.row) * buffer.cols + int(region.col)) * item
         if buffer.role == "symmetric":
@@ -53,10 +55,11 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Return (number of the base or None, where each region begins, row pitch in bytes) for many regions of one buffer.
+        """Return (number of the base or None, the begin of each region, row pitch in bytes) for many regions of one
+        buffer.
 
-        If the buffer is the caller's tensor, regions begin at offsets in bytes from its base. Otherwise the base is None,
-        and regions begin at addresses.
+        If the buffer is the caller's tensor, regions begin at offsets in bytes from its base. Otherwise the base is
+        None, and regions begin at addresses.
         """
         buffer = self._context.buffers[name]
         item = ITEM_BYTES[buffer.dtype]
@@ -81,7 +84,7 @@ class Regions:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def whole(self, region: Region) -> torch.Tensor:
-        """Return the whole buffer of a region in the schedule's own memory, here or at a peer."""
+        """Return the whole buffer of a region, in the schedule's own memory on this rank or a peer."""
         context, name = self._context, region.buffer
         own = context.own[name]
         if (at := int(region.at)) == context.rank:
@@ -104,5 +107,5 @@ class Regions:
             return lambda tensors: tensors[name]
         if cols == buffer.cols:
             part = slice(row, row + rows)
-            return lambda tensors: tensors[name][part]  # faster than `narrow`
+            return lambda tensors: tensors[name][part]  # slicing is faster than `narrow`
         return lambda tensors: tensors[name][row : row + rows, col : col + cols]

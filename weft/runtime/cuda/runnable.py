@@ -1,4 +1,6 @@
-"""Errors for steps that the GPU executor cannot run, raised when a schedule is compiled, to prevent wrong results later."""
+"""Checks for steps that the GPU executor cannot run. They raise when a schedule is compiled, before wrong results can
+occur.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from weft.schedule.text import describe
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """Raise `ScheduleError` with the step of `rank` that streams, copy engines and kernels cannot run.
+    """Raise `ScheduleError`, which names the step, if streams, copy engines and kernels cannot run a step of `rank`.
 
-    Also raise it for steps of any ranks whose updates would lose each other's results.
+    Also raise it if updates by several lanes or ranks could be lost.
     """
     for buffer in schedule.buffers:
         if buffer.dtype == "fp64":
@@ -52,7 +54,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
 
 
 def _owner(region: Region) -> int | None:
-    """Return the rank that owns the region; None if it is known only at run time."""
+    """Return the rank that owns the region; None if it is dynamic."""
     return None if variables_of(region.at) else value(region.at)
 
 
@@ -61,7 +63,7 @@ def _entries(registry: Mapping[Any, object]) -> str:
 
 
 def _require_nothing_lost(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if a kernel would lose updates: it reads, adds and writes back while another lane adds."""
+    """Raise `ScheduleError` if a kernel could lose updates: it reads, adds and writes back while another lane adds."""
     updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
     for rank in range(schedule.world_size):
         for lane in schedule.of_rank(rank, expected=False):
@@ -69,7 +71,7 @@ def _require_nothing_lost(schedule: Schedule) -> None:
                 for access in step.accesses():
                     if access.updates:
                         of_buffer = updated.setdefault((_owner(access.region), access.region.buffer), {})
-                        # Copies add each item atomically.
+                        # Copies by kernel add atomically, so they lose no updates.
                         of_buffer[rank, lane.name] = of_buffer.get((rank, lane.name), True) and bool(step.copies_by)
     for (owner, buffer), lanes in updated.items():
         if len(lanes) > 1 and not all(lanes.values()):

@@ -1,22 +1,23 @@
 """The executor of schedules on GPUs: lanes are streams, copy engines copy, and the host only issues.
 
 A schedule is compiled once (`weft.runtime.cuda.compile`). Copies, signals and joins of streams are recorded in a
-`_core.StreamProgram`, which issues a run of them in one call. cuBLAS GEMMs and small kernels come between them. The first compute
-lane is the caller's current stream. The other lanes start when that stream reaches the call, and it continues when all have
-ended.
+`_core.StreamProgram`, which issues a sequence of them in one call. cuBLAS GEMMs and small kernels are issued between
+them. The first compute lane is the caller's current stream. The other lanes start when that stream reaches the call,
+and it continues when all have ended.
 
-Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`). Streams wait for them and write them, without a
-compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs and single calls may
-alternate, also between ranks.
+Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`). Streams wait for them and write them,
+without using a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs
+and single calls may alternate, also between ranks.
 
-Order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all later work on
-its stream. These are the release and acquire that `Set` and `Wait` promise.
+Memory order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all
+later work on its stream. These are the release and acquire that `Set` and `Wait` promise.
 
-Deadlines. A stream that waits has no deadline: `weft.runtime.cuda.watch` checks whether runs make progress. When the group has
-failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the next call raises.
+Deadlines. A stream that waits has no deadline, so `weft.runtime.cuda.watch` checks whether runs make progress. When the
+group has failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the
+next call raises.
 
-A result computed from data that never arrived is recognisable. Before the streams continue, all bytes of this rank's
-symmetric buffers become 0xFF, which is NaN in any floating-point type and -1 as a count. This costs a successful call
+Results computed from data that never arrived are recognisable. Before the streams continue, all bytes of this rank's
+symmetric buffers are set to 0xFF: NaN in any floating-point type, and -1 as a count. This costs successful calls
 nothing.
 """
 
@@ -40,13 +41,13 @@ from weft.timeline import Timeline
 
 
 class CudaSchedule(Executor):
-    """`schedule` on this rank of `communicator`.
+    """The executor of `schedule` on this rank of `communicator`.
 
-    The constructor is collective: ranks compare schedules and allocate memory. With `memory`, which executors share
-    (`weft.runtime.cuda.memory`), it is not. mine: the schedule as this rank runs it.
+    The constructor is collective: ranks compare schedules and allocate memory. It is not collective with `memory`,
+    which executors share (`weft.runtime.cuda.memory`). mine: the schedule as this rank runs it.
 
-    Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks' schedules
-    differ, `ScheduleError` if streams cannot run it, `OutOfSharedMemoryError`.
+    Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks'
+        schedules differ, `ScheduleError` if streams cannot run it, and `OutOfSharedMemoryError`.
     """
 
     def __init__(
@@ -82,14 +83,13 @@ class CudaSchedule(Executor):
     ) -> Tensors:
         """Enqueue one run on the current stream. Return the outputs that were passed as functions, by name.
 
-        tensors: every input and output buffer by name, with the sizes that `buffers` says; weights may also be [count, rows,
-        columns]. An output whose number of rows is known only at run time is a function from that number to a tensor, or a tensor
-        with at least as many rows. If the host reads sizes meanwhile, such a function is called with up to an eighth more rows,
-        and the result is cut.
-
-        deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of the
-        tensors differ from an earlier run; then the tensors are not checked. timeline: wait for the device and append when
-        each step ran.
+        tensors: every input and output buffer by name, with the sizes in `buffers`. Weights may also be [count, rows,
+            columns]. An output with a dynamic number of rows is a function from that number to a tensor, or a tensor
+            with at least that many rows. If the host reads sizes meanwhile, it calls such a function with up to an
+            eighth more rows, and cuts the result.
+        deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of
+            the tensors differ from an earlier run. Then they are not checked.
+        timeline: if given, wait for the device, and append the times of each step.
 
         Raises errors of the group since the last run.
         """
@@ -105,7 +105,7 @@ class CudaSchedule(Executor):
                 )
             run = context.run
             run.caller = torch.cuda.current_stream(self.device)
-            tensors = dict(tensors)  # outputs are added when their size is known
+            tensors = dict(tensors)  # copied, because outputs are added when their size is known
             run.known.clear()
             run.made = {}
         if not like_before:
@@ -116,7 +116,7 @@ class CudaSchedule(Executor):
             self.memory.enter(self, self.schedule.name, deadline_s or self._usual_deadline_s, capturing)
             program.issue(tensors, capturing)
         except BaseException as error:
-            if not capturing:  # peers have a part of this run, and would take a second attempt for the next run
+            if not capturing:  # peers may have begun this run, and would pair a second attempt with their next run
                 self.comm.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
             raise
         if timeline is not None:
@@ -124,7 +124,7 @@ class CudaSchedule(Executor):
             context.check()
             program.read(timeline, self.rank)
         elif not capturing and self.comm.failed:
-            self.comm.check()  # work enqueued after a failure gives no result
+            self.comm.check()  # after a failure, enqueued work gives no valid result
         made, context.run.made = context.run.made, {}
         return made
 
@@ -146,14 +146,14 @@ class CudaSchedule(Executor):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory: an equal share of what executors share."""
+        """The symmetric memory in bytes. If executors share it, an equal share."""
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
         self.context.check()
 
     def close(self) -> None:
-        """Release the memory. All enqueued runs must be done."""
+        """Release the memory. All enqueued runs must have ended."""
         self.let_go()
         self.memory.leave(self)
 
@@ -165,11 +165,13 @@ class CudaSchedule(Executor):
     # --- before a run ---
 
     def _look_at(self, tensors: Tensors) -> None:
-        """Raise `ValueError` for a tensor that does not fit the schedule, before anything is enqueued."""
+        """Raise `ValueError` for a tensor that does not match the schedule, before anything is enqueued."""
         for b in self.context.given:
             t = tensors.get(b.name)
             if t is None:
-                raise ValueError(f"no tensor for buffer {b.name}: pass one of shape ({b.rows}, {b.cols}), {b.dtype}")
+                raise ValueError(
+                    f"no tensor for buffer {b.name}: pass a {b.dtype} tensor of shape ({b.rows}, {b.cols})"
+                )
             if not isinstance(b.rows, int):
                 if callable(t):
                     continue
@@ -184,7 +186,9 @@ class CudaSchedule(Executor):
                 )
 
     def warm_up(self, tensors: Tensors, capturing: bool = False) -> None:
-        """Load every kernel that a run with such tensors needs. Loading a kernel while a stream waits can hang the device."""
+        """Load every kernel that a run with such tensors needs. Loading a kernel while a stream waits can hang the
+        device.
+        """
         layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
         if layout in self._warm:
             return
@@ -199,6 +203,6 @@ class CudaSchedule(Executor):
         program = self._programs.get(timed)
         if program is None:
             torch.cuda.synchronize(self.device)
-            with torch.inference_mode(False):  # the tensors made here stay, for calls outside of it too
+            with torch.inference_mode(False):  # the tensors are kept, also for calls outside of inference mode
                 program = self._programs[timed] = compile_streams(self.context, timed)
         return program

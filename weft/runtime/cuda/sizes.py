@@ -1,11 +1,10 @@
-"""Dynamic sizes, which are known only in a run (`weft.schedule.steps.Read`).
+"""Dynamic sizes (`weft.schedule.steps.Read`), which have three kinds of reads:
 
-Read by the device: one small kernel computes all numbers that the lane's copies need, and the copies find them in its memory.
-
-Read by the host: the host waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then copy
-engines get sizes as numbers, and outputs are allocated with as many rows as arrived.
-
-Read meanwhile: the host waits after it has issued the GEMMs, whose outputs have room for more rows.
+- By the device: one small kernel computes all numbers that the lane's copies need, and stores them where the copies
+  read them.
+- By the host: the host waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then
+  copy engines get the sizes as numbers, and outputs are allocated with exactly the arrived rows.
+- "meanwhile": the host waits after it has issued the GEMMs, whose outputs have space for more rows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BLOCK = 128
 
 
 def is_dynamic(step: Any) -> bool:
-    """True if a step of a rank has sizes or places that are known only at run time."""
+    """True if a step of a rank has dynamic sizes or places."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
 
 
@@ -52,7 +51,7 @@ class Totals:
         self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program` on stream number `stream`; return False if only `launch` can do it."""
+        """Record the launch into `program` on stream number `stream`. Return False if only `launch` can launch it."""
         call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
         if call is not None:
             program.launch(stream, [(1, call)])
@@ -72,7 +71,7 @@ def _compiled_totals(device: torch.device) -> Any:
 
 
 class HostRead:
-    """A read by the host, once in a run: it allocates the outputs whose rows follow from the buffer."""
+    """A read by the host, once per run. It allocates the outputs whose rows depend on the buffer."""
 
     def __init__(self, context: Context, buffer: str) -> None:
         self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
@@ -85,11 +84,11 @@ class HostRead:
             return
         self._copy.copy_(self._held, non_blocking=True)
         self._come.record()
-        self._come.synchronize()  # the watching thread ends a wait that never ends
+        self._come.synchronize()  # at the deadline, the watching thread ends this wait
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        # Outputs are allocated on the caller's stream, whichever lane reads. That stream orders the work that fills them and the
-        # next user of their memory.
+        # Outputs are allocated on the caller's stream, whichever lane reads. That stream orders the work that fills
+        # them before the next use of their memory.
         with torch.cuda.stream(run.caller):
             for i, buffer in enumerate(context.given):
                 make = tensors[buffer.name]
@@ -101,8 +100,9 @@ class HostRead:
 class ReadAhead:
     """A read by the host after it has issued the steps that depend on the buffer: `begin`, GEMMs, `settle`.
 
-    Outputs are allocated with room for more rows than last time, and cut. If that is not enough, they are allocated again and the
-    GEMMs issued again. The operands of the GEMMs stay until their lane signals that they may be overwritten.
+    Outputs are allocated with space for more rows than last time, and are cut. If that is not enough, they are
+    allocated again and the GEMMs are issued again. The operands of the GEMMs stay valid until their lane signals that
+    they may be overwritten.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
@@ -113,7 +113,7 @@ class ReadAhead:
         expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == buffer)
         self._outputs = [(i, b.name, b.rows) for i, b in enumerate(context.given) if variables_of(b.rows) == {buffer}]
         self._room = {name: _with_room(substitute(rows, {buffer: expected})) for _, name, rows in self._outputs}
-        self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # of this run
+        self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # the functions for outputs of this run
 
     def begin(self, tensors: Tensors, bases: list[int]) -> None:
         self._copy.copy_(self._held, non_blocking=True)
@@ -124,7 +124,7 @@ class ReadAhead:
 
     def settle(self, tensors: Tensors, bases: list[int]) -> None:
         context, run = self.context, self.run
-        self._come.synchronize()  # the watching thread ends a wait that never ends
+        self._come.synchronize()  # at the deadline, the watching thread ends this wait
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
         came = {name: substitute(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
@@ -135,7 +135,7 @@ class ReadAhead:
                 gemms(tensors, bases)
         for name, rows in came.items():
             run.made[name] = tensors[name][:rows]
-            # Keep the number of rows as long as it fits: the allocator then has a block of that size.
+            # Keep the number of rows as long as it is large enough, because the allocator has a block of that size.
             if not self._room[name] // 2 <= rows <= self._room[name]:
                 self._room[name] = _with_room(rows)
         self._makers = {}
@@ -158,7 +158,7 @@ class DynamicCopy:
     def __init__(
         self, context: Context, step: Copy, source: tuple[int, int, int], target: tuple[int, int, int]
     ) -> None:
-        """source, target: (number of the base address, bytes from there to the buffer, row pitch in bytes)."""
+        """source, target: (number of the base address, offset of the buffer in bytes, row pitch in bytes)."""
         self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:

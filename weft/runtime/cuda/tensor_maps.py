@@ -1,4 +1,6 @@
-"""Shared parts of the launchers of weft's GEMMs: tensor maps of borrowed memory, stand-ins to compile with, device properties."""
+"""Code that the launchers of weft's GEMMs share: tensor maps of callers' tensors, stand-ins for compilation, device
+properties.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from weft import env
 
 TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 ALIGNMENT = 16
-"""Alignment in bytes of addresses and row strides that tensor maps and wide loads need."""
+"""The alignment in bytes that tensor maps and wide loads need for addresses and row strides."""
 
 
 class Lent:
-    """The address and layout of a caller's tensor, without a reference that keeps it alive."""
+    """The address and layout of a caller's tensor. It does not keep the tensor alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (
@@ -35,7 +37,7 @@ class Lent:
 
 
 class Stand(MockTensor):
-    """A contiguous tensor without memory. Its address has the alignment of the real tensors."""
+    """A contiguous tensor without memory, for compilation. Its address has the alignment of the real tensors."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
         super().__init__(dtype, shape)
@@ -51,7 +53,7 @@ class Stand(MockTensor):
 
 @lru_cache(maxsize=16)
 def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Return (True if tensor maps work on the device or under the interpreter, the number of programs that run at once)."""
+    """Return (True if tensor maps work on the device or in the interpreter, the number of programs that run at once)."""
     if device.type != "cuda":
         return env.triton_interpreted(), 2
     properties = torch.cuda.get_device_properties(device)
@@ -59,7 +61,7 @@ def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """True if the rows of a tensor with unit stride in the last dimension begin at multiples of 16 bytes."""
+    """True if the rows begin at multiples of 16 bytes. The last dimension of the tensor must have unit stride."""
     bits = tensor.data_ptr()
     for stride in tensor.stride()[:-1]:
         bits |= stride * tensor.element_size()

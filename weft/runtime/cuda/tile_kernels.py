@@ -1,4 +1,4 @@
-"""Launches of weft's kernels for the tiles of a step. The step describes their work (`weft.schedule.kernels`)."""
+"""Launches of weft's kernels for the tiles of a step, which describes their work (`weft.schedule.kernels`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from weft.schedule.steps import variables_of
 
 
 class Gemms:
-    """One launch of `GroupedMatmul` or `ReturningMatmul`. spare: multiprocessors that are left to copies. scratch: memory of the
-    lane's launches."""
+    """A launch of `GroupedMatmul` or `ReturningMatmul`.
+
+    spare: the number of multiprocessors to leave to copies. scratch: memory that the lane's launches share.
+    """
 
     def __init__(
         self,
@@ -68,13 +70,12 @@ class Gemms:
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the range in K that a step multiplies: columns of x and of the slots, and rows of an expert's
-        weights."""
+        """Return the part in K that a step multiplies: columns of x and of the slots, and rows of an expert's weights."""
         return t if self._whole_k else t.narrow(1, *self._k)
 
 
 class Tracked:
-    """One launch of `TrackedMatmul`. words_set: addresses of the words for (rank, signal, index)."""
+    """A launch of `TrackedMatmul`. words_set: returns the addresses of the words for (rank, signal, index)."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Tracked:
             base, place, pitch = regions.places(c.buffer, over(c.at), over(c.row), over(c.col))
             if base is not None:
                 raise ScheduleError(
-                    f"{step}: a tracked addmm needs its addend in the schedule's own memory, but {c.buffer} is the caller's"
+                    f"{step}: a tracked addmm needs its addend in the schedule's own memory, but {c.buffer} is the caller's tensor"
                 )
             columns += [place, np.full_like(place, pitch)]
         table = np.stack(columns, axis=1)
@@ -141,7 +142,9 @@ class Tracked:
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Return (number of tiles, words that are then set) for each counter, and for each set the counter of every tile."""
+        """Return (number of tiles, words that are then set) for each counter, and for each set the counter of every
+        tile.
+        """
         named: dict[tuple[str, int, int], int] = {}
         of_tiles = []
         for one in sets:

@@ -1,5 +1,7 @@
-"""The launcher of `weft.kernels.tracked_matmul`: tables on the device, tensor maps or pointers, variants compiled before any
-stream waits."""
+"""The launcher of `weft.kernels.tracked_matmul`: tables on the device, tensor maps or pointers, compiled variants.
+
+Variants are compiled before any stream waits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, i
 from weft.schedule.kernels import TrackedMatmul as Tracked
 from weft.symm.lasting import lasting
 
-_LARGE = 128 * 256  # elements of a tile that needs eight warps
+_LARGE = 128 * 256  # elements from which a tile needs eight warps
 
 
 class TrackedVariant(NamedTuple):
@@ -47,7 +49,7 @@ class TrackedVariant(NamedTuple):
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
-        """Return the variant with k split into at most `most` parts, each of at least `Tracked.least_part`."""
+        """Return the variant with k split into at most `most` parts, of at least `Tracked.least_part` each."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
 
@@ -90,11 +92,13 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 
 
 class TrackedMatmulLauncher:
-    """Tiles of a @ w, stored and counted as tables say. Made once for a schedule.
+    """A launcher for tiles of a @ w, which are stored and counted as tables say. It is made once for a schedule.
 
-    table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches are in
-    bytes. counters: for each, the number of its tiles and the addresses of the words that are then set. relative: places are
-    offsets from `y` instead of addresses. splits: the largest number of programs that share one tile (default: all idle programs).
+    table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches
+        are in bytes.
+    counters: for each counter, the number of its tiles and the addresses of the words to set when they are done.
+    relative: True if places are offsets from `y`, not addresses. splits: the largest number of programs that share a
+        tile (default: all idle programs).
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class TrackedMatmulLauncher:
             ),
         )
         self._tiles, self._shape, self._device = len(table), (rows, cols, sets, adds), device
-        # Programs without a tile of their own multiply parts of other programs' tiles.
+        # Programs without their own tile multiply parts of other programs' tiles.
         self._units = tma_and_multiprocessors(device)[1]
         self._most_splits = self._units // max(1, len(table)) if splits is None else splits
         self._arrived = lasting(device, lambda: torch.zeros(max(1, len(table)), dtype=torch.int32, device=device))
@@ -140,8 +144,9 @@ class TrackedMatmulLauncher:
         self._operands: tuple[Any, ...] = ()
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
-        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows; takes
-        seconds."""
+        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows. Takes
+        seconds.
+        """
         for aligned in (True, False):
             variant = self._variant(a, w, aligned)
             if self._device.type == "cuda":
@@ -152,9 +157,9 @@ class TrackedMatmulLauncher:
                 self._partials = lasting(self._device, partials)
 
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Enqueue on the current stream.
+        """Enqueue the kernel on the current stream.
 
-        a: [rows, K] with contiguous rows. w: [K, N], K or N with stride 1. y: the address of the caller's tensor.
+        a: [rows, K] with contiguous rows. w: [K, N], where K or N has stride 1. y: the address of the caller's tensor.
         """
         if not self._tiles:
             return

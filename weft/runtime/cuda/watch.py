@@ -1,9 +1,10 @@
-"""Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks whether runs make progress.
+"""Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks whether runs make
+progress.
 
-Every run of a schedule sets a mark in a word of pinned host memory when it begins on the device. The thread sees the mark and
-clears it, without any call of CUDA. If no new mark appears for the deadline, the thread reads from the device if the
-last run is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases its streams.
-Otherwise no run is blocked, and the thread reads nothing until the next run begins.
+When a run of a schedule begins on the device, it sets a mark in pinned host memory. The thread reads and clears the
+mark without calling CUDA. If no new mark appears before the deadline, the thread reads from the device if the last run
+is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases its streams. Otherwise
+no run is blocked, and the thread reads nothing more until the next run begins.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ class Watched(Protocol):
     deadline_s: float
 
     def has_begun(self) -> bool:
-        """Return True if a run has begun on the device since the last call. Calls nothing of CUDA."""
+        """Return True if a run has begun on the device since the last call. It must not call CUDA."""
 
     def standing_still(self, seconds: float) -> None:
-        """Handle that no run has begun for the deadline. Called once."""
+        """Called once if no run has begun for `seconds`, the deadline."""
 
 
 class Watch:
-    """One thread for all executors of a process. It ends when there are no executors left to watch."""
+    """A thread that watches all executors of a process. It ends when there are none left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # When a run was last seen to begin, and whether that run has been checked.
+        # The time at which the last run was seen to begin, and True if that run has been checked.
         self._seen: weakref.WeakKeyDictionary[Watched, tuple[float, bool]] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
 
@@ -73,7 +74,7 @@ class Watch:
 
     def _note(self, one: Watched, since: float, settled: bool) -> None:
         with self._lock:
-            if one in self._seen:  # it may have been removed meanwhile
+            if one in self._seen:  # `one` may have been removed meanwhile
                 self._seen[one] = (since, settled)
 
 

@@ -1,12 +1,13 @@
-"""The serial schedule of every operator, run as a user would write it: NCCL / gloo and cuBLAS calls, one after the other.
+"""The serial schedule of every operator, run as a user would write it: NCCL / gloo and cuBLAS calls, one after the
+other.
 
     serial          the steps of a serial schedule as torch calls
-    collectives     collectives of one matrix of this rank, for an operator's own `unfused` and `gradients`
+    collectives     collectives of a matrix, for an operator's own `unfused` and `gradients`
     experts         exchanges of tokens, with `grouped_matmul`, `permutation` and `sizes`
-    unpack          puts columns of ranks next to each other, and back
+    unpack          concatenates rows of ranks by columns, and the inverse
     turn            the rendezvous, deadlines and timelines of these calls
 
-Specs of operators import from here: `all_gather`, `reduce_scatter`, `all_reduce`, `all_reduce_`, `Turn`.
+Specs of operators import `all_gather`, `reduce_scatter`, `all_reduce`, `all_reduce_` and `Turn` from here.
 """
 
 from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter

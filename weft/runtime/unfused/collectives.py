@@ -1,6 +1,7 @@
-"""Collectives of this rank's matrix, with deadlines and, on CPU, a rendezvous of the ranks before each (`Turn`).
+"""Collectives of a matrix, with deadlines and, on CPU, a rendezvous of the ranks before each (`Turn`).
 
-x: [rows, columns], contiguous. rows: the numbers of rows of all ranks. name: the name of the collective, in messages and timelines.
+x: this rank's matrix [rows, columns], contiguous. rows: the number of rows of each rank. name: the collective's name in
+    error texts and timelines.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def all_gather(
         turn.run(name, all_gather_single, whole, part, group=group)
     elif x.device.type == "cuda":
         turn.run(name, dist.all_gather, list(whole.split(rows)), part, group=group)
-    else:  # gloo gathers equal parts only
+    else:  # gloo supports equal parts only
         padded = part.new_zeros(max(rows), x.shape[1])
         padded[: x.shape[0]] = part
         parts = [torch.empty_like(padded) for _ in rows]
@@ -38,7 +39,7 @@ def reduce_scatter(
     if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
-    else:  # some backends lack reduce-scatter for unequal parts, or on CPU
+    else:  # some backends have no reduce-scatter on CPU, or for unequal parts
         total = x.clone()
         turn.run(name, all_reduce_single, total, group=group)
         mine = total.split(rows)[rank].clone()
@@ -55,6 +56,6 @@ def all_reduce(
 def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Reduce in place. The elements of `x` must be contiguous."""
+    """Reduce `x` in place. Its elements must be contiguous."""
     turn.run(name, all_reduce_single, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))

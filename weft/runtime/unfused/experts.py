@@ -1,13 +1,13 @@
-"""Expert parallelism unfused: tokens sent to the ranks of their experts and multiplied there, or multiplied and sent back.
+"""Expert parallelism without overlap: MoE dispatch with GEMMs, and GEMMs with MoE combine.
 
-    counts    all_to_all_single of splits: received [ranks, local experts]; the host waits for them
-    tokens    all_to_all_single with these sizes: they arrive by source rank, and from one source by expert
-    order     index_select: by expert, and for one expert by source rank
+    counts    all_to_all_single of splits: received [ranks, local experts]. The host waits for them
+    tokens    all_to_all_single with these sizes. They arrive by source rank, and from each source by expert
+    order     index_select: by expert, and for each expert by source rank
     y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
 
-Combine, which sends rows back to their tokens' ranks:
+Combine, which sends rows back to the ranks of their tokens:
 
-    y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes exchanged
+    y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes swapped
 
 CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`).
 """
@@ -28,14 +28,17 @@ from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
-_SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # names as in executors
+_SPLITS, _TOKENS = (
+    "exchange splits -> received",
+    "exchange tokens -> unordered",
+)  # names of steps, as in the executors' timelines
 _BACK = "exchange ordered -> y"
 
 T = TypeVar("T")
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
-    """Return received [ranks, local experts] from splits [experts of all ranks], int64."""
+    """Return received [ranks, local experts], int64, for splits [experts of all ranks]."""
     world = group.size()
     if world == 1:
         return splits.view(1, -1).clone()
@@ -48,9 +51,10 @@ def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
     turn: Turn = STRAIGHT, *, return_x: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit, and with return_x the received tokens.
+    """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
+    tokens too.
 
-    The received tokens [rows that arrived, K] are in the order of arrival: sorted by source rank, then by expert.
+    The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
@@ -58,7 +62,7 @@ def all_to_all_matmul(
     def plain(turn: Turn) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, arrived = _dispatched(tokens, sizes, group, rows, turn)
         if not return_x:
-            del arrived  # a whole copy of the tokens, not needed during the GEMMs
+            del arrived  # free this copy of the tokens, which the GEMMs do not need
         y = grouped_matmul(x, w, sizes, cut=rows < came)
         return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
 
@@ -71,7 +75,9 @@ def all_to_all_matmul(
 def matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT
 ) -> torch.Tensor:
-    """Return y [rows, N]: this rank's tokens, each multiplied on its expert's rank. h may have more rows than arrived."""
+    """Return y [rows, N]: this rank's tokens, each multiplied on the rank of its expert. h may have more rows than
+    arrived.
+    """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
 
@@ -104,8 +110,10 @@ def _faster(
 def begin_in_expert_order(
     rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Send `rows`, which are in the tokens' order, to their experts' ranks. Return a function that waits and returns the rows by
-    expert."""
+    """Begin to send `rows`, which are in the order of tokens, to their experts' ranks.
+
+    Return a function that waits for them and returns them sorted by expert.
+    """
     if group.size() == 1:
         return lambda: rows
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
@@ -132,7 +140,7 @@ def _dispatched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange tokens. Return (x [rows, K], the received rows in the order of arrival).
 
-    x begins with the rows for the local experts in the experts' order, as many as fit.
+    x begins with the rows for the local experts, sorted by expert, as many as fit.
     """
     k = tokens.shape[1]
     if group.size() == 1:

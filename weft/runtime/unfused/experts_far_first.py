@@ -1,13 +1,12 @@
-"""Experts on CPU ranks of several hosts: rows for other hosts are sent first.
+"""Expert parallelism on CPU ranks of several hosts, in which rows for other hosts are sent first.
 
-    dispatch   tokens for other hosts leave, in pieces by expert. Tokens of this host pass through shared memory, and are multiplied
-               while the pieces are on their way. Each piece is multiplied when it has arrived, while the next one is on its way
-    combine    rows for other hosts are multiplied first, and leave in pieces by expert. Rows of this host are multiplied, and pass
-               through shared memory, while the pieces are on their way
+    dispatch   Tokens for other hosts are sent in pieces by expert. Meanwhile, tokens for this host are exchanged through
+               shared memory and multiplied. Each piece is multiplied while the next piece is being sent
+    combine    Rows for other hosts are multiplied first, and sent in pieces by expert. Meanwhile, rows for this host are
+               multiplied and exchanged through shared memory
 
-A cell is the rows between one rank and one expert. Rows travel in the order of ranks, those of one rank by expert. They are
-multiplied in the order of experts, those of one expert by rank. GEMMs are split by rows, so results may differ from those of whole
-GEMMs by rounding.
+A cell is the rows between one rank and one expert. Rows are sent ordered by rank, then by expert. They are multiplied
+ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by rounding.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 
 class FarFirst:
-    """The calls of experts on `comm`, whose ranks are on several hosts. The constructor is collective."""
+    """Expert-parallel calls on `comm`, whose ranks are on several hosts. The constructor is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -54,15 +53,15 @@ class FarFirst:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Forget the memory, when the communicator ends."""
+        """Release the memory when the communicator closes."""
         _known.pop(self._comm, None)
 
     def faster(
         self, key: Hashable, size: int, turn: Turn, plain: Callable[[], T], far_first: Callable[[], T]
     ) -> T:  # fmt: skip
-        """Run the faster way of a call, by measurement. All ranks must have reached it.
+        """Run the faster implementation of a call, chosen by measurement. All ranks must have reached the call.
 
-        key: distinguishes calls that take different times. size: of the call, the same on all ranks.
+        key: distinguishes calls with different times. size: the size of the call, the same on all ranks.
         """
         if self._memory is None:
             return plain()
@@ -76,7 +75,9 @@ class FarFirst:
     def dispatch(
         self, tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str, return_x: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return y [rows, N], and with return_x the tokens in the order of arrival. As `experts.all_to_all_matmul`."""
+        """Return y `[rows, N]`, and with return_x also the tokens in the order of arrival. Arguments are as for
+        `experts.all_to_all_matmul`.
+        """
         with ending_the_group(self._comm, name):
             return self._dispatch(tokens, w, sizes, rows, turn, name, return_x)
 
@@ -114,7 +115,7 @@ class FarFirst:
     def combine(
         self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
     ) -> torch.Tensor:  # fmt: skip
-        """Return y [rows, N]. As `experts.matmul_all_to_all`."""
+        """Return y `[rows, N]`. Arguments are as for `experts.matmul_all_to_all`."""
         with ending_the_group(self._comm, name):
             return self._combine(h, w, sizes, rows, turn, name)
 
@@ -146,7 +147,7 @@ class FarFirst:
         return y
 
     def _of_far(self, table: Cells, part: Cells) -> list[int]:
-        """Return the rows of a piece for each rank."""
+        """Return the number of rows of a piece for each rank."""
         rows = np.zeros(len(table), dtype=np.int64)
         rows[self._far] = table[np.ix_(self._far, part)].sum(1)
         return rows.tolist()  # type: ignore[no-any-return]
@@ -164,28 +165,30 @@ _known: dict[Communicator, FarFirst] = {}
 
 
 def far_first_on(comm: Communicator) -> FarFirst:
-    """Return the calls of experts on `comm`. Collective at the first call for a communicator."""
+    """Return the `FarFirst` of `comm`. Collective at the first call for a communicator."""
     return of_communicator(_known, comm, FarFirst)
 
 
 def _pieces(experts: int) -> list[Cells]:
-    """Return the local experts of each piece. One expert is not split."""
+    """Return the local experts of each piece. The rows of one expert are never split."""
     return [part for part in np.array_split(np.arange(experts), PIECES) if len(part)]
 
 
 def _by_rank(table: Cells) -> Cells:
-    """Return where each cell begins in the order of ranks. table: the rows of each cell, [ranks, experts]."""
+    """Return the first row of each cell if rows are ordered by rank. table: the number of rows of each cell, `[ranks,
+    experts]`.
+    """
     flat = table.ravel()
     return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
 
 
 def _by_expert(table: Cells) -> Cells:
-    """Return where each cell begins in the order of experts."""
+    """Return the first row of each cell if rows are ordered by expert. table: as for `_by_rank`."""
     return _by_rank(table.T).T
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the rows of cells, one cell after the other: a slice if they lie side by side."""
+    """Return the rows of cells, one cell after the other: a slice if the cells are adjacent."""
     has = counts > 0
     starts, counts = starts[has], counts[has]
     if not len(starts):
@@ -197,13 +200,13 @@ def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
 
 
 def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of these cells, one cell after the other: a view if they lie side by side."""
+    """Return the rows of these cells, one cell after the other: a view if the cells are adjacent."""
     found = _runs(starts.ravel(), counts.ravel())
     return rows[found] if isinstance(found, slice) else rows.index_select(0, found)
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
-    """Copy rows, one cell after the other, to where the cells begin in `out`."""
+    """Copy rows, one cell after the other, to the first rows of the cells in `out`."""
     found = _runs(starts.ravel(), counts.ravel())
     if isinstance(found, slice):
         out[found].copy_(rows)
@@ -214,7 +217,7 @@ def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) ->
 def _multiply(
     x: torch.Tensor, x_at: Cells, counts: Cells, w: torch.Tensor, out: torch.Tensor, out_at: Cells
 ) -> None:  # fmt: skip
-    """Multiply the rows of each expert, from where its cells begin in x, by its weights, to where they begin in `out`."""
+    """Multiply the rows of each expert by its weights. The cells' first rows in x and in `out` are given."""
     for expert, weights in enumerate(w):
         of = counts[:, expert]
         if not of.any():

@@ -1,11 +1,11 @@
-"""The parts that calls which send data of other hosts first have in common, for CPU ranks on several hosts.
+"""Functions that are common to calls which send data of other hosts first, for CPU ranks on several hosts.
 
-    pieces   the data for other hosts, in up to `PIECES` parts, an exchange of all ranks each. gloo's threads send them while the
-             rank computes
+    pieces   the data for other hosts, in up to `PIECES` parts, each exchanged by all ranks. gloo's threads send them while
+             the rank computes
     near     the data for this host
 
-Ranks meet once, before the first piece. Afterwards all of them run the same exchanges in the same order. A rank that fails in
-between ends the group.
+Ranks synchronise once, before the first piece. Afterwards all of them run the same exchanges in the same order. If a
+rank fails during the exchanges, the group fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def ranks_near(comm: Communicator) -> list[int]:
 
 @contextlib.contextmanager
 def ending_the_group(comm: Communicator, name: str) -> Iterator[None]:
-    """End the group on an error inside, because peers wait for this rank's exchanges."""
+    """Return a context in which an error on this rank makes the group fail, because peers wait for this rank's
+    exchanges.
+    """
     try:
         yield
     except WeftError:  # of a wait, which has ended the group
@@ -48,7 +50,9 @@ def ending_the_group(comm: Communicator, name: str) -> Iterator[None]:
 def begin_piece(
     comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
 ) -> Pending:  # fmt: skip
-    """Begin the exchange of a piece. came, leaving: rows from and to each rank. All ranks must have reached this place."""
+    """Begin the exchange of a piece. came, leaving: the number of rows from and to each rank. All ranks must have
+    reached the exchange.
+    """
     arguments = received, sent, came, leaving
     work = all_to_all_single(*arguments, group=comm.group, async_op=True)
     assert turn.deadline_s is not None

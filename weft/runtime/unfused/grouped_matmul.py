@@ -1,6 +1,6 @@
-"""Each expert's rows times its weights: cuBLAS's grouped GEMM, or one GEMM for each expert.
+"""Each expert's rows multiplied by its weights: cuBLAS's grouped GEMM, or one GEMM for each expert.
 
-Rows are in the order of experts.
+Rows are sorted by expert.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import torch
 
 from weft.runtime.unfused.sizes import Sizes
 
-_ALIGNMENT = 16  # bytes: alignment of addresses and strides for torch's grouped GEMM
+_ALIGNMENT = 16  # bytes: alignment of addresses and strides that torch's grouped GEMM needs
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
-    """Return y [rows of x, N] = each expert's rows of x @ its w. Rows beyond are not written. cut: x lacks some of the rows."""
+    """Return y [rows of x, N], each expert's rows of x multiplied by its w. Rows beyond the experts' are not written.
+
+    cut: True if x lacks some of the experts' rows.
+    """
     if _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
     y = x.new_empty(x.shape[0], w.shape[2])
@@ -24,17 +27,17 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
 
 
 def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return the gradient of w, [experts, K, N], laid out as w, from rows in the order of experts."""
+    """Return the gradient of w, [experts, K, N], in the layout of w. x and grad_y are sorted by expert."""
     if w.stride(1) == 1 and w.shape[1] > 1:
         return _grouped_outer(grad_y, x, sizes).transpose(1, 2)
     return _grouped_outer(x, grad_y, sizes)
 
 
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return the weight gradients [experts, K, N]: for each expert, x.T @ grad_y over this expert's rows."""
+    """Return [experts, K, N]: for each expert, x.T @ grad_y over the expert's rows."""
     if _has_grouped_gemm(x, grad_y):
         result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
-        # Hopper's kernel writes zeros for an expert without rows, Blackwell's what was in memory.
+        # For an expert without rows, Hopper's kernel writes zeros, but Blackwell's kernel writes nothing.
         for expert, count in enumerate(sizes.host.of_experts):
             if count == 0:
                 result[expert].zero_()
@@ -46,7 +49,7 @@ def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch
 
 
 def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Return the rows of each expert, as far as `rows` has them."""
+    """Return the rows of each expert, as far as `rows` contains them."""
     parts, first = [], 0
     for count in sizes.host.of_experts:
         parts.append(rows[first : first + count])

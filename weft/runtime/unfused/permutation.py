@@ -1,4 +1,4 @@
-"""The order of tokens on their experts' rank: by source as they arrive, by expert as they are multiplied."""
+"""The order of tokens on the rank of their experts: they arrive by source rank, and are multiplied by expert."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from weft.runtime.unfused.sizes import Sizes
 
 
 def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return received rows, sorted by expert and then by source rank. arrived: the rows in the order of arrival."""
+    """Return the received rows sorted by expert, and then by source rank. arrived: the rows in the order of arrival."""
     if 1 in sizes.received.shape:
         return arrived
     return arrived.index_select(0, expert_order(sizes.received, arrived.shape[0]))
 
 
 def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
-    """Return, for each row in the order of experts, its place in the order of arrival: [came]."""
+    """Return, for each row in the order of experts, its index in the order of arrival: [came]."""
     world, experts = received.shape
     by_source, by_expert = received.flatten(), received.t().flatten()
     begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()

@@ -1,7 +1,7 @@
-"""The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on the caller's stream or
+"""The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on one stream or
 thread.
 
-It keeps and prepares nothing on the device, and needs no symmetric memory: a call costs as much as its torch calls. Steps
+It prepares nothing on the device and needs no symmetric memory, so a call costs as much as its torch calls. Steps
 become calls when an `Unfused` is made, and a step allocates the buffer that it writes. CPU ranks synchronise before
 every collective (`weft.runtime.unfused.turn`).
 """
@@ -49,9 +49,11 @@ if READER is not None:
 
 
 class Unfused:
-    """`schedule`, which has one lane, on `rank`. Inputs may have other numbers of rows, if these are the same on all ranks.
+    """`schedule`, which has one lane, on `rank`. Inputs may have other numbers of rows, if these are equal on all
+    ranks.
 
-    The constructor raises `ScheduleError` for a step without an entry in `bind`, or a step that writes a part of a buffer.
+    The constructor raises `ScheduleError` for a step that is not registered with `bind`, or that writes only a part of
+    a buffer.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -64,13 +66,14 @@ class Unfused:
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
         self._plain = [_plain(step, self) for step in lane.steps]
         self.plain: _core.PlainSteps | None = None
-        """All steps in one native call, if each takes and makes whole matrices, of any number of rows."""
+        """All steps as one native call, for any number of rows; None if a step does not read and write whole matrices.
+        """
         if _TORCH is not None and None not in self._plain and not self._empty:
             self.plain = _core.PlainSteps(_TORCH, self.order, self._plain, schedule.world_size)
 
     @property
     def only_scales(self) -> set[str]:
-        """The buffers that plain steps read only as scales of GEMMs. A scale may be one element of any shape."""
+        """The buffers that native steps read only as scales of GEMMs. A scale may be one element of any shape."""
         scales, others = set[str](), set[str]()
         for kind, out, read, _ in filter(None, self._plain):
             is_scaled = kind in SCALED_MATMULS
@@ -84,7 +87,7 @@ class Unfused:
         return sorted(self.buffers, key=lambda name: self.buffers[name].role != "input")
 
     def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
-        """Run all steps. Return all buffers. turn: runs collectives and records steps."""
+        """Run all steps. Return all buffers. turn: runs the collectives and records the steps."""
         if turn is STRAIGHT and self.plain is not None and group not in COALESCING:
             return self.plain.run(inputs, group)
         tensors = dict(inputs)
@@ -120,7 +123,7 @@ class Unfused:
         return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
 
     def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
-        """Return, for each rank, the rows of the region that `of` takes from this collective."""
+        """Return, for each rank, the number of rows of the region that `of` returns for this collective."""
         world = range(self.schedule.world_size)
         of_ranks = [of_kind(self.schedule.of_rank(r)[0].steps, Collective) for r in world]
         number = of_ranks[self.rank].index(step)
@@ -151,7 +154,7 @@ def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] |
 
 @singledispatch
 def bind(step: Step, here: Unfused) -> Call:
-    """Return the torch call for a step of this kind."""
+    """Return the torch call for a step. Register step kinds with `bind.register`."""
     raise ScheduleError(
         f"schedule {here.schedule.name}: steps of kind {step.kind!r} have no unfused torch call: {step}"
     )
@@ -169,7 +172,7 @@ def _collective(step: Collective, here: Unfused) -> Call:
         here.name_of(step),
         here.buffers[step.dst.buffer].role,
     )
-    if here.schedule.world_size == 1:  # no peers
+    if here.schedule.world_size == 1:  # there are no peers
 
         def alone(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
             t[dst] = src(t).clone() if role == "output" else src(t)
@@ -248,8 +251,10 @@ def _tiles(step: Tiles, here: Unfused) -> Call:
 
 
 def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
-    """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side. Raise `ScheduleError` for
-    other kernels."""
+    """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side.
+
+    Raise `ScheduleError` for other kernels.
+    """
     bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
     copies = [one for body in bodies for one in of_kind(body, Copy) if not one.accumulate]
     if len(copies) == len(bodies) == world:

@@ -1,4 +1,4 @@
-"""The number of token rows to and from each rank and expert: tables on the device, and the host's copy of them."""
+"""The numbers of rows to and from each rank and expert: tables on the device, and a copy of them on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class OnHost(NamedTuple):
-    """Numbers of rows: to each rank, from each rank, for each local expert."""
+    """The numbers of rows to each rank, from each rank, and for each local expert."""
 
     sent: list[int]
     came: list[int]
@@ -21,15 +21,16 @@ class OnHost(NamedTuple):
 
 
 class Sizes:
-    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and the numbers that the
-    host needs."""
+    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and their copy on the
+    host.
+    """
 
     def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
         self.splits, self.received = splits, received
         self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
-        """Enqueue the copy of the numbers to the host, after the work enqueued so far. Further calls do nothing."""
+        """Enqueue the copy of the tables to the host, after the work that has been enqueued. Further calls do nothing."""
         if self.numbers.copy is not None:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None
@@ -64,27 +65,28 @@ class Sizes:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Both tables on the host, once they have arrived there."""
+    """Both tables on the host, and the event after which they are valid."""
 
     copy: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each `received` that a dispatch returned: (its version, the splits and their version, the numbers)."""
+"""For each `received` that a dispatch returned: its version, the splits with their version, and the copy on the host.
+"""
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the host's copy of a dispatch's tables for the following combine."""
+    """Keep the host's copy of a dispatch's tables for the combine that follows."""
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
         _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Return the sizes of these tables, with the host's numbers of the dispatch that returned `received`.
+    """Return the sizes for these tables, with the host's copy from the dispatch that returned `received`.
 
-    The numbers are left out if either table has changed since, and in a captured call, which would keep them forever.
+    If either table has changed since, or if a graph is being captured, the host's copy is not used.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
@@ -97,16 +99,16 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
 
 
 _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For the splits of each dispatch: (their version, their sum in tokens)."""
+"""For the splits of each dispatch: their version, and their sum."""
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Keep the number of a dispatch's tokens, so that the following combine need not read it from the device."""
+    """Record the number of a dispatch's tokens, so that the combine that follows need not read it from the device."""
     if not splits.is_inference():
         _totals[splits] = splits._version, tokens
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return the sum of these splits if a dispatch has recorded it and they have not changed since; else None."""
+    """Return the sum of these splits if a dispatch has recorded it and they have not changed since; otherwise None."""
     version, tokens = _totals.get(splits, (None, 0))
     return tokens if version is not None and version == splits._version else None

@@ -1,13 +1,13 @@
-"""Additions of an unfused call to NCCL / gloo and cuBLAS: deadlines, a timeline and, on CPU, a rendezvous before each
-collective.
+"""Adds to unfused calls of NCCL, gloo and cuBLAS: deadlines, a timeline and, on CPU, a rendezvous before each collective.
 
-CPU ranks synchronise before each collective, as they do before every call (`weft.runtime.meeting`), which takes
-microseconds. If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes another call, the error
-names the rank. Both happen before gloo begins a collective: gloo cannot cancel a collective, and would abort or compute
-on the wrong bytes. The wait for the collective has the same deadline, and checks the group.
+CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds.
+If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes another call, the error names the
+rank. Both happen before gloo begins a collective. (gloo cannot cancel a collective, and with different calls it would
+abort, or compute on wrong bytes.) The wait for the collective has the same deadline, and checks the group.
 
-On GPUs hosts do not synchronise, because a rendezvous would cost more than the call. There a `Turn` only fills a timeline, and
-NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, has `STRAIGHT`, which adds nothing.
+GPU hosts do not synchronise, because a rendezvous would take longer than the call. There a `Turn` only fills a
+timeline, and NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, uses `STRAIGHT`,
+which adds nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The calls of one shape on CPU. The constructor is collective. what: operator and shape. details: compared as well. arguments:
-    the names that callers know of buffers, for messages."""
+    """The collectives of all calls of one shape on CPU. The constructor is collective.
+
+    what: operator and shape. details: text that ranks compare too. arguments: for each buffer, the caller's name of it,
+        for error texts.
+    """
 
     def __init__(
         self, what: str, comm: Communicator, details: str = "", arguments: Mapping[str, str] | None = None
@@ -51,16 +54,16 @@ class Turns:
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
         deadline_s: float, meets: bool = True,
     ) -> Pending:  # fmt: skip
-        """Begin a collective once all ranks have reached it. Return it without waiting for its end.
+        """Begin a collective when all ranks have reached it. Return it without waiting for its end.
 
-        meets: False if all ranks are known to have reached it.
+        meets: False if all ranks are known to have reached the collective; then this rank does not wait for them.
         """
         topic = self._topic(collective)
         try:
             if meets:
                 self._meeting.meet(topic, deadline_s=deadline_s)
             work = function(*arguments, group=group, async_op=True)
-        except WeftError:  # all ranks raise it, or it has ended the group
+        except WeftError:  # every rank raises this error, or the group has already failed
             raise
         except BaseException as error:  # the peers have begun the collective
             self.comm.poison(f"{topic.text}: {error!r}")
@@ -84,8 +87,10 @@ class Turns:
 
 
 class Turn:
-    """One call, or its backward. turns: None if ranks do not synchronise. deadline_s: the deadline in seconds of each wait for
-    other ranks."""
+    """The collectives of one call, or of its backward.
+
+    turns: None if ranks do not synchronise. deadline_s: the longest wait for other ranks, in seconds.
+    """
 
     deadline_s: float | None
     _meets = True
@@ -97,8 +102,9 @@ class Turn:
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
     ) -> Any:
-        """Begin `function(*arguments, group=group)` of torch.distributed once all ranks have reached it. Return the work to
-        wait for."""
+        """Begin `function(*arguments, group=group)` of torch.distributed when all ranks have reached it. Return the
+        work to wait for.
+        """
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
         return self._turns.begin(collective, function, arguments, group, self._wait_s, self._meets)
@@ -121,14 +127,16 @@ class Turn:
         return turn
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
-        """Run `function(*arguments, group=group)`; on GPUs in stream order."""
+        """Run `function(*arguments, group=group)`. On GPUs it runs in stream order."""
         if self._turns is None:
             function(*arguments, group=group)
         else:
             self.begin(collective, function, *arguments, group=group).wait()
 
     def done(self, name: str, result: T, bytes: int = 0) -> T:
-        """Return `result`. Mark the time since the previous step on the timeline, as spent on computing or sending it."""
+        """Return `result`. Record the time since the previous step in the timeline, for the step `name`, which sent
+        `bytes`.
+        """
         if self._marks is not None:
             self._marks.mark(name, bytes)
         return result
@@ -140,7 +148,7 @@ class Turn:
 
 
 class _Straight(Turn):
-    """A turn that calls torch and nothing else."""
+    """A turn that only calls torch."""
 
     def __init__(self) -> None:
         self.deadline_s, self._turns = None, None
@@ -165,7 +173,7 @@ STRAIGHT: Turn = _Straight()
 
 
 def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn:
-    """Return a turn for a call without prepared `Turns`; `STRAIGHT` on GPUs and for one rank, which need no rendezvous."""
+    """Return a turn for a call that has no `Turns`. On GPUs and for one rank it is `STRAIGHT`."""
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
     with symm.set_up_within(deadline_s):
@@ -173,7 +181,7 @@ def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_
 
 
 class Pending:
-    """A collective on CPU that has begun. `wait` works like that of torch's `Work`."""
+    """A collective on CPU that has begun. `wait` is like that of torch's `Work`."""
 
     def __init__(
         self, work: dist.Work, comm: Communicator, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any,
@@ -188,23 +196,23 @@ class Pending:
         finish(self._work, self._comm, self._name, self._deadline_s, self._arguments)
 
     def __del__(self) -> None:
-        """Keep the tensors of a collective that is never waited for because of an earlier error."""
+        """Keep the tensors of a collective that nobody waits for, because of an earlier error."""
         if not self._waited and not self._work.is_completed():
             leave(self._group, self._work, self._arguments)
 
 
 class Marks:
-    """The times at which the steps of a call ended on the caller's thread or stream.
+    """The times at which the steps of a call ended, on the caller's thread or stream.
 
-    Each step begins where the previous step ended. `end` adds the steps to the timeline as spans of lane `compute`, on the clock
-    that executors use.
+    Each step begins where the previous step ended. `end` adds the steps to the timeline as spans of the lane `compute`,
+    on the clock that executors use.
     """
 
     def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:
         self._timeline, self._rank, self._device = timeline, rank, device
         self._names: list[tuple[str, int]] = []
         self._times_ns: list[int] = []
-        self._stamps: list[Any] = []  # on a GPU
+        self._stamps: list[Any] = []  # only on a GPU
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError("a captured call cannot fill a timeline: pass timeline only outside of graph capture")
