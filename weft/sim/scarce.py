@@ -17,8 +17,9 @@ Uses: TypeAlias = tuple[tuple[int, float], ...]
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
-    """Return `loads` without resources that are not scarce. lanes: the indices of each lane's loads, one of which it has at a
-    time."""
+    """Return `loads` with only their scarce resources.
+
+    lanes: for each lane, the indices of its loads. A lane has one load at a time."""
     taken = [_taken(load) for load in loads]
     most: dict[int, float] = {}
     for of_lane in lanes:

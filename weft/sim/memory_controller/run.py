@@ -165,7 +165,7 @@ def _routes(
             )
     if tiles % chunks:
         raise ValueError(
-            f"{tiles} tiles cannot be divided into {chunks} chunks with equally many tiles: use another tile size"
+            f"{tiles} tiles in {chunks} chunks: every chunk must have the same number of tiles; use another tile size"
         )
     return routes_of("reduce_scatter", world, chunks, tuple((output.order, output.entries) for output in outputs))
 
@@ -217,7 +217,7 @@ def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) ->
 
 def _ring(total: float, world: int, gpu: TrackingGpu, *, copies: int, update: bool, units: int) -> ControllerRun:
     if world < 2 or total <= 0:
-        raise ValueError(f"total={total:g} bytes, world={world}: nothing to send; use at least 1 byte and 2 ranks")
+        raise ValueError(f"{total:g} bytes on {world} ranks: nothing to send; use at least 1 byte and 2 ranks")
     setup = _memory(gpu, 0.0)
     setup.arbitration, setup.own_writes, setup.made, setup.copies = 0, 0, True, copies
     setup.arrival = 2 if update else 1
