@@ -293,7 +293,9 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
             print(f"{name:>13}: error {of['weft']:.2e} against float64; unfused calls: {of['serial']:.2e}")
     for name, of in worst.items():
         if not of["weft"] <= 2 * of["serial"]:
-            raise RuntimeError(f"{name} is wrong: error {of['weft']:.2e}, unfused calls' {of['serial']:.2e}")
+            raise RuntimeError(
+                f"{name} is wrong: weft's error is {of['weft']:.2e}, that of the unfused calls {of['serial']:.2e}"
+            )
     del results
     tell(rank, f"training for {arguments.steps} steps, each way")
     losses = {way: train(layer, group, like, of, arguments.steps) for way, of in ways.items()}

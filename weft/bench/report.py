@@ -185,8 +185,7 @@ def marks(document: str) -> list[Mark]:
 
 
 def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> dict[str, float]:
-    """Return {configuration: speed of `variant` relative to `baseline`}. Raise `ValueError` if no configuration has both
-    times."""
+    """Return {configuration: speed of `variant` relative to `baseline`}. Raise `ValueError` if no configuration has both times."""
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
     both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
     if not both:

@@ -27,9 +27,11 @@ class Mode(enum.StrEnum):
     single = "single"
 
 
-SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
-GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
-_MANY = "The time grows with their square: hundreds may take minutes. It grows with experts too."
+SAYS_EVERY_S = 2.0  # seconds between progress lines if there is no terminal
+GEMMS_OF = "all_gather_matmul"  # the operator whose --shape may name one of FiCCO's GEMMs
+_MANY = (
+    "The planning time grows with the square of this number, and with the number of experts: hundreds may take minutes."
+)
 
 
 class Operators(Named):

@@ -40,7 +40,7 @@ _AS: tuple[tuple[str, str], ...] = (
     ("copy_engine.bandwidth", _LINK),
     ("contention.", _LINK),
 )
-"""(prefix of a key, number by whose ratio it is scaled). The first match applies."""
+"""(prefix of a key, key of the number to which it is proportional). The first match applies."""
 _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
 """The units of the numbers that are scaled. Times, fractions and counts are not scaled."""
 

@@ -11,8 +11,7 @@ A file begins with `name = "..."` and `topology = "switch"`; the topology descri
 With `derived_from = "h200"` below, missing numbers are derived from another machine's (`weft.hw.derived`), so datasheet numbers
 are enough. `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12.
 
-The simulator's models use these numbers. Benchmarks do not: they measure peak rates in the same run
-(`weft.bench.core.ceilings`).
+The simulator's models use these numbers. Benchmarks do not: they measure peak rates in the same run (`weft.bench.core.ceilings`).
 """
 
 from __future__ import annotations

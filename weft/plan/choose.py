@@ -28,8 +28,7 @@ CLEARLY_OWN = 0.08
 schedule that was predicted to be 6% faster was 7% slower (1152x49024x38784 with 8 experts)."""
 
 CLEARLY_CHUNKED = 0.35
-"""The same fraction for `chunked` of matmul_all_reduce. Its copies to peers run concurrently with its copies from peers, which
-the
+"""The same fraction for `chunked` of matmul_all_reduce. Its copies to peers run concurrently with its copies from peers, which the
 model does not predict well. On H100s it took 1.2 to 1.55 times its predicted time on two shapes
 (benchmarks/results/h100-never-slower.jsonl). So the planner takes it only for a large predicted gain."""
 
@@ -37,8 +36,7 @@ SPARED = 0.05
 """The largest fraction of serial's time that may be lost by a wrong prediction, if the choice is made for its host time."""
 
 ALIKE, ALIKE_US = 0.03, 3.0
-"""Predictions that differ by less than this fraction or this time in us count as equal. Among equal schedules the planner
-prefers,
+"""Predictions that differ by less than this fraction or this time in us count as equal. Among equal schedules the planner prefers,
 in this order: no host wait for sizes, no staging (`Row.stages`), fewest GEMMs, fewest steps, copies without compute units."""
 
 _KEPT = 256

@@ -166,7 +166,7 @@ def _of_orbits(
     progress: Progress,
 ) -> Comparison:  # fmt: skip
     if mode != "queued":
-        raise ValueError(f"mode={mode!r}: {problem.world_size} ranks are simulated in mode queued only")
+        raise ValueError(f"mode={mode!r} is not supported for {problem.world_size} ranks: use mode='queued'")
     names = [name for name in dict.fromkeys(schedules or ORBITS) if name != "serial"]
     share = 1 / (2 + len(names))
     progress("simulating serial", share)

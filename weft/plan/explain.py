@@ -48,14 +48,16 @@ HERE = "measured here: this process has measured all GEMMs of the candidate, and
 IN_A_ROW = "measured us: time per call of calls in a row, with the host ahead of the device, unless graphs were timed"
 _SHOWN = 10
 MOST_RANKS = 256
-"""A schedule with a step for each peer has ranks^2 steps, and every candidate is built and simulated. Around this number that
-takes minutes; beyond it, also gigabytes."""
+"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all. For this number of ranks, building
+and simulating all candidates takes minutes; for more it would also take gigabytes."""
 MOST_OF_A_TORUS = 1 << 16
-"""Ranks of a torus that one rank can represent (`weft.sim.orbits`): 16,384 take seconds."""
+"""The maximum number of ranks of a torus, which one rank represents (`weft.sim.orbits`). 16,384 take seconds."""
 _EXACT_RANKS, _NEARLY = 8, 1.02
-"""More ranks than that are simulated with an even size, if it is at most that many times as large: few ranks then represent all."""
+"""For more than `_EXACT_RANKS` ranks, an uneven size is rounded up to an even one, if that is at most `_NEARLY` times as large. A
+few ranks then represent all."""
 _MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
-"""The most ranks, by operator, that may differ, so that each is simulated. Others: as many as one NVLink domain has."""
+"""The maximum number of ranks if ranks differ, so that each must be simulated: {operator: maximum}, and the maximum for other
+operators (one NVLink domain)."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Explanation:
             )
         if (losses := rows[choice.candidate.name].losses) is not None:
             parts = f"GEMM {decimal_us(losses.gemm_us)}, communication {decimal_us(losses.communication_us)}"
-            taken = f"the choice takes {losses.over_ideal:.2f} times as long, queued"
+            taken = f"a queued run of the choice takes {losses.over_ideal:.2f} times as long"
             lines.append(("ideal", f"max({parts}) = {in_us(losses.ideal_us)}; {taken}"))
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
             lines.append(("serial", f"{in_us(losses.exposed_us)} of communication exposed"))

@@ -44,8 +44,7 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If a long schedule is clearly the fastest, it is planned for one mode only, because modes differ by a few microseconds per
-    run.
+    If a long schedule is clearly the fastest, it is planned for one mode only, because modes differ by a few microseconds per run.
     """
     found: list[Choice] = []
     for mode in modes:

@@ -174,8 +174,7 @@ def save(found: SelfCalibration) -> None:
 def find(machine: str, world_size: int) -> SelfCalibration | None:
     """Return the numbers that this or another process has measured with `world_size` ranks; None if there are none.
 
-    Raise `ValueError` if they were measured with other versions, and `UnreadableError` if the file is broken or another
-    machine's.
+    Raise `ValueError` if they were measured with other versions, and `UnreadableError` if the file is broken or another machine's.
     """
     here = _known.get((machine, world_size))
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)

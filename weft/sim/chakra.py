@@ -8,8 +8,7 @@ A trace is a folder:
     system.json       the collectives' algorithm for each dimension of the topology
 
 A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8 bytes, unless
-it
-follows a copy to the same rank: then the copy's message is enough. Waits are dependencies. Times in traces are whole
+it follows a copy to the same rank: then the copy's message is enough. Waits are dependencies. Times in traces are whole
 microseconds, so all times, including the network's, are multiplied by `Trace.scale`. ASTRA-sim's cycles divided by the scale are
 nanoseconds.
 

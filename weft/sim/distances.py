@@ -2,8 +2,7 @@
 
 Two distances are equivalent if the links of their routes agree in number, kind, bandwidth, latency, and represented ranks. (A
 lowered schedule has resources for its first ranks only, which represent the others: `weft.sim.lower`.) On a switch, all distances
-are equivalent. With several hosts, there are two classes for each position in a host: ranks on the same host, and ranks on
-others.
+are equivalent. With several hosts, there are two classes for each position in a host: ranks on the same host, and ranks on others.
 """
 
 from __future__ import annotations

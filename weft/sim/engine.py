@@ -84,8 +84,7 @@ def replayed(program: LoweredSchedule, runs: int = 1) -> Simulated:
 
 
 _KNOWN_SPEEDS = 1 << 20
-"""The capacity of the cache {concurrent steps: speeds}. It is limited because long runs of different ranks keep adding
-entries."""
+"""The capacity of the cache {concurrent steps: speeds}. It is limited because long runs of different ranks keep adding entries."""
 
 
 class _Meeting:

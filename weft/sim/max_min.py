@@ -2,8 +2,7 @@
 
 Each resource gives all its users equal amounts, but never more than a user asks for. For example, if a link has bandwidth 100, a
 copy that can use 10 gets 10, and a copy that can use 100 gets 90. A step has the same relative speed on all its resources. So
-every
-step below full speed has a bottleneck: a fully used resource of which no other step takes more.
+every step below full speed has a bottleneck: a fully used resource of which no other step takes more.
 
 Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the speeds that
 the other limits allow, until no limit changes. For flows over links this converges in as many rounds as there are different
@@ -13,11 +12,12 @@ these exceptions every step still uses up a resource, but the shares are only ne
 Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
 algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
 
-If hundreds of steps run at once, limits continue from their last values when a step begins or ends. They settle at the same shares,
-and only resources that the change reaches are solved again.
+Two effects are not fair sharing. A copying kernel holds its compute units exclusively ("hold"). A copy slows down concurrent
+kernels, through heat and cache misses, without becoming slower itself ("disturb"). If holders ask for more units than exist, they
+take turns.
 
-If hundreds of steps run at once and all uses are "share", the solver continues from its last limits when a step begins or ends.
-The result is the same, but only the affected resources are solved again.
+If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is the same,
+but only the affected resources are solved again.
 
 The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different links calls it 100,000 times.
 """

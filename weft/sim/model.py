@@ -165,8 +165,7 @@ class Model:
     def segment(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         """Return the cost of one expert's segment of about `m` rows in a grouped GEMM.
 
-        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic is
-        the
+        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic is the
         output only: reads are counted once for all segments (`weft.sim.costs.cost_of_tiles`).
         """
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
@@ -342,7 +341,7 @@ class Model:
 
     @property
     def _ways(self) -> np.ndarray:
-        """All tiles and splits: [4, ways] of rows, cols, parts of k and efficiency."""
+        """All tiles and splits: `[4, count]`, with rows, columns, parts of k, and efficiency."""
         return _all_ways(self.tile, self.tile_half)
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:

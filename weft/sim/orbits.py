@@ -120,8 +120,7 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Items that a rank has once (in `first`; `other` is empty), or for its first peer (`first`) and each other peer
-    (`other`)."""
+    """Items that a rank has once (in `first`; `other` is empty), or for its first peer (`first`) and each other peer (`other`)."""
 
     first: Sequence[NumberedStep]
     other: Sequence[NumberedStep] = ()

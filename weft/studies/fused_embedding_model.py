@@ -8,7 +8,8 @@ A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' ou
     rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
 Contention is what figure 11 has beyond an occupancy of 75%, where more wavefronts in memory slow each other down.
-Slices are pooled one after the other. A remote slice goes to the NIC when it is pooled, and the NIC takes
+Slices are pooled one after the other. A pooled slice for another node is queued at the NIC, which takes
+
 
     slice / bandwidth + message
 

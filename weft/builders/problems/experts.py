@@ -83,8 +83,7 @@ class ExpertsProblem(Problem):
         bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
-        """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's
-        weights.
+        """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's weights.
 
 
         weft plan all_to_all_matmul --shape 8192,14336,4096 --option experts=8

@@ -51,8 +51,7 @@ _SIZED = {"torus": ("torus:COLUMNSxROWS", "torus.columns", 0), "hosts": ("hosts:
 
 
 def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
-    """Return (shape, sizes) of a name such as `torus:16x8`; None for names without a size. Raise `ValueError` for a wrong
-    size."""
+    """Return (shape, sizes) of a name such as `torus:16x8`; None for names without a size. Raise `ValueError` for a wrong size."""
     shape, colon, size = str(name).partition(":")
     if not colon or shape not in _SHAPES:
         return None

@@ -5,8 +5,7 @@ latency of a route is the sum of its links' latencies.
 
 A route has as few links as possible. On a torus it goes along the row first (dimension-ordered routing). If two ranks are half a
 ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive routing, but the
-transfer is no faster than one link. On other topologies, if several links are on shortest routes, the first in the list is
-taken.
+transfer is no faster than one link. On other topologies, if several links are on shortest routes, the first in the list is taken.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ class Wiring:
         return replace(self, numbers=tuple(n * factor if i in rates else n for i, n in enumerate(self.numbers)))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """Return the wiring with a rank's links, its first number, at least as fast as `bytes_per_us`."""
+        """Return the wiring with a bandwidth of at least `bytes_per_us` for each rank's links."""
         if not self.numbers:
             return self
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
