@@ -231,7 +231,7 @@ def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(width: int, mon
         assert all(piece in shown for piece in row[0].split(","))
         assert set(row[-1].split()) <= set(words)
     assert ("columns that do not fit: measured us" in shown) == (width < 140)
-    assert ("comm CIL, exposed us: a wider terminal" in " ".join(words)) == (width == 80)
+    assert ("comm CIL, exposed us. To see all columns" in " ".join(words)) == (width == 80)
 
 
 EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
