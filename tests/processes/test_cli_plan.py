@@ -360,4 +360,4 @@ def test_calibration_says_what_it_needs() -> None:
         [sys.executable, "-m", "weft.cli", "plan", "calibrate"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode != 0
-    assert "GPUs, but 2 are needed to calibrate" in done.stderr + done.stdout
+    assert "calibration needs 2 GPUs, but torch sees" in done.stderr + done.stdout
