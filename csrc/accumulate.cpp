@@ -80,7 +80,7 @@ void add_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch, 
     nb::gil_scoped_release unlocked;
     for (int64_t row = 0; row < rows; ++row)
         add(reinterpret_cast<char *>(dst) + row * dst_pitch, reinterpret_cast<const char *>(src) + row * src_pitch, cols);
-    // A thread that sees a signal which this thread stores later, relaxed or not, also sees the sums.
+    // A thread that sees a signal that this thread stores later, even relaxed, also sees the sums.
     std::atomic_thread_fence(std::memory_order_release);
 }
 

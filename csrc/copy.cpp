@@ -1,4 +1,4 @@
-// 2D copies for CPU processes, like cudaMemcpy2D on a GPU: a chunk of columns moves without a gather.
+// 2D copies for CPU processes, like cudaMemcpy2D: a chunk of columns is copied in one call, without packing it first.
 #include "copy.hpp"
 
 #include <nanobind/nanobind.h>
@@ -38,7 +38,7 @@ void copy_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch,
         for (int64_t row = 0; row < rows; ++row)
             std::memcpy(to + row * dst_pitch, from + row * src_pitch, size_t(width_bytes));
     }
-    // A thread that sees a signal which this thread stores later, relaxed or not, also sees the bytes.
+    // A thread that sees a signal that this thread stores later, even relaxed, also sees the bytes.
     std::atomic_thread_fence(std::memory_order_release);
 }
 

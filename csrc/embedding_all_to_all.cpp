@@ -18,14 +18,14 @@ namespace weft {
 namespace {
 
 constexpr int64_t line = 64;
-// The number of row addresses to find before their rows are summed. They stay in the L2 cache; the prefetch pipeline
-// drains once per batch of them.
+// The number of row addresses to collect before the rows are summed. The addresses stay in the L2 cache. The prefetch
+// pipeline drains once per such batch of addresses.
 constexpr int64_t rows_at_once = 4096;
 // Samples to pool slot by slot. A larger number keeps more of a large table's page table entries and a small table's
 // rows in the caches; a smaller number sends earlier.
 constexpr int64_t least_block_samples = 32;
 constexpr int64_t most_block_samples = 4096;
-constexpr int64_t staging_bytes = 4 << 20;  // at most, per thread
+constexpr int64_t staging_bytes = 4 << 20;  // the maximum per thread
 // Prefetch distance, shorter for a table that the L2 cache may hold.
 constexpr int64_t bytes_ahead = 16 << 10;
 constexpr int64_t near_bytes_ahead = 4 << 10;
@@ -38,7 +38,7 @@ int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Orders cache-bypassing stores before later stores; the release orders ordinary ones.
+// Orders non-temporal stores before later stores. Release semantics order ordinary stores only.
 void release_fence() {
 #ifdef __SSE2__
     __builtin_ia32_sfence();
@@ -66,7 +66,7 @@ Buffer aligned_buffer(int64_t bytes) {
 
 struct Block {
     int64_t destination, first, count;
-    int64_t in_group;  // samples of its group before it
+    int64_t in_group;  // the number of samples of its group that precede it
 };
 
 // The parameters of the whole call, shared by its threads.
@@ -80,7 +80,7 @@ struct Plan {
     std::vector<Pool> pools;    // per slot
     FindRows find_rows;
     bool checked;
-    int64_t block_samples;  // most samples of a block
+    int64_t block_samples;  // the maximum number of samples of a block
     int64_t written = 0, widest_row = 0, widest_slice = 0, most_ahead = 0;
     std::vector<bool> streams;  // per destination: its rows are line-aligned and the call writes much
     std::atomic<int64_t> next_group{0}, next_event{0};
@@ -99,8 +99,8 @@ struct Plan {
         const int64_t world = int64_t(c.outputs.size());
         for (char *output : c.outputs)
             streams.push_back(written >= stream_from_bytes && stride_bytes % line == 0 && aligned(output));
-        // A single thread does not share, and gains by staying with a table (measured: 2.3x on 48 tables of 64 MB
-        // between blocks of 256 and of 4096 samples, all of it page table walks).
+        // With a single thread, larger blocks are faster, because it stays longer with a table and walks the page table less
+        // often (measured on 48 tables of 64 MB: blocks of 4096 samples are 2.3x as fast as blocks of 256).
         const int64_t share = c.threads == 1 ? batch : batch / (4 * c.threads);
         block_samples = std::clamp(share, least_block_samples, most_block_samples);
         if (c.transport == Transport::put && widest_slice > 0)
@@ -109,7 +109,7 @@ struct Plan {
         int64_t room = block_samples;
         for (int64_t i = 0; i < world; ++i) {
             const int64_t d = c.remote_first ? (c.rank + 1 + i) % world : i;
-            if (!c.outputs[d]) continue;  // another call pools these samples
+            if (!c.outputs[d]) continue;  // these samples are pooled by another call
             for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1];) {
                 const int64_t count = std::min(room, c.batch_starts[d + 1] - first);
                 blocks.push_back({d, first, count, block_samples - room});
@@ -152,7 +152,7 @@ class Worker {
     Outcome outcome;
 
   private:
-    // Bags of one slot whose row addresses are found, but whose rows are not summed yet.
+    // Bags of one slot whose row addresses have been collected, but whose rows have not been summed.
     struct Run {
         int64_t slot;
         const int64_t *lengths;
@@ -167,7 +167,7 @@ class Worker {
     // The blocks of a group are pooled together slot by slot, so that each table is visited once.
     void work_on(std::span<const Block> group) {
         const bool put = call_.transport == Transport::put;
-        int64_t leaving = 0;  // samples for other ranks
+        int64_t leaving = 0;  // the number of samples for other ranks
         for (const Block &block : group) leaving += block.destination != call_.rank ? block.count : 0;
         for (int64_t j = 0; j < int64_t(plan_.slices.size()); ++j) {
             const Slice &slice = plan_.slices[j];
@@ -224,7 +224,7 @@ class Worker {
             begin += values;
             if (done < block.count) flush();
         }
-        bags_ = bags_after;  // a flush above has left these lengths in place
+        bags_ = bags_after;  // `flush` above does not overwrite these lengths
     }
 
     void add(const Run &run) {
@@ -239,7 +239,7 @@ class Worker {
         pending_ += run.values;
     }
 
-    // Sum the rows that have been found.
+    // Sum the rows whose addresses have been collected.
     void flush() {
         if (runs_.empty()) return;
         std::fill_n(addresses_.begin() + pending_, plan_.most_ahead, zero_row_.get());
@@ -301,10 +301,10 @@ class Worker {
     std::vector<const char *> addresses_;
     std::vector<int64_t> lengths_;
     std::vector<Run> runs_;
-    int64_t pending_ = 0, bags_ = 0;  // addresses and lengths in use
+    int64_t pending_ = 0, bags_ = 0;  // the numbers of addresses and of lengths in use
 };
 
-// Count the bad indices of the whole call before anything is written, and find the first.
+// Count the out-of-range indices of the whole call and find the first, before anything is written.
 Outcome refuse_bad(const EmbeddingCall &call) {
     Outcome outcome;
     const int64_t batch = call.batch_starts.back();

@@ -1,4 +1,4 @@
-// Python bindings of the CPU kernel: arrays and addresses in, counts out.
+// Python bindings of the CPU kernel. It takes arrays and addresses, and returns counts.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -16,9 +16,9 @@
 namespace weft {
 namespace {
 
-constexpr int64_t unit_occurrences = 2048;  // of short runs that a thread takes at once
-constexpr int64_t bytes_at_once = 8 << 10;  // of the reduced gradients of rows that are updated together
-constexpr int64_t bytes_ahead = 4 << 10;    // of gradients, from a prefetch to their use
+constexpr int64_t unit_occurrences = 2048;  // occurrences in the short runs that a thread takes at once
+constexpr int64_t bytes_at_once = 8 << 10;  // reduced gradients of the rows that are updated together
+constexpr int64_t bytes_ahead = 4 << 10;    // prefetch distance in bytes of gradients
 constexpr int most_digit_bits = 11;
 constexpr int64_t sort_by_comparison = 64;
 constexpr int lanes = 8;  // partial sums of a product, so that it is summed in one order for any compiler
@@ -58,7 +58,7 @@ template <class Work> void on_threads(int threads, int64_t units, Work work) {
     for (int64_t i = 1; i < std::min<int64_t>(threads, units); ++i) {
         try {
             others.emplace_back(run);
-        } catch (const std::system_error &) {  // no more threads: the others do the work
+        } catch (const std::system_error &) {  // no more threads can be started: the others do the work
             break;
         }
     }
@@ -67,7 +67,7 @@ template <class Work> void on_threads(int threads, int64_t units, Work work) {
     if (failed) std::rethrow_exception(failed);
 }
 
-// The bags of a block of offsets, clamped so that nothing outside of the values is read.
+// The bags of a block of offsets. Offsets are clamped, so that nothing outside of the values is read.
 template <class Visit> void each_bag(const SparseInput &in, int64_t key, int64_t first, int64_t end, Visit visit) {
     auto offset = [&](int64_t bag) {
         return std::clamp<int64_t>(at(in.offsets, in.offsets_bits, key * in.batch + bag), 0, in.n_values);
@@ -79,7 +79,7 @@ template <class Visit> void each_bag(const SparseInput &in, int64_t key, int64_t
     }
 }
 
-// The row of an id, or -1.
+// The row of an id; -1 if the id is out of range.
 template <class Index> int64_t row_of(const SparseInput &in, int64_t position, int64_t rows) {
     const int64_t id = static_cast<const Index *>(in.values)[position];
     if (in.hash) return int64_t(hash_id(uint64_t(id)) % uint64_t(rows));
@@ -105,8 +105,8 @@ void SortedRows::sort(int64_t table, const SparseInput &in) {
     return in.values_bits == 32 ? sort_as<int32_t>(table, in) : sort_as<int64_t>(table, in);
 }
 
-// A stable radix sort by row: occurrences are visited in the order of payloads. The first pass writes the keys as it visits
-// them, to their places by the lowest digit.
+// A stable radix sort by row. Each pass visits occurrences in the order of payloads. The first pass computes the keys and
+// writes them to their places by the lowest digit.
 template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput &in) {
     OfTable &of = of_table_[table];
     const int64_t rows = tables_[table].rows;
@@ -199,7 +199,7 @@ void SortedRows::rows(int64_t table, int64_t *out) const {
     for (int64_t run = 0; run < runs(table); ++run) out[run] = of.row(of.runs[run]);
 }
 
-// The work of one update: sums of runs and segments, and the rule.
+// One update: the sums of runs and segments, and the optimizer's rule.
 class RowUpdater {
   public:
     RowUpdater(const SortedRows &sorted, const Update &update)
@@ -226,7 +226,7 @@ class RowUpdater {
         int64_t count;
     };
 
-    // Gradients of 16 bits are widened once.
+    // 16-bit gradients are converted to fp32 once.
     void widen() {
         gradients_ = reinterpret_cast<const float *>(update_.gradients);
         if (update_.gradients_dtype == Dtype::fp32) return;
@@ -272,7 +272,7 @@ class RowUpdater {
         }
     }
 
-    // What one thread works with.
+    // The buffers of one thread.
     struct Scratch {
         std::vector<const char *> gradients;  // the address of each occurrence's gradient, and some more
         std::vector<float> scales, sums;
@@ -315,7 +315,7 @@ class RowUpdater {
         }
     }
 
-    // The segments' sums, by a binary tree of neighbours.
+    // Sums the segments of a run by a binary tree of adjacent segments.
     void finish(const LongRun &of) {
         const int64_t dim = sorted_.tables_[of.table].dim;
         for (int64_t step = 1; step < of.count; step *= 2)
@@ -345,7 +345,7 @@ class RowUpdater {
         for (int64_t i = first; i < end; ++i) scratch.scales[i - first] = of.scales[of.payload(i)];
     }
 
-    // Into the second-level cache, which has room for more outstanding lines. Inlined: see prefetch.hpp.
+    // Prefetches into the L2 cache, which can have more outstanding lines than L1. Inlined for the reason in prefetch.hpp.
     [[gnu::always_inline]] inline void prefetch_row(int64_t table, int64_t row) const {
         const RowMemory &memory = update_.tables[table];
         const int64_t dim = sorted_.tables_[table].dim, bytes = dim * bytes_of(update_.dtype);

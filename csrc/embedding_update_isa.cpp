@@ -1,8 +1,8 @@
 // The rules of embedding_update.hpp for one instruction set. This file is compiled once for each, with WEFT_ISA set to its
-// name. All code here has internal linkage and uses no library templates (lanes.hpp says why).
+// name. All code here has internal linkage and uses no library templates, for the reason in lanes.hpp.
 //
-// Each step is a loop over the rows of a job: their gradients stay in the first-level cache, and the machine overlaps the long
-// chain of one row (squares, root, quotient) with those of the others.
+// Each step is a loop over the rows of a job. Their gradients stay in the L1 cache, and the CPU overlaps the dependency chains
+// (squares, root, quotient) of different rows.
 #include "isa.hpp"
 #include "lanes.hpp"
 
@@ -61,8 +61,8 @@ float mean_of_squares(const float *g, int64_t dim) {
     return (even + odd) / float(dim);
 }
 
-// Rounding at random: up with a probability that is the distance from the lower neighbour, over that of the neighbours. The
-// 24 lowest bits of `random` decide. weft/kernels/embedding_backward.py does the same.
+// Stochastic rounding: up with probability (value - lower neighbour) / (upper - lower neighbour). The 24 lowest bits of
+// `random` decide. weft/kernels/embedding_backward.py does the same.
 void narrow_at_random(float value, uint64_t, float *to) { *to = value; }
 void narrow_at_random(float value, uint64_t random, Brain *to) {
     uint32_t bits;
@@ -94,12 +94,12 @@ template <class Visit> [[gnu::always_inline]] inline void each_row(const UpdateJ
         if (!(skipped >> k & 1)) visit(k);
 }
 
-// w = w - rate * step(width, d). With a learning rate of 0 the row keeps its bits, the sign of a zero too.
+// w = w - rate * step(width, d). With a learning rate of 0 the row keeps its bits, including the signs of zeros.
 template <class T, class Step>
 [[gnu::always_inline]] inline void subtract(const UpdateRule &u, float rate, uint64_t number, T *w, int64_t row, int64_t dim,
                                             Step step) {
     if (u.learning_rate == 0) {
-        each(dim, [&](auto width, int64_t d) { step(width, d); });  // which updates states
+        each(dim, [&](auto width, int64_t d) { step(width, d); });  // `step` updates the optimizer's states
     } else if (!u.is_stochastic || sizeof(T) == 4) {
         each(dim, [&](auto width, int64_t d) {
             constexpr int W = decltype(width)::lanes;
@@ -123,7 +123,7 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
     float *const first = memory.first, *const second = memory.second;
     uint32_t skipped = 0;
     float numbers[most_rows];  // of each row
-    // The gradients become those of the rule: times the factor, clipped, plus weight decay.
+    // Transforms the gradients for the rule: multiply by the factor, clip, add weight decay.
     if (u.factor != 1)
         each(job.count * dim, [&](auto width, int64_t d) {
             constexpr int W = decltype(width)::lanes;
@@ -175,7 +175,7 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
             each_row(job, skipped, [&](int64_t k) {
                 float &sum = first[job.rows[k]];
                 sum += numbers[k];
-                numbers[k] = u.learning_rate / (__builtin_sqrtf(sum) + u.eps);  // one quotient a row
+                numbers[k] = u.learning_rate / (__builtin_sqrtf(sum) + u.eps);  // one division per row
             });
             each_row(job, skipped, [&](int64_t k) {
                 const float *g = gradient(k);

@@ -1,8 +1,8 @@
-// Work that flows through shared resources: for each step under way the work left and its speed, and the time until
-// which nothing changes. weft/sim/engine.py knows the rest: which steps there are, and when they begin.
+// The fluid part of the simulator's engine: the remaining work and the speed of each running step, and the time of the next
+// completion. weft/sim/engine.py decides which steps exist and when they begin.
 //
-// Lanes that can slow each other down form a part (weft/sim/scarce.py). Speeds change only in a part in which work
-// begins or ends. The same sets of steps run at once again and again, so their speeds are cached.
+// Lanes that can slow each other down form a part (weft/sim/scarce.py). When work begins or ends, only the speeds in its part
+// change. Speeds are cached by the set of running steps, because the same sets recur.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -24,31 +24,31 @@ namespace nb = nanobind;
 
 namespace {
 
-// Work below this counts as none: sums of floating-point times are no more accurate.
+// Remaining work below this counts as zero, because of rounding errors of floating-point times.
 constexpr double done_us = 1e-7;
 
-// Steps at once from which on their sets rarely repeat, so that caching speeds costs more than following their changes.
+// From this number of concurrent steps on, sets rarely recur, and updating the speeds is cheaper than caching them.
 constexpr size_t many = 256;
 
 struct Working {
     int lane, load;
     double work_us, rest, speed;
-    double mark;     // work left at the next pulse
-    uint32_t after;  // the pulses that are left: bit i for the end of part i + 1
-    int step = -1;   // its number in the part's `in_flow`
+    double mark;     // the remaining work at the next pulse
+    uint32_t after;  // the remaining pulses: bit i for the end of part i + 1 of the work
+    int step = -1;   // the step's index in the part's `in_flow`
 };
 
 struct Part {
     std::vector<Working> working;
     double at_us = 0.0;  // the time at which `rest` of the work is valid
-    int64_t ends = 0;    // the number of the planned end that is valid
+    int64_t ends = 0;    // the sequence number of the valid planned end; older ones in the queue are stale
     bool changed = false;
     std::unique_ptr<weft::SharesInFlow> in_flow;  // if many steps run at once
 };
 
 struct End {
     double at_us;
-    int64_t order;  // among ends at one time, the first planned comes first
+    int64_t order;  // of ends at the same time, the first planned is first
     size_t part;
     int64_t number;  // of the end, among the part's
     bool operator>(const End &other) const { return std::tie(at_us, order) > std::tie(other.at_us, other.order); }
@@ -98,7 +98,7 @@ class Fluid {
             ends_.push({part.at_us + std::max(0.0, left), ++planned_, number, part.ends});
         }
         changed_.clear();
-        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();  // speeds have changed since
+        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();  // stale: speeds have changed
         return ends_.empty() ? std::numeric_limits<double>::infinity() : ends_.top().at_us;
     }
 
@@ -117,7 +117,7 @@ class Fluid {
     size_t known() const { return n_known_; }
 
   private:
-    // The work left at the first of these pulses. The last part ends with the work, and has no pulse.
+    // The remaining work at the first of these pulses. The end of the last part is the end of the work, not a pulse.
     double mark(double work_us, uint32_t pulses) const {
         const int parts = std::countr_zero(pulses) + 1;
         return parts < pulses_ ? work_us * (1 - double(parts) / pulses_) : 0.0;
@@ -128,10 +128,10 @@ class Fluid {
         parts_[part].changed = true;
     }
 
-    // Advance work to that time: pulses that are due, then lanes that are done.
+    // Advance to time `now`. Return the lanes with due pulses, then the lanes that are done.
     void flow(Part &part, double now, Due &due) {
         const double passed = now - part.at_us;
-        const double nearly = std::max(done_us, 1e-12 * now);  // late in a long run the clock itself is no finer
+        const double nearly = std::max(done_us, 1e-12 * now);  // late in a long run the clock has a lower resolution
         part.at_us = now;
         for (Working &one : part.working) {
             one.rest -= passed * one.speed;

@@ -1,4 +1,4 @@
-// The Python classes of the counters that every call of a group changes (group_calls.hpp).
+// Python bindings of the per-group counters that every call updates (group_calls.hpp).
 #include "group_calls.hpp"
 
 #include <nanobind/stl/pair.h>

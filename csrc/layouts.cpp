@@ -10,9 +10,9 @@ constexpr int64_t LOW = int64_t(1) << 40;  // bytes
 
 }  // namespace
 
-// A storage lacks memory after `untyped_storage().resize_(0)`, by which FSDP frees parameters. The address of such a tensor
-// is its offset, far below the addresses of memory. A call on GPUs takes microseconds, so only storages at low
-// addresses are queried there, at 0.2 us each.
+// FSDP frees parameters by `untyped_storage().resize_(0)`. The address of such a tensor is its offset, which is far below all
+// valid addresses. Querying a storage takes 0.2 us, which matters for calls on GPUs, so only storages at low addresses are
+// queried there.
 bool LayoutReader::has_memory(nb::handle object, const TensorView &tensor) const {
     const int64_t begin = address(tensor);
     if (tensor.device_type != CPU && (begin < 0 || begin >= LOW)) return true;

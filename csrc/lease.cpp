@@ -1,6 +1,6 @@
-// A tensor over memory that another object owns. The tensor (and every view of it) keeps `owner` alive, and releases
-// it with the last view. So the output pool learns that a user has dropped a buffer. Python gets it as a DLPack
-// capsule: for an object, torch would first request the stream, which takes half a dozen calls.
+// A tensor over memory that another object owns. The tensor and all its views keep `owner` alive. When the last of them is
+// freed, `owner` is released, and the output pool learns that the buffer is free. Python gets the tensor as a DLPack capsule,
+// because for an object with __dlpack__, torch would make half a dozen calls to find the stream.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>

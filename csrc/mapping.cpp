@@ -1,5 +1,5 @@
-// Shared memory that stays mapped as long as a reference to the mapping exists. Python's own `mmap` keeps a duplicate
-// of the file descriptor open. Here only the mapping remains, so a region costs no descriptor.
+// Shared memory that stays mapped as long as a reference to the mapping exists. Unlike Python's `mmap`, it keeps no duplicate
+// of the file descriptor open.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <sys/mman.h>
@@ -25,7 +25,7 @@ class Mapping {
             fail();
         }
         {
-            nb::gil_scoped_release unlocked;  // populating a large mapping takes a while
+            nb::gil_scoped_release unlocked;  // populating a large mapping takes long
             base_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
         }
         if (base_ == MAP_FAILED) fail();
@@ -47,8 +47,8 @@ class Mapping {
     size_t nbytes_;
 };
 
-// Ask for huge pages in memory that is not touched yet. Random reads of a large table then miss the TLB less often. Only advice:
-// kernels without huge pages ignore it.
+// Ask for huge pages in memory that has not been touched. Random reads of a large table then miss the TLB less often. This is
+// only advice: systems without huge pages ignore it.
 void prefer_huge_pages(uintptr_t address, size_t nbytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (address + page - 1) / page * page;

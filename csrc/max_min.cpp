@@ -1,4 +1,5 @@
-// Max-min fair shares by limits that adapt to each other. Sums go over steps in the order in which they are given.
+// Max-min fair shares, found by adjusting the limits of resources to each other (weft/sim/max_min.py). Sums are computed in the
+// order of the given steps, so results are reproducible.
 #include "max_min.hpp"
 
 #include <algorithm>
@@ -13,21 +14,21 @@ namespace {
 constexpr int most_rounds = 200, undamped_rounds = 40;
 constexpr double nothing = 1e-12;
 
-// Steps that run at once: what each takes, and how many are alike.
+// Concurrent steps: the load of each kind of step, and the number of steps of this kind.
 struct Running {
     std::vector<std::vector<Use>> uses;
     const std::vector<int> &counts;
 };
 
-// A step at one resource. A resource that stands for several may occur several times in a step's uses: `most` is the largest
-// of these amounts at full speed, and `times` their sum over it.
+// The use of one resource by a step. A resource that represents several may occur several times in a step's load: `most` is the
+// largest of the amounts at full speed, and `times` is their sum divided by `most`.
 struct Part {
     int place;  // the step, or the resource
     double most, times;
 };
 
-// The limit of a resource: the most of `room` that any step may take, if they take no more than their caps, given as (cap,
-// how often). Infinite if there is enough for all.
+// The limit of a resource: the most of `room` that one step may take, if no step takes more than its cap. caps: (cap, number of
+// steps with it). Infinite if there is enough for all.
 double limit_of(std::vector<std::pair<double, double>> &caps, double room) {
     std::sort(caps.begin(), caps.end());
     double waiting = 0.0;
@@ -40,9 +41,9 @@ double limit_of(std::vector<std::pair<double, double>> &caps, double room) {
     return std::numeric_limits<double>::infinity();
 }
 
-// The limits of all resources, each the answer to the others'. One after another they adapt until none changes. Flows over
-// links settle after as many rounds as there are different limits (Charny, Clark and Jain, "Congestion control with explicit
-// rate indication", 1995). Steps that use their resources in different proportions may go in circles; those are damped.
+// The limits of all resources. One after another is adjusted to the others until none changes. For flows over links this takes
+// as many rounds as there are different limits (Charny, Clark and Jain, "Congestion control with explicit rate indication",
+// 1995). For steps that use resources in different proportions the limits may oscillate; then changes are damped.
 class Limits {
   public:
     Limits(const Running &steps, const std::vector<double> &room)
@@ -62,7 +63,7 @@ class Limits {
         }
     }
 
-    // True if the limits settled.
+    // True if the limits have converged.
     bool settle() {
         for (int round = 0; round < most_rounds; ++round)
             if (!adapt(round < undamped_rounds)) return true;
@@ -123,7 +124,8 @@ class Limits {
     std::vector<std::pair<double, double>> caps_;
 };
 
-// Make speeds that nearly settled legal: nothing beyond what there is, and no step slower than a full resource makes it.
+// Correct speeds that have nearly converged: no resource is oversubscribed, and every step below full speed has a fully used
+// resource.
 void fit(const Running &steps, const std::vector<double> &room, std::vector<double> &speeds) {
     const auto used = [&](const std::vector<double> &of_steps) {
         std::vector<double> total(room.size(), 0.0);
@@ -138,7 +140,7 @@ void fit(const Running &steps, const std::vector<double> &room, std::vector<doub
             grown[i] = std::min(grown[i], speeds[i] * std::min(1.0, room[use.resource] / total[use.resource]));
     speeds = grown;
     std::vector<bool> ended(speeds.size(), false);
-    for (size_t round = 0; round < speeds.size(); ++round) {  // all others grow alike until one more is stopped
+    for (size_t round = 0; round < speeds.size(); ++round) {  // all free steps speed up equally until a resource stops one
         total = used(speeds);
         for (size_t i = 0; i < speeds.size(); ++i) grown[i] = ended[i] ? 0.0 : speeds[i];
         const std::vector<double> slopes = used(grown);
@@ -187,13 +189,13 @@ std::vector<double> max_min(Running steps, const std::vector<double> &capacity) 
     return speeds;
 }
 
-// Slow down the sharers of a disturbed resource until it suffices for them.
+// Slow down the steps that share a disturbed resource until their uses fit.
 void disturb(const std::vector<const Uses *> &loads, const std::vector<int> &counts, const std::vector<double> &capacity,
              std::vector<double> &speeds) {
     struct Disturbed {
         int resource;
         double lost;
-        std::vector<std::pair<size_t, double>> sharers;  // (step, what it takes)
+        std::vector<std::pair<size_t, double>> sharers;  // (step, amount that it uses)
     };
     std::vector<Disturbed> disturbed;  // in the order of the disturbing steps
     std::vector<int> number(capacity.size(), -1);
@@ -245,7 +247,7 @@ std::vector<double> MaxMinShares::speeds(const std::vector<int> &keys, const std
     for (size_t i = 0; i < loads.size(); ++i)
         for (const Use &use : loads[i]->hold) held[use.resource] += counts[i] * use.amount;
 
-    // Of each resource r at r, and of the units of r that are held at resources_ + r.
+    // Entry r is for resource r, entry resources_ + r for the units of r that are held.
     std::vector<double> capacity(2 * resources_, 1.0);
     for (int r = 0; r < resources_; ++r)
         if (held[r] > 0) capacity[r] = std::max(max_min_least, 1.0 - held[r]);
@@ -358,7 +360,7 @@ void SharesInFlow::touch(int resource) {
     is_touched_[resource] = true;
 }
 
-// Find the speed of a step after a change of one limit. Its other resources hear of it if what it may take there changes.
+// Update the speed of a step after a change of one limit. Its other resources are marked if its cap there changes.
 void SharesInFlow::see(int number, int because) {
     Step &step = steps_[number];
     const double speed = step.speed, otherwise = step.otherwise;
@@ -382,8 +384,8 @@ void SharesInFlow::see(int number, int because) {
     }
 }
 
-// As `limit_of` above, by Newton's method from the last limit, without sorting: the limit is what the steps below it leave to
-// the others. After the first step it only rises.
+// Like `limit_of`, but by Newton's method from the previous limit, without sorting. The limit divides what the steps with lower
+// caps leave among the other steps. After the first iteration it only rises.
 double SharesInFlow::limit_of(int resource) {
     const double room = this->room(resource);
     double wanted = 0.0, times = 0.0;

@@ -1,5 +1,5 @@
-// T3's GPU, burst by burst: the work-groups of a GEMM, a ring's traffic, and the memory controller between them.
-// weft/sim/memory_controller describes the model and checks the numbers.
+// A simulator of T3's GPU at the level of memory bursts: the work-groups of a GEMM, the traffic of a ring, and the memory
+// controller. weft/sim/memory_controller describes the model and checks its numbers.
 #include "memory_controller.hpp"
 
 #include "memory_controller_cache.hpp"
@@ -33,7 +33,7 @@ struct Burst {
     Kind kind;
     double bytes;
     int64_t tag;  // the operand or the piece
-    int slot;     // of the work-group that ends once this burst is accepted
+    int slot;     // the slot of the work-group that ends when this burst is accepted
     int64_t came;
 };
 
@@ -44,7 +44,7 @@ struct Event {
     int64_t which;
     bool operator>(const Event &other) const { return at != other.at ? at > other.at : order > other.order; }
 };
-// What happens when, on all ranks.
+// The event queue of all ranks.
 struct Clock {
     std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
     int64_t order = 0;
@@ -124,13 +124,13 @@ class Run {
   private:
     struct Group {
         int tile = -1, asked = 0, computed = 0, number = 0;
-        std::vector<int> missing;  // by slab, its operands that are not there yet
+        std::vector<int> missing;  // for each slab, the number of operands that have not arrived
     };
 
     struct Link {
         bool busy = false;
-        std::deque<Piece> ready;                     // that copies have read
-        std::deque<std::pair<Piece, int>> remote;    // that work-groups store, and the slot that ends with it
+        std::deque<Piece> ready;                     // pieces that copies have read
+        std::deque<std::pair<Piece, int>> remote;    // (piece that a work-group stores remotely, slot that ends with it)
     };
 
     void at(double when, What what, int64_t which) { at(when, what, which, rank_); }
@@ -139,7 +139,7 @@ class Run {
 
     // --- work-groups: read, compute, write ---
 
-    // Work-groups begin in order, each once the tracker has room for its entries.
+    // Work-groups begin in order, each when the tracker has room for its entries.
     void admit() {
         while (!idle_.empty() && next_ < n_tiles_) {
             if (s_.output[s_.chunk[next_]] == added && !take(next_)) {
@@ -191,7 +191,7 @@ class Run {
         for (auto [slot, slab] : waiting) work(slot / s_.slots);
     }
 
-    // The oldest work-group of a unit whose operands are there computes a slab.
+    // The oldest work-group of a unit whose operands have arrived computes a slab.
     void work(int unit) {
         if (unit_busy_[unit]) return;
         int best = -1;
@@ -266,8 +266,8 @@ class Run {
         for (int i = 0; i < n; ++i) queue.push_back({op, kind, bytes / n, number(p), i + 1 == n ? slot : -1, ++came_});
     }
 
-    // Take the entries of a tile's wavefronts; false if its set is full. Only the next tile of a set may take them before it
-    // begins, so that an earlier one never waits for a later one.
+    // Allocate the tracker entries of a tile's wavefronts; return false if their set is full. Before a tile begins, only the next
+    // tile of a set may allocate, so that an earlier tile never waits for a later one.
     bool take(int tile) {
         if (!s_.sets || s_.made || taken_[tile]) return true;
         int &held = held_[tile % s_.sets];
@@ -286,7 +286,7 @@ class Run {
         parked_[tile].clear();
     }
 
-    // Count an access to a piece, whoever makes it; the last one triggers its copy.
+    // Count an access to a piece, by this GPU or a peer. The last access triggers the piece's copy.
     void count(int64_t n, double bytes) {
         const Piece p = piece(n);
         const int c = s_.chunk[p.tile];
@@ -359,7 +359,7 @@ class Run {
             link_total_ += piece_bytes(p.tile);
             at(clock_.now + piece_bytes(p.tile) * s_.link_ns, sent_event, number(p));
         }
-        // A work-group ends when what is left of its stores fits into the link's queue.
+        // A work-group ends when its remaining stores fit into the link's queue.
         double before = 0;
         for (auto &[p, slot] : link.remote) {
             before += piece_bytes(p.tile);
@@ -453,7 +453,7 @@ class Run {
             const bool last_sum = s_.copies > 1 && b.kind == ring_write && !s_.copied[s_.chunk[piece(b.tag).tile]];
             if (b.op == update_op || (b.kind == ring_write && !(last_sum && counts_[b.tag] < 0))) count(b.tag, b.bytes);
         }
-        if (ring_reads_.empty() && ring_writes_.empty()) ring_at_ = clock_.now;  // nothing is starved
+        if (ring_reads_.empty() && ring_writes_.empty()) ring_at_ = clock_.now;  // no request of the ring is starving
         most_waiting_ = std::max(most_waiting_, ring_reads_.size() + ring_writes_.size());
         if (serving_ || dram_.empty()) return;
         serving_ = true;
@@ -484,7 +484,7 @@ class Run {
     const int rank_;
     const int n_tiles_;
     int a_panels_ = 0;
-    int64_t operands_;  // lines of operands; lines of outputs follow
+    int64_t operands_;  // the number of cache lines of operands; those of outputs follow
     std::vector<std::vector<int>> tiles_of_;
     std::vector<int> place_;  // of each tile in its chunk
     Cache lines_;

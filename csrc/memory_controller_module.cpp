@@ -1,4 +1,4 @@
-// The memory controller for Python.
+// Python bindings of the simulator of T3's memory controller.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>

@@ -129,7 +129,7 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
             break;
         }
         }
-        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // the backend has not ordered the stream itself
+        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // make the stream wait, as the backend has not
     }
 }
 

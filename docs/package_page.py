@@ -1,4 +1,5 @@
-"""The README as a package index shows it: what it links to by path becomes an address of the repository.
+"""Rewrite the README for a package index: links to paths become URLs of the repository.
+
 
     python docs/package_page.py FOLDER
 

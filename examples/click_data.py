@@ -1,12 +1,14 @@
-"""Clicks to train a recommendation model on: a synthetic click model with a fixed seed, and a reader of Criteo's files.
+"""Training data for a recommendation model: a synthetic click model with a fixed seed, and a reader of Criteo's files.
+
 
 The synthetic model draws ids as DLRM's generator does, uniformly or by Zipf's law, with 0 to `most_ids` ids in a bag. Every id of
 every feature has a hidden effect. The logit of a sample is
 
     bias + weak effects of dense features + effects of the ids of each bag + products of the bags' effects of some features
 
-and a click is drawn with the probability sigmoid(logit). Most of what can be known about a click is in the ids. A batch is a
-function of its seed and number alone, so any number of ranks can train on the same batches.
+
+and a click has the probability sigmoid(logit). The ids determine a click more than the dense features do. A batch depends only on
+the seed and its number, so any number of ranks can train on the same batches.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-DENSE, FEATURES = 13, 26  # of Criteo's files
+DENSE, FEATURES = 13, 26  # the numbers of dense and of sparse features in Criteo's files
 SEED = 27
 
 
 @dataclass(frozen=True)
 class Batch:
-    """dense [B, 13], ids [n] and lengths [26 * B] feature by feature, clicks [B] (0 or 1, float32)."""
+    """A batch of B samples. dense: [B, 13]. ids [n] and lengths [26 * B], feature by feature. clicks: [B] fp32, 0 or 1."""
 
     dense: torch.Tensor
     ids: torch.Tensor
@@ -89,10 +91,10 @@ class ClickModel:
 
 
 def criteo(path: Path, size: int) -> Iterator[Batch]:
-    """Yield batches of a Criteo file: a click, 13 numbers and 26 hexadecimal ids a line, separated by tabs; any may be missing.
+    """Yield batches of a Criteo file. Each line has a click, 13 numbers and 26 hexadecimal ids, separated by tabs.
 
-    Dense features are log(1 + x), and 0 where they are missing or negative. A missing id is an empty bag. Ids are 32-bit hashes:
-    pool them with hash=True. Raises `ValueError` for a line with another number of fields.
+    Fields may be empty. Dense features are log(1 + x), or 0 if missing or negative. A missing id is an empty bag. Ids are 32-bit
+    hashes: pool them with hash=True. Raise `ValueError` for a line with another number of fields.
     """
     with path.open() as lines:
         number = 0

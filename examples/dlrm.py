@@ -43,7 +43,8 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Dlrm(nn.Module):
-    """Logits [B] of dense features [B, 13] and sparse ones; embeddings: a module that returns a KeyedTensor, or None."""
+    """Return logits [B] from dense features [B, 13] and sparse features. embeddings: a module that returns a KeyedTensor, or
+    None."""
 
     pairs: torch.Tensor
 
@@ -66,7 +67,7 @@ class Dlrm(nn.Module):
 
 
 class UnshardedEmbeddings(nn.Module):
-    """Every table in this process, one `nn.EmbeddingBag` each: the reference."""
+    """The reference: all tables in this process, each an `nn.EmbeddingBag`."""
 
     def __init__(self, tables: list[weft.EmbeddingBagConfig], hash: bool) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Trainer:
                 hash=hash,
                 placement=placement(options, tables, rule),
             )
-        torch.manual_seed(SEED + 1)  # equal again: each rank has drawn numbers for its own tables
+        torch.manual_seed(SEED + 1)  # reset: ranks have drawn different numbers for their own tables
         model = Dlrm(embeddings, options.dim).to(device)
         if embeddings is not None:
             embeddings.load_full_weights(full)
@@ -171,7 +172,7 @@ def area_under_curve(scores: torch.Tensor, clicks: torch.Tensor) -> float:
 
 
 def batches_of(options: argparse.Namespace, held_out: bool) -> Iterator[Batch]:
-    """Yield the global batches. Of a Criteo file the first batches are held out."""
+    """Yield the global batches. For a Criteo file, the first batches are the held-out data."""
     if options.criteo is not None:
         read = criteo(options.criteo, options.batch)
         return (

@@ -31,7 +31,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Dlrm(nn.Module):
-    """Logits [B] of dense features [B, 13] and sparse ones; `embeddings` is any module that returns a KeyedTensor."""
+    """Return logits [B] from dense features [B, 13] and sparse features. embeddings: a module that returns a KeyedTensor."""
 
     pairs: torch.Tensor
 
@@ -51,7 +51,7 @@ class Dlrm(nn.Module):
 
 
 class UnshardedEmbeddings(nn.Module):
-    """Every table on this rank, one `nn.functional.embedding_bag` each: the reference of `--check`."""
+    """The reference of `--check`: all tables on this rank, each pooled by `nn.functional.embedding_bag`."""
 
     def __init__(self, full: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def main() -> None:
     full = {table.name: torch.randn(ROWS, DIM) / MOST_IDS for table in tables}
     embeddings = weft.nn.ShardedEmbeddingBagCollection(tables, group=dist.group.WORLD, device=device)
     embeddings.load_full_weights(full)
-    torch.manual_seed(1)  # equal again: each rank has drawn numbers for its own tables
+    torch.manual_seed(1)  # reset: ranks have drawn different numbers for their own tables
     model = Dlrm(embeddings).to(device).eval()
 
     generator = torch.Generator().manual_seed(rank)  # different samples on every rank

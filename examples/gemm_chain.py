@@ -4,11 +4,11 @@
     python examples/gemm_chain.py --trace chain/    # also draws a timeline
     python examples/gemm_chain.py --device cuda --rows 4096 --width 4096 --hidden 8192
 
-It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of
-w1. It computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. Rows of a chunk
-that has arrived go through the first GEMM and the activation. The second GEMM, on its own lane, then reads them at
-once. No GEMM waits for the whole x or for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain
-Compute Communication Overlap", figure 5: finer outputs make the following operations finer.)
+It is the MLP of a transformer with tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of w1. It
+computes y = silu(gathered x @ w0) @ w1, its addend of a sum over ranks. Shards are sent in chunks. When a chunk has arrived, its
+rows are multiplied by w0 and activated, and the second GEMM, on another lane, starts on them at once. No GEMM waits for all of
+x or for the whole hidden matrix. (See "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap",
+figure 5.)
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
 
 
 def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") -> tuple[float, float, Timeline]:
-    """Return (error of the schedule's y against float64, error of torch's own y in fp32, the timeline of the last of three
-    runs)."""
+    """Run the schedule three times.
+
+    Return (error of y against float64, error of torch's y in fp32 against float64, timeline of the last run)."""
     group = dist.group.WORLD
     assert group is not None
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)

@@ -1,5 +1,7 @@
-"""A mixture-of-experts layer whose tokens are multiplied while others still travel, there and back: weft.all_to_all_matmul and
-weft.matmul_all_to_all in a model that trains.
+"""A mixture-of-experts layer that overlaps both exchanges of tokens with the experts' GEMMs, in a model that trains.
+
+It uses weft.all_to_all_matmul and weft.matmul_all_to_all.
+
 
     python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide: 2 minutes
     python examples/moe.py --preset deepseek --ranks 4
@@ -14,11 +16,12 @@ Each rank has its own tokens and some of the experts. A router selects the exper
     y = h_e @ down_e, then all-to-all back                   weft.matmul_all_to_all: rows leave as they are computed
     weighted sum of a token's experts
 
-Forward and backward run twice, serially with NCCL or gloo and torch's GEMMs (schedule="serial"), and with weft's own choice.
-Outputs and gradients of both are compared with a dense layer in float64 that one process computes for all ranks' tokens; weft's
-error may be twice the serial one. Both ways then train the layer for some steps from the same weights: losses fall, and are the
-same step by step. Then both are timed. A real layer would also drop or balance tokens, which changes nothing here.
-weft.nn.ExpertParallelMLP is the experts of such a layer as a module.
+Forward and backward run twice: with schedule="serial" (NCCL or gloo and torch's GEMMs), and with the schedules that weft chooses.
+Outputs and gradients of both are compared with a dense layer in float64, which one process computes for all ranks' tokens. weft's
+error may be at most twice that of serial. Then both train the layer for some steps from the same weights: the losses must fall,
+and agree in every step. Then both are timed. A real layer would also drop or balance tokens; this example does not.
+
+`weft.nn.ExpertParallelMLP` is a module for the experts of such a layer.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from weft.launch import run_ranks
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's sizes. hidden: of a token. width: of gate, and of up, of an expert. tokens: of each rank."""
+    """The sizes of a layer. hidden: columns of a token. width: columns of gate and of up. tokens: the number on each rank."""
 
     hidden: int
     width: int
@@ -58,7 +61,7 @@ SHRUNK = 8  # divisor of hidden and width on CPU by default
 
 
 def expert_weights(layer: Layer, expert: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (gate and up side by side [hidden, 2 * width], down [width, hidden]), the same on every rank."""
+    """Return (gate and up concatenated [hidden, 2 * width], down [width, hidden]), equal on all ranks."""
     generator = torch.Generator(like.device).manual_seed(1000 + expert)
     gate_up = torch.randn(layer.hidden, 2 * layer.width, generator=generator, device=like.device) / layer.hidden**0.5
     down = torch.randn(layer.width, layer.hidden, generator=generator, device=like.device) / layer.width**0.5
@@ -76,8 +79,9 @@ SERIAL = Ways("serial", "serial")
 
 
 class MoE(nn.Module):
-    """This rank's experts, from rank * E on, as one parameter [E, ...] for each of gate_up and down; a router that every rank
-    has."""
+    """This rank's E experts, rank * E and following, with the parameters gate_up [E, ...] and down [E, ...], and the router.
+
+    All ranks have the same router."""
 
     def __init__(self, layer: Layer, group: dist.ProcessGroup, like: torch.Tensor) -> None:
         super().__init__()
@@ -289,7 +293,9 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
             print(f"{name:>13}: error {of['weft']:.2e} against float64; unfused calls: {of['serial']:.2e}")
     for name, of in worst.items():
         if not of["weft"] <= 2 * of["serial"]:
-            raise RuntimeError(f"{name} is wrong: error {of['weft']:.2e}, unfused calls' {of['serial']:.2e}")
+            raise RuntimeError(
+                f"{name} is wrong: weft's error is {of['weft']:.2e}, that of the unfused calls {of['serial']:.2e}"
+            )
     del results
     tell(rank, f"training for {arguments.steps} steps, each way")
     losses = {way: train(layer, group, like, of, arguments.steps) for way, of in ways.items()}

@@ -1,4 +1,5 @@
-"""Recovery from a lost rank: one rank is killed, the others make a group of their own and train on.
+"""Recovery from a lost rank: one rank is killed, and the others form a new group and continue training.
+
 
     python examples/survivors.py                    # 3 CPU processes; rank 1 is killed in the middle
     python examples/survivors.py --ranks 4 --victim 0

@@ -231,7 +231,7 @@ def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(width: int, mon
         assert all(piece in shown for piece in row[0].split(","))
         assert set(row[-1].split()) <= set(words)
     assert ("columns that do not fit: measured us" in shown) == (width < 140)
-    assert ("comm CIL, exposed us: a wider terminal" in " ".join(words)) == (width == 80)
+    assert ("comm CIL, exposed us. To see all columns" in " ".join(words)) == (width == 80)
 
 
 EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
@@ -360,4 +360,4 @@ def test_calibration_says_what_it_needs() -> None:
         [sys.executable, "-m", "weft.cli", "plan", "calibrate"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode != 0
-    assert "GPUs, but 2 are needed to calibrate" in done.stderr + done.stdout
+    assert "calibration needs 2 GPUs, but torch sees" in done.stderr + done.stdout

@@ -30,7 +30,7 @@ def test_paths_of_gpus() -> None:
     assert _path(GPUS[0], GPUS[2]) == "NCCL"
     assert _path(GPUS[0], GPUS[0]) == "the same GPU"
     assert _path(GPUS[0], Seat("a", 9, "H100", 8, "cuda:3")) == "no peer access"
-    assert _path(GPUS[0], CPU) == "none: one rank has a GPU, the other has not"
+    assert _path(GPUS[0], CPU) == "none: only one of the ranks has a GPU"
 
 
 def test_ranks_of_a_host_stand_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ValueError, match="need the package infragraph: pip install infragraph"):
             read_infragraph(file)
     _installed()
-    with pytest.raises(UnreadableError, match="is no InfraGraph Infrastructure"):
+    with pytest.raises(UnreadableError, match="is not a valid InfraGraph infrastructure"):
         _read(tmp_path, {"name": 3})
     with pytest.raises(ValueError, match=r"these links have none: between\. Give physical.bandwidth"):
         _read(tmp_path, _server(1))

@@ -1,6 +1,6 @@
 """`python -m weft.bench OP ...`: `weft bench` for machines that have torch but not typer or rich.
 
-Its help needs no torch. Operators check presets and variants (`OperatorBenchmark.check_options`).
+Its help does not import torch. Presets and variants are checked by each operator (`OperatorBenchmark.check_options`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 _MODES = ("single", "queued", "graph")
 _ABOUT = """
 Measure an operator against its baselines, after checking every variant against float64.
-
-Starts its own ranks, or joins torchrun's. Each time is the slowest rank's median. "over roofline" is that time over the time of
-its bytes (and FLOPs) at the rates measured in the same run; caches can make it less than 1.
+Starts its own ranks, or uses torchrun's. Each time is the slowest rank's median. "over roofline" is this time divided by the time
+of its bytes (and FLOPs) at the peak rates measured in the same run; with caches it can be less than 1.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
@@ -122,7 +121,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
 
 
 def run(arguments: Sequence[str], program: str = "python -m weft.bench") -> None:
-    """Run the command line's benchmarks. Raise ValueError for invalid options."""
+    """Parse the command line and run the benchmarks. Raise `ValueError` for invalid options."""
     if arguments and arguments[0] == never_slower.COMMAND:
         asked = never_slower.options_of(arguments[1:], program)
         from weft.bench.never_slower.run import never_slower as measure

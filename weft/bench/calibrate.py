@@ -1,6 +1,6 @@
-"""The ranks of `weft plan calibrate`: they measure this machine's GPUs and links, and save the numbers for the planner.
+"""The code that the ranks of `weft plan calibrate` run: measure this machine's GPUs and links, and save the numbers.
 
-The measurements are in `weft.runtime.cuda.measure`, because self-calibration takes a few of them at an operator's first call.
+The measurements are in `weft.runtime.cuda.measure`, because self-calibration uses some of them too.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.sim import model_of
 
 
 def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
-    """Measure and save (rank 0) on every rank of `weft plan calibrate`. Return the path of the saved file as a message."""
+    """Measure on all ranks, and save the numbers on rank 0. Return a message with the path of the saved file."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     assert group is not None
     with symm.set_up_within(env.deadline_s()):  # ranks compile and measure between their exchanges
         measure = GpuMeasure(symm.communicator(group, device))
-        # Another machine's numbers still tell which sizes are sensible.
+        # For an unknown machine, another machine's numbers are good enough to choose the sizes to measure.
         base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
         found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
         measure.close()
@@ -34,4 +34,4 @@ def _printed(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Print nothing: for ranks other than the first."""
+    """Ignore a progress message, on ranks other than the first."""

@@ -1,4 +1,4 @@
-"""The demo: DCNv2 scaled to this machine, checked and timed, with a trace of one call of each variant."""
+"""`weft demo`: check and time DLRM-DCNv2's embeddings, scaled to this machine, and trace one call of each variant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEGEND = (
     "skew: slowest rank minus fastest, in ms; extra MB: memory besides tables and input, output included; first "
     "ms: the first call, with set-up; in parentheses: differs from 1 by less than twice the noise"
 )
-"""Meanings of the table's columns that need an explanation."""
+"""The explanation below the table of columns whose meaning is not obvious."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def headline(written: Sequence[Record]) -> str:
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """Run one rank's part. Return (the timelines of all ranks by variant, on rank 0; a title; the default variant's gain; the
-    largest error)."""
+    """Run the demo on one rank.
+
+    Return ({variant: timeline of all ranks}, empty except on rank 0; title; gain of the default variant; largest error)."""
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:
@@ -88,7 +89,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
             everybody: list[Timeline] = [Timeline()] * world_size
             dist.all_gather_object(everybody, mine, group=ranks.control)
             traces.append(Timeline([span for timeline in everybody for span in timeline]))
-        # Keep the trace of median length: recording costs little, but other processes on the machine disturb much.
+        # Keep the trace of median length, because other processes on the machine may disturb some calls.
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config, here = work.config, records.environment("cpu")

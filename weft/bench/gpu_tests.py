@@ -21,7 +21,7 @@ from weft.bench.core.records import environment
 
 
 def summary(junits: Sequence[Path]) -> dict[str, Any]:
-    """Return counts, seconds, names of failed tests, reasons of skips with counts, and missing files."""
+    """Return a record: counts, seconds, names of failed tests, {reason of a skip: count}, and missing files."""
     there = [junit for junit in junits if junit.exists()]
     suites = [suite for junit in there for suite in ElementTree.parse(junit).getroot().iter("testsuite")]
     cases = [case for suite in suites for case in suite.iter("testcase")]

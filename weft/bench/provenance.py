@@ -1,7 +1,8 @@
-"""The code that made a record: the commit, and a hash of the sources on disk.
+"""The version of the code that made a record: the commit, and a hash of the sources on disk.
 
-A GPU machine often gets a copy of the working tree without `.git`. So the measuring program hashes the files that it runs from.
-The commit comes from git, or else from `benchmarks/.commit`, which is copied with the tree:
+The working tree is often copied to a GPU machine without `.git`. So the benchmark hashes the files on disk. The commit is read
+from git or, without git, from the file `benchmarks/.commit`, which is copied with the tree:
+
 
     python -m weft.bench.provenance    # in the checkout, before the tree is copied
 
@@ -43,9 +44,9 @@ class Provenance:
 
 
 def provenance(root: Path = ROOT) -> Provenance:
-    """Return commit and hash of the code in `root`; the commit is "unknown" if neither git nor the note has it."""
+    """Return commit and hash of the code in `root`. The commit is "unknown" if there is neither git nor `benchmarks/.commit`."""
     source = source_hash(_lying(root))
-    # A note for exactly these sources wins over a git checkout of an older commit.
+    # `benchmarks/.commit` is used if it is for exactly these sources, even if git has an older commit checked out.
     note = _from_note(root)
     known = note if note is not None and note.source == source else _from_git(root) or note
     if known is None:
@@ -54,7 +55,7 @@ def provenance(root: Path = ROOT) -> Provenance:
 
 
 def write_note(root: Path = ROOT) -> Path:
-    """Write the note for a copy without `.git`; raise `ValueError` outside a git checkout."""
+    """Write `benchmarks/.commit`, for a copy without `.git`. Raise `ValueError` outside a git checkout."""
     known = _from_git(root)
     if known is None:
         raise ValueError(
@@ -65,7 +66,7 @@ def write_note(root: Path = ROOT) -> Path:
 
 
 def source_hash(files: Iterable[tuple[str, bytes]]) -> str:
-    """Return 16 hex digits over (path, content) of the source files, in the order of paths; other files are ignored."""
+    """Return a hash of 16 hex digits of the source files among `files`, given as (path, content), in the order of paths."""
     found = hashlib.sha256()
     for path, content in sorted(files):
         if PurePosixPath(path).suffix in SUFFIXES:
@@ -82,7 +83,7 @@ def _lying(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _from_git(root: Path) -> Provenance | None:
-    """Return HEAD and the hash of its sources; None unless `root` is the top of a checkout (it may be installed inside one)."""
+    """Return HEAD and the hash of its sources; None if `root` is not the top folder of a checkout."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel").decode().strip()).resolve() != root.resolve():
             return None

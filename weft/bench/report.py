@@ -1,4 +1,5 @@
-"""Recorded results as Markdown, so that no number in a document is typed by hand.
+"""Generation of Markdown from recorded results, so that no number in a document is typed by hand.
+
 
     python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
@@ -49,15 +50,15 @@ _MARKED = re.compile(
 _SAYS = re.compile(r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+) -->)(?P<body>[^<]*)<!-- /never-slower-says -->")
 
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
-"""The study that simulates an operator (`weft reproduce`). Its records do not describe a run on a machine, so the operator's own
-tables cannot show them."""
+"""{operator: study that simulates it (`weft reproduce`)}. Simulated records are shown by the study's tables, not by the
+operator's, which are for measurements."""
 
 _OTHER_STUDIES = ("fused_embedding", "pgas", "t3_hardware")
-"""Studies whose records name them, because several studies simulate the same operator."""
+"""The studies whose records contain the study's name, because several studies simulate the same operator."""
 
 
 class Mark(NamedTuple):
-    """A gain that a document shows."""
+    """A gain that a document shows: a `gain` mark."""
 
     name: str
     mode: str
@@ -67,14 +68,13 @@ class Mark(NamedTuple):
 
 
 TOO_SHORT_MS = 1.0
-"""Documents omit CPU rows with shorter times: the operating system may suspend a process this long."""
+"""CPU rows with shorter times are omitted from documents, because the operating system may suspend a process for this long."""
 
 
 def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     """Return the tables of one results file, with a line about the machine and the code.
 
-    short: include times that are too short for a document. Measured records come first; simulated records are shown as the page
-    of their study.
+    Simulated records are shown by their study's page, after the measured ones. short: include times below `TOO_SHORT_MS`.
     """
     simulated = [r for r in found if r["device"] == "simulated"]
     parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []
@@ -121,7 +121,7 @@ def _code(record: Record) -> str:
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
-    """Return a note on which code measured which rows, if a file has several versions."""
+    """Return notes on which version of the code measured which rows, if there are several versions."""
     if len(set(map(_code, latest))) == 1:
         return []
     configs: dict[str, dict[str, None]] = {}
@@ -133,8 +133,9 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:
-    """Return the records without CPU times that are too short. A short time also drops the operator's other variants in that
-    configuration and mode."""
+    """Return the records except CPU times below `TOO_SHORT_MS`.
+
+    If one variant's time is too short, the other variants of this operator, configuration and mode are omitted too."""
 
     def key(r: Record) -> tuple[str, ...]:
         alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of its variants has its own table cell
@@ -145,7 +146,7 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """Return `document` with every marked block regenerated; raise ValueError if the results of a block are not given."""
+    """Return `document` with every marked block regenerated. Raise `ValueError` if the results of a block are missing."""
 
     def given(name: str) -> Sequence[Record]:
         if name not in results:
@@ -178,14 +179,13 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 
 def marks(document: str) -> list[Mark]:
-    """Return the gains that a document shows, in its order, each once, except gains of a single configuration."""
+    """Return the gains that a document shows, each once, except ` worst` gains."""
     found = (of for of in GAIN.finditer(document) if not of["worst"])
     return list(dict.fromkeys(Mark(of["name"], of["mode"], of["dtype"], of["variant"], of["baseline"]) for of in found))
 
 
 def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> dict[str, float]:
-    """Return the speed of `variant` relative to `baseline`, by configuration with both times; raise `ValueError` if there is
-    none."""
+    """Return {configuration: speed of `variant` relative to `baseline`}. Raise `ValueError` if no configuration has both times."""
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
     both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
     if not both:
@@ -206,15 +206,14 @@ def _printed(name: str, found: Sequence[Record]) -> str:
 
 
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
-    """Return the records of the last run of each (operator, configuration, dtype, mode), in the order of first appearance."""
+    """Return the records of the latest run of each (operator, configuration, dtype, mode), in the order of first appearance."""
 
     runs = records.last_runs(found, itemgetter("op", "config", "dtype", "mode"))
     return [r for of_run in runs.values() for r in of_run]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Rewrite documents or print tables. On unreadable input, print one sentence, exit with status 2, and leave documents
-    unchanged."""
+    """Rewrite documents or print tables. If an input cannot be read, print an error, change nothing, and exit with status 2."""
     parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="DOCUMENT.md|RESULTS.jsonl")
     given: list[Path] = parser.parse_args(arguments).paths

@@ -1,11 +1,10 @@
-"""The GEMMs of FiCCO's studies: the sixteen of its table I (g1 to g16), and sixteen drawn at random (s1 to s16), in
-`table_1.toml`.
+"""The GEMMs of FiCCO's studies: the sixteen of its table I (g1 to g16) and sixteen random ones (s1 to s16), from `table_1.toml`.
 
-[m, k] @ [k, n]: A is gathered, or sent all-to-all, and W ranks compute it. The paper's N is the layer's: with tensor parallelism
-W ranks divide the weight's columns, so each computes N / W columns (`GatheredGemm.sharded`). The paper does not state this. But
-its shapes come from models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every study and
-test here makes this assumption. M and K are not divided: A's rows are gathered from all ranks. With expert parallelism (g13 to
-g16) a rank has M / W of the rows, and all of N: the same number of operations.
+A GEMM is A [m, k] @ B [k, n] on W ranks, where A is gathered or sent all-to-all. The paper's N is assumed to be that of the whole
+layer. With tensor parallelism the ranks divide the columns of B, so each computes N / W columns (`GatheredGemm.sharded`). The
+paper does not state this, but its shapes are from models with tensor parallelism, and an N of 106496 is twice the whole MLP of
+Llama-3-405B. M and K are not divided, because A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank
+has M / W rows and all of N, which is the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
@@ -50,12 +49,11 @@ class GatheredGemm:
 
     @property
     def run_bytes(self) -> int:
-        """The memory of a rank that measures it: A, B, two results, A gathered twice (by copies, by NCCL), and a shard, at
-        most A."""
+        """The bytes of memory of a rank that measures the GEMM: A, B, two results, A gathered twice, and a shard of A."""
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def sharded(self, ranks: int) -> GatheredGemm:
-        """Return the GEMM of one of `ranks` ranks: N over them, rounded up."""
+        """Return the GEMM that one of `ranks` ranks computes, with N / ranks columns, rounded up."""
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:
@@ -75,7 +73,7 @@ SYNTHETIC = tuple(gemm for gemm in _ALL if gemm.model == "synthetic")
 
 
 def find_gemms(names: Sequence[str], among: Sequence[GatheredGemm] = TABLE_1) -> tuple[GatheredGemm, ...]:
-    """Return the GEMMs of `among` with these names, in its order; all without names. Raises ValueError for an unknown name."""
+    """Return the GEMMs of `among` with these names; all if `names` is empty. Raise `ValueError` for an unknown name."""
     for name in names:
         if name not in {gemm.name for gemm in among}:
             raise ValueError(f"no GEMM {name!r} in table I: give names from g1 to g{len(TABLE_1)}, separated by commas")
@@ -84,8 +82,9 @@ def find_gemms(names: Sequence[str], among: Sequence[GatheredGemm] = TABLE_1) ->
 
 @dataclass(frozen=True)
 class Fitted:
-    """A GEMM of the paper as it is run: N divided by `ranks`; M, N and K divided by `all_by`; then the larger of M and K divided
-    by `large_by`."""
+    """A GEMM of the paper, reduced to fit a machine.
+
+    N is divided by `ranks`; M, N and K are divided by `all_by`; then the larger of M and K is divided by `large_by`."""
 
     paper: GatheredGemm
     run: GatheredGemm
@@ -102,9 +101,9 @@ class Fitted:
 def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
 
-    Bytes are those of a run (`GatheredGemm.run_bytes`). Each step halves the larger of M and K while it stays the larger, because
-    their order decides how the GEMM should be cut. Then it halves all three. M and K become multiples of 64, so that all pieces
-    are equal. Raises ValueError if nothing is left to halve.
+    The bytes are `GatheredGemm.run_bytes`. First the larger of M and K is halved as long as it stays the larger, because which of
+    them is larger determines how the GEMM should be cut. Then M, N and K are halved together. M and K are multiples of 64, so
+    that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced further.
     """
     all_by, large_by = 1 / scale, 1
     while True:

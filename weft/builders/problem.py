@@ -1,4 +1,4 @@
-"""Descriptions of operators: the computation without a schedule. `weft.builders.registry` has the builders of schedules."""
+"""Problems: the sizes and options of an operator's call, without a schedule. `weft.builders.registry` has the builders."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.words import counted, kind
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The description of an operator's work, for its builders and the planner.
+    """The sizes and options of an operator's call, for builders and the planner.
 
-    Every problem has a builder `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other
-    schedules. Its steps define the sizes of the undivided GEMM and collective."""
+    Every problem has a builder `serial`: NCCL and cuBLAS calls, one after the other. It is the baseline, and its steps define the
+    undivided GEMM and collective."""
 
     world_size: int
     name: ClassVar[str]
     """The name of the operator."""
     title: ClassVar[str]
-    """The name in messages. It is `name`, except for operators that users do not call, such as backward."""
+    """The name in error texts. It differs from `name` for operators that users do not call, such as backward."""
     tried_on_gpus: ClassVar[bool] = True
-    """True if its schedules have run and been timed on GPUs. If False, only serial is selected unless a schedule is pinned."""
+    """True if the operator's schedules have been timed on GPUs. If False, serial is selected unless a schedule is pinned."""
     rounds_sums: ClassVar[bool] = False
-    """True if the unfused calls also round each rank's product to the result's dtype before NCCL reduces it."""
+    """True if serial also rounds each rank's product to the result's dtype, before NCCL reduces the products."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -37,11 +37,10 @@ class Problem:
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:
-        """Return the problem with even sizes, as plans and benchmarks name them.
+        """Return the problem with equal sizes on all ranks, from the arguments of `weft plan` and `weft bench`.
 
-        An operator's own options follow as keywords; `weft plan` and `weft bench` accept them too. `weft plan NAME --help` prints
-        the docstring of the operator's own method (what M, N and K are, and examples), and for an option the text in its
-        `Annotated` type."""
+        Operators override this method, and add their own options as keywords. `weft plan NAME --help` prints the docstring of
+        the override, which defines M, N and K, and the text in the `Annotated` type of each option."""
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
             raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
@@ -54,7 +53,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The sizes as a line of text."""
+        """The sizes and options as one line of text."""
         sizes = (f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "world_size")
         return f"{', '.join(sizes)}, {counted(self.world_size, 'rank')}"
 
@@ -65,14 +64,14 @@ class Problem:
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(problems that differ in one size only, that size).
+        """(key, size). Problems with equal keys differ only in this size, and form a family.
 
-        Schedules are selected for a few sizes of each family (`weft.plan.nearby`). By default every problem is its own family."""
+        Schedules are selected for some sizes of each family (`weft.plan.nearby`). By default every problem is its own family."""
         return self, 0.0
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """`family` for choices by measurement. Problems of one such family may differ in more sizes."""
+        """The family for choices by measurement. Its problems may differ in more sizes than those of `family`."""
         return self.family
 
     def resized(self, size: float) -> Problem:
@@ -81,13 +80,12 @@ class Problem:
 
     @property
     def not_captured(self) -> str:
-        """The reason why no CUDA graph can capture the problem, whatever the schedule; empty if a graph can."""
+        """The reason why a CUDA graph cannot capture any schedule of the problem; "" if a graph can."""
         return ""
 
     @property
     def uneven(self) -> str:
-        """The difference between ranks because of which the simulator runs every rank; empty if all ranks do the same
-        work."""
+        """The difference between ranks, as text, because of which every rank must be simulated; "" if all ranks do the same."""
         return ""
 
     @property
@@ -102,23 +100,22 @@ class Problem:
 
     @property
     def between_hosts(self) -> tuple[str, ...]:
-        """The names of the schedules that are timed, in addition to serial, if ranks are on several hosts. They move
-        data only by collectives."""
+        """The names of the schedules to time, in addition to serial, if ranks are on several hosts. They use collectives only."""
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """True if `candidate` should be timed when no model predicts it: each timing costs a first call some milliseconds."""
+        """True if `candidate` should be timed on machines without a model. Few should, because each delays the first call."""
         return True
 
 
 _MOST = 1 << 40
 """The largest size of `described`: counts of elements then fit into 64 bits where two sizes are multiplied with a small number."""
 PROBLEMS: dict[str, type[Problem]] = {}
-"""Problem classes by the name of the operator."""
+"""{name of an operator: its problem class}"""
 
 
 def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
-    """Raise `ValueError` for impossible sizes."""
+    """Raise `ValueError` unless the sizes are whole numbers of at least 0, and world_size is at least 1."""
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
     if not whole or world_size < 1:
         raise ValueError(
@@ -128,7 +125,7 @@ def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
 
 
 def require_even(m: int, n: int, k: int, world_size: int) -> None:
-    """Raise `ValueError` for impossible sizes, or if m is not divisible by the number of ranks."""
+    """Raise `ValueError` like `require_sizes`, or if m is not divisible by world_size."""
     require_sizes(m, n, k, world_size)
     if m % world_size:
         below = m - m % world_size
@@ -137,7 +134,7 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
 
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
-    """Return the problem of operator `op` with even sizes, as `weft.plan.explain` describes them.
+    """Return the problem of operator `op` with equal sizes on all ranks. The arguments are those of `weft.plan.explain`.
 
     options: keywords of the operator's `Problem.sized`, with values of the annotated types. Raises `ValueError` if the operator,
     a size or an option is wrong."""
@@ -160,9 +157,9 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
 
 
 def option_from_text(op: str, given: str) -> tuple[str, Any]:
-    """Return the name and value of an option of operator `op` from "NAME=VALUE".
+    """Parse "NAME=VALUE", an option of operator `op`. Return (name, value).
 
-    Raises `ValueError` for an unknown option, or a text that is not a value of it."""
+    Raise `ValueError` for an unknown option or an invalid value."""
     name, text = own.name_and_value(given)
     own.check_names(op, {name: text}, PROBLEMS)
     (annotation,) = (one.annotation for one in own.keywords(PROBLEMS[op].sized) if one.name == name)

@@ -1,7 +1,6 @@
-"""The command line: `weft demo`, `weft bench`, `weft plan`, `weft reproduce`, `weft doctor`.
+"""The command line: `weft demo`, `weft bench`, `weft plan`, `weft sim`, `weft reproduce`, `weft doctor`.
 
-It needs the packages of the extra `weft[cli]`, which the library does not need. `weft --help` is fast: torch is imported on
-demand.
+It needs the packages of the extra `weft[cli]`. torch is imported on demand, so that `weft --help` is fast.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Run the `weft` command. Without the extra, print the command that installs it, and exit with status 1."""
+    """Run the `weft` command. If the extra `weft[cli]` is missing, print how to install it, and exit with status 1."""
     from weft.bench.core.arguments import one_line
 
     try:

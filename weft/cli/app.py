@@ -35,8 +35,8 @@ app.add_typer(reproduce, name="reproduce")
 
 
 def main() -> None:
-    """Run the `weft` command. An expected error is one line and an exit status, not a traceback (`one_line`)."""
-    if sys.stdout is None:  # stdout was closed before the command began
+    """Run the `weft` command. For an expected error, print one line without a traceback (`one_line`)."""
+    if sys.stdout is None:  # stdout was already closed when the process started
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     with one_line("weft"):
         app()
@@ -79,10 +79,9 @@ def demo(
         typer.Option(help=("Scale of batch and tables, such as 1/64. Default: the largest that fits; it is printed.")),
     ] = None,
 ) -> None:
-    """Run embedding + all-to-all on CPU processes, check it, time it, and draw how it overlaps.
+    """Run embedding + all-to-all on CPU processes, check the results, time the calls, and draw the overlap.
 
-    The tables are those of MLPerf's DLRM-DCNv2, scaled to this machine. It takes a minute or two, shows its progress, and needs
-    no GPU.
+    The tables are those of MLPerf's DLRM-DCNv2, scaled to this machine. The demo takes one or two minutes and needs no GPU.
     """
     check_folder("--out", out)
     from weft.bench.core.options import parse_scale
@@ -102,17 +101,18 @@ def demo(
 @app.command()
 def doctor(
     group: Annotated[
-        bool, typer.Option("--group", help="Report where the ranks are that a launcher such as torchrun has started.")
+        bool,
+        typer.Option("--group", help="Report hosts, devices and connections of the ranks that torchrun has started."),
     ] = False,
     links: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --group: write the links between hosts as a topology for weft plan."),
     ] = None,
 ) -> None:
-    """Report this machine's abilities, weft's choices, and how to get missing parts.
+    """Report what works on this machine, what weft will use, and how to get missing parts.
 
-    The exit status is 0 unless neither the CPU nor the GPU path works. With `--group`, on every rank: unless the ranks cannot reach
-    each other.
+    The exit status is 0 if CPU processes or GPUs work. With `--group`, run it on every rank; the exit status is 0 if the ranks
+    can reach each other.
     """
     if group:
         from weft.cli.doctor_group import run

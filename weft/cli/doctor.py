@@ -1,7 +1,7 @@
-"""The report of `weft doctor`: this machine's abilities, weft's choices, and how to get missing parts.
+"""The report of `weft doctor`: what works on this machine, what weft will use, and how to get missing parts.
 
-Each check is independent and may fail in any way without affecting the others: on machines that need this command, imports crash
-and libraries report wrong facts.
+Each check may fail in any way without affecting the others, because on machines that need this command imports crash and
+libraries report wrong facts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENOUGH_SHARED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing`: weft works without it; `broken`: it does not."""
+    """One line of the report. State "missing": weft works without it. State "broken": weft does not work until it is fixed."""
 
     what: str
     state: State
@@ -50,7 +50,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Run all checks; never raise."""
+    """Run all checks and return the report. It never raises."""
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("Python", _python),
         ("torch", _torch),
@@ -101,7 +101,7 @@ def _safely(what: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:
         return Finding(
-            what, "broken", f"{type(error).__name__}: {error}", "this check itself failed: report it with this line"
+            what, "broken", f"{type(error).__name__}: {error}", "the check itself failed: report this line as a bug"
         )
 
 
@@ -109,7 +109,7 @@ def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
     state = {finding.what: finding.state for finding in findings}
     found = {finding.what: finding.found for finding in findings}
     uses: list[str] = []
-    if state["environment"] == "broken":  # every call raises
+    if state["environment"] == "broken":  # every call would raise
         return ()
     if all(state[what] == "ok" for what in ("torch", "native module", "shared memory", "sockets")):
         uses.append(
@@ -268,7 +268,7 @@ def _version_of(package: str) -> str:
 
 
 _NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
-_FBGEMM = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, in the version for your torch"
+_FBGEMM = "only for a baseline of GPU benchmarks: pip install fbgemm-gpu, in the version for your torch"
 
 
 def _package(title: str, name: str, fix: str) -> Finding:
@@ -281,7 +281,7 @@ def _package(title: str, name: str, fix: str) -> Finding:
 
 
 def _planning() -> Finding:
-    """Report the sources of the numbers that plans use here, for all GPUs and for the measured numbers of ranks."""
+    """Report the sources of the planner's numbers, for each number of ranks."""
     from weft.hw import machine_of
     from weft.plan import calibrated
     from weft.plan.self_calibration import WHAT

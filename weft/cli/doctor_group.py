@@ -1,6 +1,6 @@
-"""The report of `weft doctor --group`: each rank's host and device, and how each pair of ranks is connected.
+"""The report of `weft doctor --group`: the host and device of each rank, and the connection of each pair of ranks.
 
-A launcher starts it on every rank. The ranks form a gloo process group, so no GPU is needed, and NCCL is not started.
+A launcher starts the command on every rank. The ranks form a gloo process group, so it needs neither a GPU nor NCCL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Seat:
-    """The host, process and device of a rank. gpu: the model of its GPU, or "". cores: the number of cores that it may use."""
+    """The host, process and device of a rank. gpu: the name of its GPU, or "". cores: the number of CPU cores that it may use."""
 
     host: str
     pid: int
@@ -39,9 +39,8 @@ class Seat:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """seats: the seats by rank. paths: the path of each pair of ranks (low, high). round_trip_us: the time of a small all-gather
-    over the control links, the
-    median."""
+    """The report. seats: by rank. paths: {(lower rank, higher rank): their connection}. round_trip_us: the median time of a small
+    all-gather over the control connections."""
 
     seats: tuple[Seat, ...]
     paths: dict[tuple[int, int], str]
@@ -55,7 +54,7 @@ class GroupReport:
 
 
 def examine_group(group: dist.ProcessGroup) -> GroupReport:
-    """Return the report, the same on every rank. Collective. Raises the errors of the group's set-up."""
+    """Return the report, equal on all ranks. It is a collective call. It raises the errors of the group's set-up."""
     comm = symm.communicator(group, "cpu")
     seats = tuple(comm.all_gather(_seat(comm), what="weft doctor --group"))
     pairs = [(low, high) for high in range(comm.world_size) for low in range(high)]
@@ -81,7 +80,7 @@ def _seat(comm: Communicator) -> Seat:
 
 def _path(one: Seat, other: Seat) -> str:
     if bool(one.gpu) != bool(other.gpu):
-        return "none: one rank has a GPU, the other has not"
+        return "none: only one of the ranks has a GPU"
     if one.host != other.host:
         return "NCCL" if one.gpu else "gloo"
     if not one.gpu:
@@ -93,7 +92,7 @@ def _path(one: Seat, other: Seat) -> str:
 
 
 def print_group(report: GroupReport) -> None:
-    """Print the seats, and the pairs by path."""
+    """Print hosts and devices of the ranks, and the pairs of ranks by connection."""
     world = len(report.seats)
     print(f"{counted(world, 'rank')} on {counted(len(report.hosts), 'host')}\n")
     for host in report.hosts:
@@ -114,8 +113,8 @@ def print_group(report: GroupReport) -> None:
             print(f"  {link.hosts[0]} - {link.hosts[1]}  {rate}, {trip}")
     if len(report.hosts) > 1:
         print(
-            "\nThe group is on several hosts: data travel by torch.distributed, mostly one step after the other (docs/hosts.md). "
-            "Overlap needs groups of the ranks of one host."
+            "\nThe group is on several hosts: data are sent by torch.distributed, mostly without overlap (docs/hosts.md). "
+            "For overlap, use groups of ranks on the same host."
         )
 
 
@@ -137,7 +136,7 @@ def run(links: Path | None = None) -> int:
     """Run the command on this rank; return its exit status. links: the file to write the topology to, on rank 0."""
     if not env.under_torchrun():
         print(
-            "weft doctor --group needs the ranks: start it with your launcher, on every host, such as\n"
+            "weft doctor --group must be started by a launcher, on every host, such as\n"
             "  torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr HOST -m weft.cli doctor --group"
         )
         return 2

@@ -1,4 +1,4 @@
-"""Groups of commands whose error for an unknown name lists the known names."""
+"""Groups of commands. The error for an unknown name lists the known names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Named(TyperGroup):
     """A group of named commands."""
 
     noun = "command"
-    """The word for the commands of the group in messages."""
+    """The word for a command of the group in error texts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options that precede the command's name."""
+        """Parse the arguments. Raise `ValueError` for an option before the command's name."""
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         if args and args[0].startswith("-") and args[0].partition("=")[0] not in known:
             raise ValueError(f"{args[0]}: the {self.noun} comes first, one of {', '.join(self.list_commands(ctx))}")

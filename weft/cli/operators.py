@@ -1,4 +1,4 @@
-"""The code that `weft plan` and `weft sim` share: a command for each operator, its arguments, its help, and limits on ranks."""
+"""The code that `weft plan` and `weft sim` share: a command for each operator, with arguments, help, and limits on ranks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ class Mode(enum.StrEnum):
     single = "single"
 
 
-SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
-GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
-_MANY = "The time grows with their square: hundreds may take minutes. It grows with experts too."
+SAYS_EVERY_S = 2.0  # seconds between progress lines if there is no terminal
+GEMMS_OF = "all_gather_matmul"  # the operator whose --shape may name one of FiCCO's GEMMs
+_MANY = (
+    "The planning time grows with the square of this number, and with the number of experts: hundreds may take minutes."
+)
 
 
 class Operators(Named):
-    """The group with a command for each operator. Operators are imported only for a plan: other commands do not need numpy."""
+    """The group with a command for each operator. It imports operators on demand, because other commands do not need numpy."""
 
     run: ClassVar[Callable[..., None]]
-    """The function of all commands, whose first argument is the operator."""
+    """The function that all commands call. Its first argument is the operator's name."""
     command: ClassVar[str]
     """The name of the group, as users type it."""
     epilog_of_operators: ClassVar[str] = ""
@@ -60,7 +62,7 @@ class Operators(Named):
 
 
 def _layers(command_name: str) -> Any:
-    """Return the command for layers, which are not operators."""
+    """Return the command `tensor_parallel`, which explains that layers are not operators."""
     verb = {"weft sim": "simulate"}.get(command_name, "plan")
     told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)
@@ -81,8 +83,8 @@ def _layers(command_name: str) -> Any:
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     """Return the command of an operator.
 
-    Its help is the first paragraph of its problem and, if its problem has its own `sized`, that docstring, about M, N, K, with
-    examples. `--option` lists the keywords of `sized` after the dtype.
+    Its help is the first paragraph of the problem's docstring, and the docstring of `sized`, which defines M, N and K and has
+    examples. `--option` lists the keywords of `sized` after dtype.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
@@ -115,7 +117,7 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
 
 
 def _own_options(problem: type[Problem]) -> Any:
-    """Return the option for an operator's own options, whose help lists them; hidden if there are none."""
+    """Return the parameter `--option`. Its help lists the operator's own options; it is hidden if there are none."""
     from weft.builders.options import keywords
 
     listed = []
@@ -132,7 +134,7 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def shape_option(also: str) -> Any:
-    """Return the option `--shape`. also: further allowed forms."""
+    """Return the parameter `--shape`. also: a sentence on further allowed values."""
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
         "K: the summed dimension."
@@ -201,7 +203,7 @@ def arguments(
     ranks = ranks or wired or 2
     if wired not in (None, ranks):
         raise ValueError(
-            f"--ranks {ranks}, but --topology {topology} has {wired}: leave out --ranks, or name another topology"
+            f"--ranks {ranks}, but --topology {topology} has {wired} ranks: omit --ranks, or use another topology"
         )
     m, n, k = shape_of(shape, ranks if op == GEMMS_OF else None)
     options = dict(option_from_text(op, one) for one in option or ())
@@ -210,7 +212,7 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection: millions of steps have no cycles, and each search for cycles takes a third of the time."""
+    """Disable the search for reference cycles, which would take a third of the time. Millions of steps have no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -222,7 +224,7 @@ def without_collection() -> Iterator[None]:
 
 
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
-    """Parse `--shape`. ranks: given if the text may name one of FiCCO's GEMMs, whose N is divided by the ranks."""
+    """Parse `--shape`; return (M, N, K). ranks: not None if the text may name a GEMM of FiCCO; its N is divided by `ranks`."""
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k

@@ -1,5 +1,6 @@
-"""`weft plan OP`: the schedule that would be selected for a shape, on this or another machine, and the reason. It needs neither
-torch nor a GPU."""
+"""`weft plan OP`: print the schedule that would be chosen for a shape, on this or another machine, and the reason.
+
+It needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from weft.plan import Explanation
 
 
-_LOSSES = """With GEMMs, DIL and CIL are the factors of decomposition and contention loss; `comm` is communication;
-exposed is the time in which a rank has nothing to compute."""
+_LOSSES = """For operators with GEMMs, DIL and CIL are the factors of decomposition and contention loss (1: no loss), `comm` is
+communication, and exposed is the time in which a rank has nothing to compute."""
 
 
 def _run(
@@ -54,7 +55,7 @@ def _run(
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
-    # Hundreds of ranks take minutes, so progress is shown.
+    # Progress is shown, because hundreds of ranks take minutes.
     with progress(1.0, True, "weft plan: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = explanation(op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **sized)
         step("simulating losses", 0.0)
@@ -90,9 +91,11 @@ def calibrate(
 ) -> None:
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs concurrent with copies.
 
-    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft) with the installed versions, and are used from then on.
-    Without them the planner uses the machine's file. Without a file, it uses a few numbers measured at a first call, and derives
-    the others from the driver's numbers. `weft doctor` shows the source of the numbers.
+    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft), and all later plans use them. They are valid for the
+    installed versions. Without a calibration the planner uses the machine file. For GPUs without a machine file, it measures a
+    few numbers at a group's first call, and derives the others from the driver's numbers. `weft doctor` shows the source of the
+    numbers.
+
 
         weft plan calibrate
 
@@ -104,8 +107,8 @@ def calibrate(
     wanted = ranks or found
     if found < 2 or wanted > found:
         raise ValueError(
-            f"torch sees {found} GPUs, but {max(2, wanted)} are needed to calibrate. On CPU processes no "
-            "calibration is needed: schedules are measured at the first call of each shape"
+            f"calibration needs {max(2, wanted)} GPUs, but torch sees {found}. CPU processes need no "
+            "calibration: they measure schedules at the first call of each shape"
         )
     from weft.bench.calibrate import calibrate_ranks
     from weft.launch import run_ranks
@@ -138,7 +141,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
         table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
-        # Users copy names, so names are not broken if they fit.
+        # Names are broken only if they do not fit, because users copy them.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
         texts = (escape(cell) for cell in (name, *(cells[i] for i in kept[1:])))
         table.add_row(*texts, style="green" if cells[-1] == "taken" else "")
@@ -149,19 +152,20 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         console.print(line, markup=False)
     if without := [title for i, title in enumerate(found.header) if widths[i] == 0]:
         console.print(
-            f"columns that do not fit: {', '.join(without)}: a wider terminal, a pipe and --json have all columns"
+            f"columns that do not fit: {', '.join(without)}. To see all columns, use a wider terminal, a pipe or --json"
         )
 
 
-_GAP = 2  # between columns
-_LEAST_WHY = 20  # columns for the sentences in the last column
+_GAP = 2  # spaces between columns
+_LEAST_WHY = 20  # the least width of the last column, which has sentences
 _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return the width of each column by its index; 0: omitted.
+    """Return {index of a column: its width}; 0: the column is omitted.
 
-    Numbers get at least the width of their longest word, so they are never cut. The last column wraps, and names if needed.
+    A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names wrap only
+    if needed.
     """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1
@@ -170,7 +174,7 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     least_why = max(words[last], min(_LEAST_WHY, full[last]))
 
     def why(widths: dict[int, int]) -> int:
-        """Return the width that is left for the last column."""
+        """Return the width that the other columns leave for the last column."""
         return room - sum(width + _GAP for i, width in widths.items() if width and i != last) - _GAP
 
     if why(full) >= least_why:
@@ -193,7 +197,7 @@ def _pieces(name: str) -> list[str]:
 
 
 def _at_commas(name: str, width: int) -> str:
-    """Return the name in lines of at most `width`, broken only between its pieces."""
+    """Return the name, broken into lines of at most `width`, only at its commas."""
     lines = [""]
     for piece in _pieces(name):
         if len(lines[-1]) + len(piece) > width:

@@ -1,4 +1,4 @@
-"""`weft reproduce`: a paper's figures, simulated or drawn from recorded measurements."""
+"""`weft reproduce`: the figures of a paper, from a simulation or from recorded measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from weft.bench.core.arguments import appended, check_file, check_pictures
 from weft.cli.names import Named
 
-SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
+SAYS_EVERY_S = 2.0  # seconds between progress lines if there is no terminal
 
 
 class _Papers(Named):
@@ -21,14 +21,17 @@ class _Papers(Named):
 reproduce = typer.Typer(
     cls=_Papers,
     no_args_is_help=True,
-    help="A paper's tables and figures: simulated on a machine's model, or from recorded measurements.",
+    help="Reproduce a paper's tables and figures, by simulation on a machine's model or from recorded measurements.",
 )
 
 
 _Records = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", exists=True, dir_okay=False, help="Show these records, from --json, and simulate nothing."
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Show these records (written by --json) instead of simulating.",
     ),
 ]
 _Json = Annotated[
@@ -66,10 +69,11 @@ def ficco(
     ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 12(b), 13 and 14 here.")] = None,
 ) -> None:  # fmt: skip
-    """Reproduce FiCCO's evaluation (figures 12b, 13, 14, accuracy of its heuristic) on its sixteen GEMMs and sixteen synthetic
-    ones.
+    """Reproduce FiCCO's evaluation on its sixteen GEMMs and sixteen synthetic GEMMs.
 
-    It is simulated on a machine file, many of whose numbers are assumed. To measure, on a machine with GPUs:
+    It shows figures 12b, 13, 14 and the accuracy of the heuristic. By default it is simulated with a machine file, in which many
+    numbers are assumed. To measure on a machine with GPUs instead:
+
 
         weft bench all_gather_matmul --preset table-1,synthetic --variants weft,asynctp,all --mode queued --json ficco.jsonl
 
@@ -104,12 +108,14 @@ def t3(
     ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 16 to 18 here; with --hw figure 16.")] = None,
 ) -> None:  # fmt: skip
-    """Reproduce T3's evaluation: on the paper's own hardware, or in software on existing GPUs.
+    """Reproduce T3's evaluation, on the paper's hardware or in software on existing GPUs.
 
-    Its hardware tracks updates, triggers copies, adds in memory and arbitrates there; the GPU, its memory controller and the ring
-    are simulated. Every table and figure with numbers in the paper's text is shown beside the paper's.
+    By default the paper's hardware is simulated: a GPU whose memory controller tracks updates, triggers copies, adds and
+    arbitrates, and the ring. All tables and figures whose numbers are in the paper's text are compared with the paper.
 
-    With --hw the same sub-layers run in software (figures 15, 16 and 18). To measure them, on a machine with GPUs:
+    With --hw the same sub-layers are simulated in software on existing GPUs (figures 15, 16 and 18). To measure them on a machine
+    with GPUs:
+
 
         weft bench matmul_reduce_scatter --preset t3 --mode queued --json t3.jsonl
 
@@ -119,7 +125,7 @@ def t3(
     from weft.studies import t3_hardware as hardware
 
     if hw is None and topology is not None:
-        raise ValueError("--topology without --hw: the paper's GPUs form a ring; name a machine too, such as --hw h200")
+        raise ValueError("--topology without --hw: the paper's GPUs form a ring. Add a machine, such as --hw h200")
     if hw is None and (records is None or _is_of_hardware(records)):
         _reproduce(hardware, lambda step: hardware.simulated(progress=step), records, json, pictures)
     else:
@@ -133,10 +139,10 @@ def fused_embedding(
     records: _Records = None, json: _Json = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 11 to 13 and 15 here.")] = None,
 ) -> None:  # fmt: skip
-    """Reproduce the evaluation of GPU-initiated fused embedding + all-to-all on a model of its MI210 nodes.
+    """Reproduce the evaluation of GPU-initiated fused embedding + all-to-all, on a model of its MI210 nodes.
 
-    Slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM's training pass on 128 nodes. Every number of the
-    paper's text is shown beside the model's, and what each assumed number does at 20% less and more.
+    It covers slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM training pass on 128 nodes. All
+    numbers in the paper's text are compared with the model's. A sensitivity analysis changes each assumed number by 20%.
     """
     from weft.studies import fused_embedding as study
 
@@ -148,10 +154,11 @@ def pgas(
     records: _Records = None, json: _Json = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 5 to 10 here.")] = None,
 ) -> None:  # fmt: skip
-    """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), simulated.
+    """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), by simulation.
 
-    The paper's speedups stand beside the model's, with bounds of all parts, and the rate that the paper's baseline must have had.
-    To measure on two GPUs:
+    It compares the paper's speedups with the model's, and shows a bound for each part and the bandwidth that the paper's
+    baseline must have had. To measure on two GPUs:
+
 
         weft bench embedding_all_to_all --preset pgas-weak,pgas-strong
     """
@@ -167,7 +174,7 @@ def all_studies(
         Path | None, typer.Option(file_okay=False, help="Draw all pictures here, in a folder for each study.")
     ] = None,
 ) -> None:  # fmt: skip
-    """Simulate all four papers and say which of their claims are reproduced. It takes some minutes and shows its progress."""
+    """Simulate all four papers, and print which of their claims are reproduced. It takes a few minutes."""
     from weft.bench.core import records as files
     from weft.bench.core.console import print_table, progress
     from weft.studies import everything
@@ -215,7 +222,7 @@ def _reproduce(
     if json is not None:
         if records is not None:
             raise ValueError(
-                "--json with --records: nothing is simulated, so there is nothing new to write: leave one of them out"
+                "--json with --records: records are shown, not simulated, so there is nothing to write: omit one of them"
             )
         check_file("--json", json)
     if pictures is not None:

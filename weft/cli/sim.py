@@ -1,4 +1,4 @@
-"""`weft sim OP`: every schedule of an operator on a machine that need not exist: time, gain, and distance from the bound.
+"""`weft sim OP`: simulate every schedule of an operator on any modelled machine, and compare the times with a lower bound.
 
 It needs neither torch nor a GPU.
 """
@@ -29,7 +29,7 @@ from weft.cli.operators import (
 from weft.files import append_json, write_whole
 
 _COLUMNS = """speedup: serial's time / this time. exposed: the time in which a rank has nothing to compute; empty if kernels send
-while they compute. x bound: this time / the time that no schedule can beat. A trace opens in https://ui.perfetto.dev."""
+while they compute. x bound: this time / the lower bound for all schedules. Open traces in https://ui.perfetto.dev."""
 _ALL = "all"
 
 
@@ -46,7 +46,7 @@ def _run(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A schedule to simulate beside serial; may be repeated. Default: all.",
+            help="A schedule to simulate in addition to serial; may be repeated. Default: all.",
             show_default=False,
         ),
     ] = None,

@@ -1,11 +1,13 @@
-"""Numbers of a machine that are derived from a measured machine, scaled by the ratio of datasheet or driver numbers.
+"""Derivation of a machine's missing numbers from a measured machine, scaled by ratios of datasheet or driver numbers.
 
-    rates of GEMMs                          like the datasheet's rate of bf16
-    elementwise kernels, in fp32            like compute.fp32_vector, if that is given, else like bf16
-    copies within memory                    like the datasheet's bandwidth
-    links, collectives, copies to peers     like the bandwidth of a GPU's links
-    late stores of compute units            like their number
-    latencies, shares, everything else      unchanged
+    number                                  scaled in proportion to
+    rates of GEMMs                          the datasheet's bf16 rate
+    fp32 elementwise kernels                compute.fp32_vector if given, otherwise the bf16 rate
+    copies within memory                    the datasheet's memory bandwidth
+    links, collectives, copies to peers     the bandwidth of a GPU's links
+    late stores of compute units            the number of compute units
+    latencies, fractions, all others        not scaled
+
 
 Numbers derived from an H200's predict recorded calls on two H100s with a mean error of 4% above 100 us and 12% below
 (`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these numbers.
@@ -18,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from weft.hw.quantity import Quantity
 
 GIVEN = ("compute.multiprocessors", "compute.bf16_dense", "memory.bandwidth", "link.bandwidth")
-"""The numbers that a derivation needs."""
+"""The numbers that must be given."""
 _BF16, _VECTOR, _MEMORY, _LINK, _UNITS = (
     "compute.bf16_dense",
     "compute.fp32_vector",
@@ -38,7 +40,7 @@ _AS: tuple[tuple[str, str], ...] = (
     ("copy_engine.bandwidth", _LINK),
     ("contention.", _LINK),
 )
-"""(prefix of a key, the number whose ratio scales it); the first match applies."""
+"""(prefix of a key, key of the number to which it is proportional). The first match applies."""
 _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
 """The units of the numbers that are scaled. Times, fractions and counts are not scaled."""
 
@@ -46,9 +48,9 @@ _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity], lacks: Sequence[str] = ()
 ) -> dict[str, Quantity]:
-    """Return the numbers in `given`. Derive the missing ones from machine `base` by scaling. lacks: dtypes without GEMMs.
+    """Return the numbers in `given`, and the missing numbers, derived from machine `base`.
 
-    Raise `ValueError` if a number of `GIVEN` is missing."""
+    lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if a number of `GIVEN` is missing."""
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(
             f"{name}: add {', '.join(missing)}: the other numbers are derived from these and from {base}'s"

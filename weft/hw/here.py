@@ -1,4 +1,4 @@
-"""The machine of a GPU, by its name: from its file, or derived from the driver's numbers."""
+"""The machine of a GPU, found by the GPU's name: from a machine file, or derived from the driver's numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OF_BASE = DriverFacts(
     name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
     memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 25e9, nvlinks=18,
 )  # fmt: skip
-"""The driver's numbers of the base machine. They differ from the datasheet's, so ratios compare driver numbers only."""
+"""The driver's numbers for the base machine. Ratios use these, not the datasheet's numbers, which differ from the driver's."""
 _MOST = 30.0
-"""The largest plausible ratio to the base's number, in either direction; beyond it the driver's number is considered wrong."""
+"""The largest plausible ratio between a number of the GPU and of the base machine. Beyond it the driver's number is ignored."""
 _SCALED = {
     "compute.multiprocessors": "multiprocessors",
     "compute.bf16_dense": "flops_per_s",
@@ -28,9 +28,9 @@ _SCALED = {
 
 @lru_cache(maxsize=16)
 def machine_of(name: str) -> Machine | None:
-    """Return the machine of NVIDIA GPUs of this name, as the driver or torch spells it: from a known file, or derived.
+    """Return the machine of NVIDIA GPUs of this name, from a machine file or derived. name: as the driver or torch spells it.
 
-    Returns None for other names, unless the driver knows them.
+    Return None if there is no file for it, and no such GPU in this host.
     """
     if file := file_of(name):
         return load_machine(file)

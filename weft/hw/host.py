@@ -26,7 +26,7 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is no file, no number ("max": no limit) or no permission."""
+    """Return the number in a file; None if the file is missing, not readable, or has no number ("max" means no limit)."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -1,7 +1,8 @@
-"""The keys of machine and topology files, and the values that are plausible for a GPU built since 2017 or soon.
+"""The keys of machine and topology files, and plausible ranges of their values, for GPUs from 2017 to the near future.
 
-A misspelt key would be ignored, and an implausible value makes a model that predicts nonsense, so both are refused. The ranges
-are wide: they catch wrong units (395 TB/s for GB/s), not faulty measurements. DTYPE and N stand for any dtype and number.
+Unknown keys and implausible values are refused: a misspelt key would be ignored, and an implausible value would lead to nonsense
+predictions. The ranges are wide. They catch wrong units (395 TB/s for GB/s), not faulty measurements. In keys, DTYPE and N mean
+any dtype and number.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "nic.usable": _GIGABYTES_PER_S,
     "nic.latency": _US,
 }
-"""(least, most, unit) of each key."""
+"""{key: (least value, largest value, unit)}"""
 _DTYPES = r"(?:fp4|fp8|fp16|bf16|fp32|fp64|int8)"
 _PATTERNS = [
     (re.compile(re.escape(key).replace("DTYPE", _DTYPES).replace("N", r"\d+")), limits) for key, limits in _KEYS.items()
@@ -99,23 +100,23 @@ _NOT_ABOVE = (
     ("copy_engine.bandwidth", "link.bandwidth"), ("compute.bf16_matmul_8192", "compute.bf16_dense"),
     ("compute.bf16_matmul_best", "compute.bf16_dense"),
 )  # fmt: skip
-"""(what was reached, what the datasheet promises)."""
+"""(key of a measured number, key of the datasheet's number that it cannot exceed)"""
 
 
 @lru_cache(maxsize=1024)
 def limits_of(key: str) -> tuple[float, float, str] | None:
-    """Return (least, most, unit) of the plausible values of `key`; None for an unknown key."""
+    """Return (least value, largest value, unit) that are plausible for `key`; None for an unknown key."""
     return next((limits for pattern, limits in _PATTERNS if pattern.fullmatch(key)), None)
 
 
 def unknown(key: str) -> str:
-    """Return the message for a key that no model reads, with the nearest known one."""
+    """Return the error text for an unknown key, with the most similar known key."""
     near = difflib.get_close_matches(key, _KEYS, 1)
     return f"{key} is no known key" + (f": do you mean {near[0]}?" if near else "; weft/hw/keys.py lists them all")
 
 
 def implausible(quantities: Mapping[str, Quantity]) -> Iterator[str]:
-    """Yield a message for each value in a unit of the wrong kind, outside of its plausible range, or above the datasheet's."""
+    """Yield an error text for each value that has a wrong unit, is outside of its range, or exceeds the datasheet's value."""
     for key, quantity in quantities.items():
         least, most, unit = limits_of(key) or (0.0, math.inf, quantity.unit)
         units = next(kind for kind in KINDS if unit in kind)

@@ -1,4 +1,5 @@
-"""Machines as TOML files: every number has a value, a unit and a source, so that a model shows what it is based on.
+"""Machines as TOML files. Every number has a value, a unit and a source:
+
 
     [memory.copy_bandwidth]
     value = 4.2
@@ -6,11 +7,11 @@
     source = "measured"        # or one of the others in `weft.hw.quantity.SOURCES`
     note = "device-to-device copy, bytes read and written"
 
-Its first lines are `name = "..."` and `topology = "switch"`, the links of its GPUs (`weft.hw.topology`). With `derived_from =
-"h200"` below them, missing numbers are derived from another machine's (`weft.hw.derived`), so datasheet numbers are enough.
+A file begins with `name = "..."` and `topology = "switch"`; the topology describes the links of the GPUs (`weft.hw.topology`).
+With `derived_from = "h200"` below, missing numbers are derived from another machine's (`weft.hw.derived`), so datasheet numbers
+are enough. `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12.
 
-`load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. Benchmarks do not divide by these numbers: they measure their
-ceilings in the same run (`weft.bench.core.ceilings`). The files are for models, and for recognising a faulty machine.
+The simulator's models use these numbers. Benchmarks do not: they measure peak rates in the same run (`weft.bench.core.ceilings`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Machine:
     name: str
     quantities: Mapping[str, Quantity]
     topology: str = ""
-    """The name or path for `weft.hw.topology.load_topology`."""
+    """The name or path of the topology, for `weft.hw.topology.load_topology`."""
     about: str = ""
-    """The source of the numbers, if they come from no file."""
+    """A sentence on the source of the numbers, if they are not from a file."""
 
     def __getitem__(self, key: str) -> Quantity:
         if key not in self.quantities:
@@ -49,7 +50,9 @@ class Machine:
         return iter(self.quantities)
 
     def number(self, key: str, units: tuple[str, ...] = ("1",)) -> float:
-        """Return a number in SI units for the simulator; `KeyError` and `ValueError` name the fix in the machine file."""
+        """Return the number `key` in SI units.
+
+        Raise `KeyError` if it is missing, and `ValueError` if its unit is not in `units`, with the fix in the machine file."""
         if key not in self.quantities:
             raise KeyError(
                 f"{self.name}: add {key} to its machine file: the simulator needs it (see weft/sim/machines.py)"
@@ -59,7 +62,7 @@ class Machine:
         return self[key].si
 
     def per_us(self, key: str) -> float:
-        """Return a rate per microsecond: FLOPs for compute, bytes otherwise."""
+        """Return the rate `key` in FLOP/us for keys of compute, otherwise in bytes/us."""
         return self.number(key, RATES if key.startswith("compute.") else BANDWIDTHS) * 1e-6
 
     def us(self, key: str) -> float:
@@ -79,29 +82,30 @@ class Machine:
 
 
 def known_machines() -> tuple[str, ...]:
-    """Return the names that `load_machine` knows without a path."""
+    """Return the names of the machine files that come with weft."""
     return known_files("machine")
 
 
 def file_of(machine: str) -> str | None:
-    """Return the known machine file with this machine name ("NVIDIA H200" is in "h200"), or None."""
+    """Return the name of the file that has this machine ("h200" for "NVIDIA H200"); None if there is none."""
     return next((known for known in known_machines() if load_machine(known).name == machine), None)
 
 
 def load_machine(name: str | Path) -> Machine:
     """Return the machine `name` (see `known_machines`), or the machine in the TOML file at that path.
 
-    Raises `ValueError` if a number has no unit or source, an unknown key, unit or source, or an implausible value (`weft.hw.keys`),
-    or if it is assumed without a note. Also if numbers must be derived, but the numbers for that are missing. Raises
-    `UnreadableError` for a file that is not TOML, or exceeds the limits of `weft.reading`. A known machine is read once per
-    process, a path at each call.
+    A machine that comes with weft is read once per process, a path at each call.
+
+    Raise `ValueError` if a number lacks its unit or source, has an unknown key, unit or source, has an implausible value
+    (`weft.hw.keys`), or is assumed without a note. Raise it also if numbers that a derivation needs are missing. Raise
+    `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
     """
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))
 
 
 @cache
 def _known(name: str) -> Machine:
-    """Return a machine that comes with weft: reading all known files takes 10 ms, and `file_of` does it at each call."""
+    """Return a machine that comes with weft, from a cache: `file_of` reads all of them at each call, which takes 10 ms."""
     return _read(name)
 
 
@@ -138,8 +142,9 @@ _WITHOUT_FILE = (
 
 
 def read_file(what: str, name: str | Path) -> dict[str, Any]:
-    """Read the file of a known machine or topology, or the file at that path. Raise `ValueError` with the known names, or with
-    the error of the file."""
+    """Read the file of a machine or topology that comes with weft, or the file at a path. what: "machine" or "topology".
+
+    Raise `ValueError` with the known names, or with the error in the file."""
     path, known = Path(name), known_files(what)
     either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
@@ -161,7 +166,7 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
 
 
 def quantities_of(file: str, data: Mapping[str, Any]) -> dict[str, Quantity]:
-    """Return all numbers of a file, by their dotted keys. Raise `ValueError` with all unknown keys and implausible values."""
+    """Return {dotted key: number} of a file. Raise `ValueError` with all unknown keys and implausible values."""
     found = dict(_leaves(file, "", data))
     wrong = [unknown(key) for key in found if limits_of(key) is None] + list(implausible(found))
     if wrong:

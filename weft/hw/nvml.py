@@ -1,7 +1,7 @@
-"""Facts about a GPU from NVIDIA's driver, by its management library (NVML), which comes with the driver. It needs no torch.
+"""Numbers of a GPU from NVIDIA's driver, through its library NVML. It does not import torch.
 
-The numbers of a machine without a file are derived from these (`weft.hw.here`). The driver does not know the datasheet's bf16
-rate. Here the rate is the number of multiprocessors, times the highest clock, times the FLOP per cycle of a multiprocessor, by
+The numbers of machines without a file are derived from these (`weft.hw.here`). The driver does not provide the datasheet's bf16
+rate. It is computed as number of multiprocessors * highest clock * FLOP per cycle of a multiprocessor, which depends on the
 compute capability.
 """
 
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _FLOPS_PER_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}
-"""FLOP of a multiprocessor per cycle, dense, in 16 bits, by compute capability. Missing capabilities use the newest older entry.
-"""
+"""{compute capability: dense 16-bit FLOP per cycle of a multiprocessor}. A missing capability uses the nearest older entry."""
 _CORES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
-"""Cores of a multiprocessor by compute capability; 128 for all others."""
+"""{compute capability: cores of a multiprocessor}; 128 for all others."""
 _PER_NVLINK = {(7, 0): 25e9, (8, 6): 14.1e9, (8, 9): 25e9, (10, 0): 50e9}
-"""Bytes per second of an NVLink, in one direction, by compute capability. Missing capabilities use the newest older entry."""
+"""{compute capability: bytes/s of one NVLink in one direction}. A missing capability uses the nearest older entry."""
 _PCIE_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _MOST_NVLINKS = 18
@@ -27,7 +26,7 @@ _MOST_NVLINKS = 18
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """The facts about one GPU, in SI units; 0 for a number that the driver does not provide."""
+    """The driver's numbers of one GPU, in SI units; 0 if the driver does not provide a number."""
 
     name: str
     multiprocessors: int
@@ -35,13 +34,13 @@ class DriverFacts:
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """The bandwidth to all peers, in one direction: NVLinks, or the PCIe slot."""
+    """The bandwidth to all peers together, in one direction: of all NVLinks, or of PCIe."""
     nvlinks: int
 
 
 @lru_cache(maxsize=8)
 def facts_of(name: str) -> DriverFacts | None:
-    """Return the driver's facts about the first GPU of that name; None without NVML or such a GPU."""
+    """Return the driver's numbers of the first GPU of this name; None without NVML or without such a GPU."""
     with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
         for handle in _devices(nvml):
             if _name(nvml, handle) == name:
@@ -51,7 +50,7 @@ def facts_of(name: str) -> DriverFacts | None:
 
 @lru_cache(maxsize=1)
 def first_name() -> str:
-    """Return the name of the driver's first GPU; "" without NVML or a GPU."""
+    """Return the name of the first GPU; "" without NVML or without a GPU."""
     with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
         for handle in _devices(nvml):
             return _name(nvml, handle)
@@ -62,7 +61,7 @@ def first_name() -> str:
 def _library() -> Iterator[ctypes.CDLL]:
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     if nvml.nvmlInit_v2():
-        raise OSError("NVML does not start")
+        raise OSError("NVML cannot be initialised")
     try:
         yield nvml
     finally:

@@ -1,4 +1,4 @@
-"""A number of a machine: its value, its unit, and its source."""
+"""A number of a machine, with its unit and source."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ UNITS = {
     "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
     "Hz": 1.0, "GHz": 1e9, "1": 1.0,
 }  # fmt: skip
-"""Units by name, in bytes, seconds, hertz, bytes/s or FLOP/s."""
+"""{unit: its value in bytes, seconds, hertz, bytes/s or FLOP/s}"""
 TIMES, BYTES = ("ns", "us", "ms", "s"), ("B", "KiB", "MiB", "GiB", "GB")
 BANDWIDTHS, RATES = ("B/s", "GB/s", "TB/s"), ("FLOP/s", "TFLOP/s")
 KINDS = (TIMES, BYTES, BANDWIDTHS, RATES, ("Hz", "GHz"), ("1",))
-"""Units that convert into each other."""
+"""Groups of units that can be converted into each other."""
 SOURCES = ("measured", "datasheet", "paper", "derived", "assumed")
-"""derived: from another machine's number (`weft.hw.derived`). assumed: not measured; the note gives the reason for the value."""
+"""The allowed sources. derived: from another machine's number (`weft.hw.derived`). assumed: a guess; the note has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

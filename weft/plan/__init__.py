@@ -1,12 +1,13 @@
-"""The planner: candidates, their predicted costs, the choice and its reason. Needs no torch.
+"""The planner: it predicts the times of all candidates, and chooses one. It does not import torch.
+
 
     weft.plan.choose(problem, model)                                    the choice, cached
-    with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...           pinned
-    with weft.plan.use("autotune"): ...                                 measured at the first call of a shape, cached
-    with weft.plan.use("heuristic"): ...                                the pick of FiCCO's static heuristic
+    with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...      pins a schedule
+    with weft.plan.use("autotune"): ...                                 measures at the first call of a shape, and caches
+    with weft.plan.use("heuristic"): ...                                takes the pick of FiCCO's static heuristic
     print(weft.plan.explain("all_gather_matmul", M=16384, N=8192, K=4096, ranks=2))
 
-A choice is a function of shape, model, registered builders and, if given, measured times.
+A choice depends only on the shape, the model, the registered builders and, if given, measured times.
 """
 
 from weft.plan.autotune import autotune, candidates_from_outside, from_outside, known_times, promising

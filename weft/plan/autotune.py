@@ -1,8 +1,8 @@
-"""Autotuning: run the most promising candidates, and choose by the slowest rank's times.
+"""Autotuning: run the most promising candidates, and choose the fastest by the slowest rank's times.
 
-Candidates alternate, so that a GPU that warms up slows all of them equally. The time of a candidate is its median. Times are
-cached in memory and on disk. Their key is the machine, the versions, and the schedules of external builders, which change without
-a version. Cached times are used only if all ranks have them, because ranks must measure the same candidates, or none.
+Candidates alternate, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median. Times are
+cached in memory and on disk. The key consists of the machine, the versions, and the schedules of builders outside weft, because
+those change without a version. Cached times are used only if all ranks have them, because all ranks must measure or none.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from weft.schedule.text import to_json
 from weft.sim import Mode
 
 _ALWAYS = ("serial", "gather")
-"""Builders whose schedules are always measured: the baselines without overlap."""
+"""The builders whose schedules are always measured: the baselines without overlap."""
 
 _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the `count` candidates with the fastest predictions, and serial and gather.
+    """Return the `count` candidates with the fastest predictions, and also serial and gather.
 
-    Candidates that `choice` could not take do not count."""
+    Candidates that `choice` may not take are omitted."""
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
     fastest = sorted(usable, key=lambda row: row.predicted_us or 0.0)[:count]
@@ -54,18 +54,16 @@ def autotune(
     mode: Mode = "queued",
     rounds: int = 3,
 ) -> dict[str, float]:
-    """Return microseconds of each candidate by name, for `choose(..., measured=...)`.
+    """Measure candidates. Return {name: time in us} for `choose(..., measured=...)`. It is a collective call.
 
-    Collective: all ranks pass the same arguments.
-
-    run: runs a candidate and returns its time on this rank; collective.
-    agree: returns the maximum of each number over all ranks; collective.
-    machine: the key of the times, such as `weft.plan.machine.machine_name()` or the device's name.
+    Args:
+        run: a collective function that runs a candidate and returns its time on this rank in us.
+        agree: a collective function that returns the maximum of each number over all ranks.
+        machine: the key of the cache, such as `weft.plan.machine.machine_name()` or the device's name.
+        rounds: how often each candidate runs.
     """
     if rounds < 1 or not candidates:
-        raise ValueError(
-            f"rounds={rounds}, {len(candidates)} candidates: measure at least one candidate, at least once"
-        )
+        raise ValueError(f"rounds={rounds}, {len(candidates)} candidates: there must be at least 1 of each")
     names = [candidate.name for candidate in candidates]
     found = remembered(problem, machine, mode)
     missing = any(name not in found for name in names)
@@ -83,8 +81,8 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Return cached microseconds by candidate, measured by this or another process with the installed versions."""
-    if not _known and not store.any_of("autotune"):  # most users have no cached times, and then need no keys
+    """Return cached times, {candidate: us}, that this or another process has measured with the installed versions."""
+    if not _known and not store.any_of("autotune"):  # the common case is fast: without cached times, no key is computed
         return {}
     key = _key(problem, machine, mode)
     if str(key) not in _known:
@@ -106,7 +104,7 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
         return {}
     times = content.get("times_us")
     if content.get("key") != key or not isinstance(times, dict):
-        raise UnreadableError(f"{path} contains times for a key other than the key in its file name; {store.FIX}")
+        raise UnreadableError(f"{path} contains times for another key than its name; {store.FIX}")
     for name, us in times.items():
         if not store.is_time(us):
             raise UnreadableError(f"{path}: times_us.{name} is {us!r}: {store.TIMES}; {store.FIX}")
@@ -114,9 +112,9 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """Return cached times of existing candidates, in the form of `choose(..., measured=...)`. None if serial was not measured.
+    """Return cached times of existing candidates for `choose(..., measured=...)`; None if serial was not measured.
 
-    If no graphs were timed, "graph" takes the times of "queued" calls: the same work, and the host is ahead in both.
+    If no graph was timed, mode "graph" uses the times of "queued" calls: the work is the same, and the host is ahead in both.
     """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:
@@ -129,12 +127,12 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
-    """True if the builder of `candidate` is not from `weft.builders`. weft tests and versions only its own builders."""
+    """True if the builder of `candidate` is not part of `weft.builders`, so that weft's version does not identify it."""
     return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
 
 
 def candidates_from_outside(problem: Problem) -> list[Candidate]:
-    """Return the candidates of `problem` with external builders."""
+    """Return the candidates of `problem` whose builders are not part of `weft.builders`."""
     builders = tuple(name for name, function in builders_of(type(problem)) if _is_outside(function))
     return candidates(problem, builders) if builders else []
 
@@ -155,7 +153,7 @@ def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _made_outside(problem: Problem, builders: tuple[tuple[str, Callable[..., Schedule]], ...]) -> str:
-    """Return a digest of the schedules of external builders; empty if there are none."""
+    """Return a digest of the schedules of builders outside `weft.builders`; "" if there are none."""
     made = []
     for candidate in candidates_from_outside(problem):
         with contextlib.suppress(NotApplicableError):

@@ -1,11 +1,11 @@
-"""Calibration: numbers measured on this machine, which replace the machine file's. They are saved with the installed versions.
+"""Calibration: measurement of the numbers of a machine file on this machine. They are saved with the installed versions.
 
-    GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its errors at
-                  the nearest grid points
-    transfers     copies by copy engine and by kernel, NCCL's collective, by bytes: the model interpolates
-    the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
+    GEMMs         on a grid of sizes, a coarse one first, then finer ones while time remains. The model corrects its formula by its
+                  errors at the nearest grid points
+    transfers     copies by copy engine and by kernel, and NCCL's all-gather, for several sizes. The model interpolates
+    other         launches, signals, the host time of a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
 
-This module is independent of the device: `calibrate` gets the times from a `Measure`.
+This module does not depend on the device: `calibrate` gets all times from a `Measure`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.sim.machines import disturbance, share_held
 from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
-"""The longest single measurement: on a GPU, a GEMM of 15 TFLOP, which the budget allows to repeat a few times."""
+"""The maximum time of one GEMM: on a GPU about 15 TFLOP, short enough to be repeated within the budget."""
 _MOST_BYTES = 4 << 30
 _AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
@@ -37,9 +37,9 @@ _CUBES = (8192, 4096, 2048, 1024, 512, 256)
 
 
 class Measure(Protocol):
-    """Timers of this machine. All ranks call the same methods in the same order, and get the same results, the slowest rank's.
+    """The timers of a device. All ranks call the same methods in the same order, and get the slowest rank's results.
 
-    Unless a method says otherwise, times are in microseconds, of work that is queued back to back on warm devices.
+    Unless a method says otherwise, times are in microseconds, for work that is queued back to back on warm devices.
     """
 
     machine: str
@@ -47,7 +47,7 @@ class Measure(Protocol):
     copy_units: int  # programs of the kernel that schedules copy with
 
     def elapsed_s(self) -> float:
-        """Return the time since the beginning; equal on all ranks."""
+        """Return the seconds since the beginning, equal on all ranks."""
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
         """Return the time of [m, k] @ [k, n] by cuBLAS, on random data, launch included."""
@@ -59,21 +59,19 @@ class Measure(Protocol):
         """Return the host's time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """Return the time of a copy-engine copy of `count` bytes to a peer, in a sequence of copies, while all ranks copy."""
+        """Return the time of a copy of `count` bytes to a peer by copy engine, one of several in a row, while all ranks copy."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the time of the same copy as `rows` rows of `row_bytes` bytes, read from rows that are twice as wide."""
+        """Return the time of a two-dimensional copy: `rows` rows of `row_bytes` bytes, from rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        """Return the time of a copy by weft's copy kernel, launch included. put: store to a peer, else load from a peer."""
+        """Return the time of a copy by weft's copy kernel, with its launch. put: store to a peer; otherwise load from a peer."""
 
     def all_gather_us(self, count: int) -> float:
-        """Return the time of NCCL's all-gather in which every rank receives `count` bytes from its peers."""
+        """Return the time of an NCCL all-gather in which every rank receives `count` bytes from its peers."""
 
     def signal_us(self, remote: bool) -> float:
-        """Return the time from setting a signal to the end of the wait for it.
-
-        The waiter is another lane of this rank, or a peer if `remote`."""
+        """Return the time from a set of a signal to the end of the wait for it, by another lane or, if `remote`, by a peer."""
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
@@ -83,7 +81,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The raw measurements of a calibration. `apply` inserts them into a model."""
+    """The measured numbers. `apply` inserts them into a model."""
 
     machine: str
     world_size: int
@@ -173,11 +171,12 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure the numbers that `base` assumes. Collective: all ranks get the same numbers.
+    """Measure the numbers of `base` on this machine. It is a collective call; all ranks get the same numbers.
 
-    base: the model of the machine's file; it predicts which sizes stay below 20 ms.
-    budget_s: no new GEMM starts after this time; the coarse grid is always measured.
-    say: called with the name of the next measurement.
+    Args:
+        base: the model from the machine file. It predicts which sizes take less than 20 ms.
+        budget_s: the time in seconds after which no GEMM is started. The coarse grid is always measured.
+        say: a function that is called with the name of the next measurement.
     """
     launch = measure.launch_us()
     found: dict[str, Any] = {"launch_us": launch, "host_step_us": measure.host_step_us()}
@@ -200,9 +199,10 @@ def calibrate(
 
 
 def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
-    """Return (m, n, k, dtype) of a grid: sizes a factor of 4 apart at level 0, of 2 at level 1, with steps of 1.5 at level 2.
+    """Return (m, n, k, dtype) of the points of a grid.
 
-    GEMMs over 20 ms or 4 GiB are omitted. Points are shuffled, so that an unfinished level covers its whole range.
+    Sizes grow by a factor of 4 at level 0 and of 2 at level 1; level 2 adds sizes of 1.5 times those. GEMMs that take more than
+    20 ms or 4 GiB are omitted. Points are shuffled, so that an unfinished level covers the whole range of sizes.
     """
     axes = (_axis(16, 32768, level), _axis(256, 32768, level), _axis(256, 16384, level))
     points = [
@@ -216,13 +216,13 @@ def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[in
 
 
 def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, float]:
-    """Fit time = latency + bytes / rate by least squares of relative errors. Return (latency in us, bytes/us).
+    """Fit time = latency + bytes / rate by least squares of relative errors. Return (latency in us, rate in bytes/us).
 
-    The latency is limited to the shortest time.
+    The latency is at most the shortest time. what: the name of the transfer in the error.
     """
     count, us = np.array(sorted(points), float).T
     (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / us, count / us], 1), np.ones_like(us), rcond=None)
-    if latency < 0:  # noise around 0
+    if latency < 0:  # measurement noise
         latency, per_byte = 0.0, float(us @ count / (count @ count))
     if per_byte <= 0:
         raise ValueError(
@@ -267,8 +267,10 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """Return the slowdowns, next to copies, of the largest cube within 20 ms, and its time alone, before and after."""
-    say("a GEMM beside copies")
+    """Measure the slowdown of a GEMM by concurrent copies, for the largest cubic GEMM within 20 ms.
+
+    Return (the field `Calibration.beside`, {GEMM: its time alone})."""
+    say("a GEMM concurrent with copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])
     cube = (size, size, size, dtype)
     before = measure.gemm_us(*cube)
@@ -296,4 +298,4 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     "signal_remote_us": saved.is_time_or_0,
     "beside": saved.rows_of(saved.one_of(("dma", "kernel")), saved.is_positive, saved.is_positive),
 }
-"""Checks of a calibration's fields in JSON."""
+"""The check of each field of a calibration in JSON."""

@@ -20,28 +20,28 @@ from weft.sim import Mode, Model
 from weft.words import counted, in_us
 
 CLEARLY, CLEARLY_US = 0.03, 3.0
-"""The margin by which a schedule must beat serial: a fraction of serial's time, or microseconds, whichever is larger. Tuned on
-the times of some hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
+"""The margin by which a schedule must beat serial: a fraction of serial's time or a time in us, whichever is larger. Tuned on the
+times of about a hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
 
 CLEARLY_OWN = 0.08
-"""The fraction for a schedule whose GEMMs run in kernels of weft. On H100s these take 0.92 to 1.09 of the time of torch's, and a
-schedule that was predicted to save 6% lost 7% (1152x49024x38784 with 8 experts)."""
+"""The same fraction for schedules whose GEMMs are weft's kernels. On H100s these take 0.92 to 1.09 times as long as torch's. One
+schedule that was predicted to be 6% faster was 7% slower (1152x49024x38784 with 8 experts)."""
 
 CLEARLY_CHUNKED = 0.35
-"""The fraction for `chunked` of matmul_all_reduce, whose copies to and from peers run at the same time. On H100s it took 1.2 to
-1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl). The model is wrong there, not this rule:
-until it is mended, the planner takes the schedule only for a large gain."""
+"""The same fraction for `chunked` of matmul_all_reduce. Its copies to peers run concurrently with its copies from peers, which the
+model does not predict well. On H100s it took 1.2 to 1.55 times its predicted time on two shapes
+(benchmarks/results/h100-never-slower.jsonl). So the planner takes it only for a large predicted gain."""
 
 SPARED = 0.05
-"""The largest fraction of serial's time that a wrong prediction may lose when device times are equal and host time decides."""
+"""The largest fraction of serial's time that may be lost by a wrong prediction, if the choice is made for its host time."""
 
 ALIKE, ALIKE_US = 0.03, 3.0
-"""Predictions that differ by less, as a fraction or in microseconds, count as equal. Among equal schedules the planner prefers,
-in this order: no host wait for sizes, no staging, fewest GEMMs, fewest steps, and copies that use no compute units."""
+"""Predictions that differ by less than this fraction or this time in us count as equal. Among equal schedules the planner prefers,
+in this order: no host wait for sizes, no staging (`Row.stages`), fewest GEMMs, fewest steps, copies without compute units."""
 
 _KEPT = 256
-"""Capacity of the cache of choices: more than the shapes of a model, fewer than the shapes of a service with every sequence length.
-Each choice keeps its model alive, and each choice may have its own model (`weft.plan.gemms`)."""
+"""The capacity of the cache of choices. It is larger than the number of shapes of a model. It is limited, because a service may
+call every sequence length, and each choice may keep its own `Model` alive (`weft.plan.gemms`)."""
 
 
 class NoOverlapWarning(UserWarning):
@@ -58,7 +58,7 @@ class Choice:
     measured_us: float | None
     reason: str
     rows: tuple[Row, ...]
-    """All candidates, the fastest first."""
+    """The results of all candidates, the fastest first."""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.candidate.name == name)
@@ -82,14 +82,16 @@ def choose(
 ) -> Choice:
     """Choose a schedule for `problem` on `model`. The choice is cached for this model object.
 
-    pinned: the name of the candidate to take; by default the name from `weft.plan.use`. "heuristic" takes the pick of FiCCO's
-        heuristic for the model's machine, if the pick supports `problem`. "autotune" pins nothing.
-    measured: microseconds by candidate, including serial; restricts the choice to these candidates.
-    among: names of the candidates to consider; by default all.
-    near: the choice also applies to neighbouring sizes, and the warning says so.
+    Args:
+        mode: "queued", "graph" or "single".
+        pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the pick of FiCCO's
+            heuristic for the model's machine, if it supports `problem`. "autotune" pins nothing.
+        measured: {candidate: time in us}, including serial. Only these candidates are considered.
+        among: the names of the candidates to consider. Default: all.
+        near: the choice also applies to nearby sizes, which the warning then says.
 
-    Warn (`NoOverlapWarning`), once per process, if serial is taken although there are other candidates. Raise `ValueError` for an
-    unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not support `problem`.
+    Warn (`NoOverlapWarning`), once per process, if serial is chosen although there are other candidates. Raise `ValueError` for
+    an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not support `problem`.
     """
     pinned = pinned or pin.pinned()
     if pinned == pin.HEURISTIC:
@@ -103,7 +105,7 @@ def choose(
     choice = decide(problem, model, mode=mode, pinned=pinned, measured=measured, among=among)
     if len(_choices) >= _KEPT:
         _choices.pop(next(iter(_choices)), None)
-    _choices[key] = model, choice  # a reference to the model keeps its id from being reused
+    _choices[key] = model, choice  # keeps the model alive, so that its id is not reused
     others = any(row.us is not None and row.candidate.name != "serial" for row in choice.rows)
     runs = mode != "graph" or not choice.schedule.reads_on_host
     if pinned is None and choice.candidate.name == "serial" and others and runs:
@@ -121,7 +123,7 @@ def decide(
     among: frozenset[str] | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Choice:
-    """Choose like `choose`, but without cache or warning, and ignore `weft.plan.use`."""
+    """Choose like `choose`, but without the cache, without a warning, and regardless of `weft.plan.use`."""
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
     measured = measured or {}
@@ -160,7 +162,7 @@ def _pinned_choice(
 
 
 def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
-    """Return the chosen row, and the reason as one sentence."""
+    """Return (the chosen row, the reason as a sentence)."""
     timed = [
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]
@@ -211,7 +213,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _clearly(row: Row) -> float:
-    """Return the fraction of serial's time by which a schedule must beat serial. A measured time is certain."""
+    """Return the fraction of serial's time by which a schedule must beat serial."""
     if row.measured_us is not None:
         return CLEARLY
     if row.candidate.builder == "chunked":
@@ -233,7 +235,7 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
 
 
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
-    """Return the reason why there is no candidate to compare with serial."""
+    """Return the reason why no candidate may replace serial."""
     if measured:
         return "no other candidate was measured"
     reasons = {
@@ -247,7 +249,7 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
 
 
 def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
-    """Return a note on the fastest candidate that was rejected for its host time, if it is faster than the choice; else ""."""
+    """Return a note on the fastest candidate that was rejected for its host time; "" if it is not faster than the choice."""
     if serial is None or chosen.us is None:
         return ""
     faster = [
@@ -262,9 +264,9 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the host time of `row` exceeds its device time, and both the host time and the device time of serial.
+    """True if the host time of `row` exceeds its own device time and serial's device and host time.
 
-    A loop of such calls would be slower than a loop of serial calls, since the host would never get ahead of the device.
+    In a loop of such calls the host would never be ahead of the device, so the loop would be slower than one of serial calls.
     """
     longest_us = max(serial.us or 0.0, serial.host_us, row.us or 0.0)
     return row is not serial and not row.reads_on_host and row.host_us > longest_us
@@ -273,8 +275,8 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less host time.
 
-    False if a prediction that is wrong by `CLEARLY_US` could make it slower than serial by more than `SPARED`. GEMMs in kernels of
-    weft may be wrong by `CLEARLY_OWN`: then serial's host time must be most of its time.
+    False if a prediction error of `CLEARLY_US` could make it slower than serial by more than `SPARED`. If weft's kernels compute
+    its GEMMs, the error may be larger: then serial's host time must be more than half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None
@@ -283,7 +285,7 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return the simplest row whose prediction equals the fastest within the margin, and a phrase that says so."""
+    """Return (the simplest of the rows whose predictions equal the fastest within the margin, a phrase that says so)."""
     if measured:
         return fastest, "is the fastest"
     least_us = fastest.us or 0.0
@@ -326,8 +328,8 @@ _warned = False
 def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
     """Warn (`NoOverlapWarning`), once per process, that `problem` takes the serial schedule although other schedules exist.
 
-    mode: None if the choice is the same in all modes. reason: with times. near: neighbouring sizes take serial too, and `problem`
-        itself may never have been called.
+    mode: None if the choice is the same in all modes. reason: the reason of the choice. near: the choice was made for sizes near
+    `problem`, which itself may never have been called.
     """
     global _warned
     if _warned or env.quiet() or not problem.has_work:

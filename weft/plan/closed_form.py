@@ -1,18 +1,19 @@
-"""A closed-form chooser for FiCCO's schedules: formulas over the machine's numbers, without simulation and without thresholds.
+"""A closed-form chooser for FiCCO's schedules: formulas of the machine's numbers, without simulation or thresholds.
 
-A rank sends the pieces of its shard one after the other, so that piece s has arrived everywhere after s + 1 copies:
+A rank sends the pieces of its shard one after the other, so piece s has arrived on all peers after s + 1 copies:
+
 
     arrived(s) = (s + 1) copy + signal        copy = latency + the longer of (engine, fullest link)
     end(0) = own shard's GEMM (hetero) or 0
     end(s + 1) = max(end(s), arrived(s)) + step(s)
     time = the later of the last end and the last arrival
 
-`step` is a step's GEMMs by the wave model (`Model.matmul`), its gathers and scatters. Until the last piece has arrived a step takes
-`slowdown` times as long, by what copies take of a GPU. All numbers are the machine file's; none is fitted to schedules or GEMMs.
+`step(s)` is the time of the step's GEMMs by the wave model (`Model.matmul`), and of its gathers and scatters. Until the last
+piece has arrived, steps take `slowdown` times as long, because of the resources that copies use. All numbers are from the machine
+file; none is fitted to schedules or GEMMs.
 
-The formulas leave out: memory shared by copies and GEMMs, and the credits between calls. So they predict times up to 7% too long
-or short on eight MI300X, and less for the difference between two schedules (docs/studies/ficco.md has the picks beside the
-simulator's).
+The formulas do not include the memory bandwidth that copies and GEMMs share, or the credits between calls. On eight MI300X, their
+times differ from the simulator's by up to 7%, and the ratios of two schedules by less. docs/studies/ficco.md compares the picks.
 
 Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.
 """
@@ -49,15 +50,15 @@ _EIGHT = tuple(
 
 
 def closed_form_pick(problem: AllGatherMatmul, model: Model) -> str:
-    """Return the name of the fastest of FiCCO's eight schedules by the formulas; raise `ValueError` as `closed_form_us`."""
+    """Return the name of the FiCCO schedule that is fastest by the formulas. Raise `ValueError` like `closed_form_us`."""
     times = closed_form_us(problem, model)
     return min(times, key=lambda name: times[name])
 
 
 def closed_form_us(problem: AllGatherMatmul, model: Model) -> dict[str, float]:
-    """Return the microseconds of FiCCO's eight schedules by name, with W steps for W ranks and copies by copy engine.
+    """Return {name: time in us} of FiCCO's eight schedules, with W steps for W ranks and copies by copy engine.
 
-    Raises `ValueError` for ranks with different numbers of rows, and for shards that ranks do not divide.
+    Raise `ValueError` if ranks have different numbers of rows, or if W does not divide the shards' rows and K.
     """
     world, rows = problem.world_size, problem.m // problem.world_size
     if len(set(problem.rows)) > 1 or world < 2:
@@ -74,7 +75,7 @@ def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
     by_rows, hetero, fused = shape.dim == "1d", shape.start == "hetero", shape.gemms == "fused"
     rows, k = (shard // world, p.k) if by_rows else (shard, p.k // world)
     copy_us, slowdown = _copy_us(rows * k * item, 0 if by_rows else rows, world, model)
-    sources = world - hetero  # chunks of a step that a fused GEMM multiplies
+    sources = world - hetero  # the number of chunks that a step's fused GEMM multiplies
     end_us = _Clock(world * copy_us, slowdown)
     if hetero:
         end_us.work(_gemms_us(model, shard, p.n, p.k, p.dtype, update=False))
@@ -95,7 +96,7 @@ def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
 
 
 class _Clock:
-    """The time of a rank's compute lane. Work takes `slowdown` times as long until `busy_until`, when copies end."""
+    """The clock of a rank's compute lane. Until `busy_until`, when the copies end, work takes `slowdown` times as long."""
 
     def __init__(self, busy_until: float, slowdown: float) -> None:
         self.now, self.busy_until, self._slowdown = 0.0, busy_until, slowdown
@@ -109,9 +110,9 @@ class _Clock:
 
 
 def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
-    """Return the time of a copy of `count` bytes to each peer at once, and the slowdown of concurrent GEMMs.
+    """Return (time of a copy of `count` bytes to all peers at once, slowdown of concurrent GEMMs).
 
-    rows: the number of rows of a two-dimensional copy, each of which takes the engine some time; else 0.
+    rows: the number of rows of a two-dimensional copy, for which the engine needs additional time; 0 for a contiguous copy.
     """
     (direct,) = (one for one in algorithms(model.wiring.of(world), "all_gather") if one.name == "direct")
     us = max(model.transfer_us("copy", count), world * count * direct.us_per_byte) + rows * model.copy_row_us
@@ -121,7 +122,7 @@ def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, fl
 
 
 def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, update: bool) -> float:
-    """Return the time of a GEMM for each weight, launches included. update: the GEMMs add to their results."""
+    """Return the total time of a GEMM for each weight, with launches. update: the GEMMs accumulate."""
     us = 0.0
     for n in widths:
         out_us = m * n * ITEM_BYTES[dtype] / model.hbm_bytes_per_us
@@ -132,5 +133,5 @@ def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, u
 
 
 def _moves_us(model: Model, counts: Sequence[int]) -> float:
-    """Return the time of kernels that copy these numbers of bytes within the memory of a GPU, one after the other."""
+    """Return the total time of copying kernels within a GPU, one after the other. counts: the bytes of each."""
     return sum(model.launch_us + 2 * count / model.hbm_bytes_per_us for count in counts)

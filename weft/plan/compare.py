@@ -1,6 +1,6 @@
-"""All schedules of a problem on a machine: the time of each, and how far it is from serial and from what is possible.
+"""A comparison of all schedules of a problem on a machine, with serial and with a lower bound.
 
-A plan simulates only what may be the fastest (`weft.plan.predict`). A comparison simulates every schedule.
+A plan simulates only schedules that may be the fastest (`weft.plan.predict`). A comparison simulates every schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = ("schedule", "us", "speedup", "exposed us", "x bound")
 
 @dataclass(frozen=True)
 class Compared:
-    """One schedule. Times are None, with the reason in `why_not`, if there is no such schedule for this problem."""
+    """The results for one schedule. If it was not simulated, times are None, and `why_not` has the reason."""
 
     name: str
     us: float | None = None
@@ -45,19 +45,19 @@ class Comparison:
     model: Model = field(repr=False)
     mode: Mode
     notes: tuple[str, ...]
-    """The sources of the numbers."""
+    """Sentences on the sources of the model's numbers."""
     bound: Bound
     rows: tuple[Compared, ...]
-    """The fastest first, then those without a time."""
+    """The schedules, the fastest first; last those without a time."""
     schedules: dict[str, Schedule] = field(repr=False)
-    """The simulated schedules; none if one rank of a torus represents all."""
+    """{name: simulated schedule}; empty if one rank of a torus represents all."""
 
     def simulated(self, name: str) -> Simulated:
         """Return one run of the schedule `name`, with its timeline. Raise `ValueError` if it was not simulated."""
         return simulate(self._schedule(name), self.model, mode=self.mode, trusted=True)
 
     def chakra(self, name: str, prefix: str = "weft") -> Trace:
-        """Return the schedule `name` as a Chakra execution trace, whose files begin with `prefix`."""
+        """Return the schedule `name` as a Chakra execution trace. The names of its files begin with `prefix`."""
         return chakra_trace(self._schedule(name), self.model, prefix)
 
     def _schedule(self, name: str) -> Schedule:
@@ -65,7 +65,7 @@ class Comparison:
             raise ValueError(f"{self.problem.world_size} ranks cannot be traced: use at most {MOST_RANKS} ranks")
         if name not in self.schedules:
             row = next((row for row in self.rows if row.name == name), None)
-            why = f": {row.why_not}" if row else f"; simulated were {', '.join(self.schedules)}"
+            why = f": {row.why_not}" if row else f": use one of {', '.join(self.schedules)}"
             raise ValueError(f"schedule {name!r} was not simulated{why}")
         return self.schedules[name]
 
@@ -87,7 +87,7 @@ class Comparison:
         ]  # fmt: skip
 
     def left_out(self) -> list[str]:
-        """Return the schedules without a time by their reasons, one line each."""
+        """Return a line for each reason why schedules have no time, with these schedules."""
         by_reason: dict[str, list[str]] = {}
         for row in self.rows:
             if row.us is None:
@@ -114,11 +114,11 @@ def comparison(
     mode: Mode = "queued", schedules: Sequence[str] = (), written: Sequence[str] = (),
     progress: Progress = lambda what, share: None, **options: Any,
 ) -> Comparison:  # fmt: skip
-    """Simulate schedules of `op`.
+    """Simulate the schedules of `op`, and return their times.
 
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
-    schedules: names of schedules to simulate in addition to serial; by default all that calls may take.
-    written: names of schedules of which a trace is written later. They are simulated too; unknown names are refused at once.
+    schedules: the names of the schedules to simulate in addition to serial. Default: all that calls may take.
+    written: the names of further schedules to simulate, whose traces the caller will write.
 
     More than `MOST_RANKS` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
 
@@ -166,7 +166,7 @@ def _of_orbits(
     progress: Progress,
 ) -> Comparison:  # fmt: skip
     if mode != "queued":
-        raise ValueError(f"mode={mode!r}: {problem.world_size} ranks are simulated in mode queued only")
+        raise ValueError(f"mode={mode!r} is not supported for {problem.world_size} ranks: use mode='queued'")
     names = [name for name in dict.fromkeys(schedules or ORBITS) if name != "serial"]
     share = 1 / (2 + len(names))
     progress("simulating serial", share)
@@ -197,7 +197,7 @@ def _compared(
 
 
 def _stores_at_peers(schedule: Schedule) -> bool:
-    """True if a kernel stores what it computes in a peer's memory."""
+    """True if a GEMM or another kernel stores its results in a peer's memory."""
     steps = (inner for step in schedule.walk() for inner in (step, *step.inner))
     return any(step.kind == "compute" and step.regions[-1].at != RANK for step in steps)
 

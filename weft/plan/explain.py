@@ -1,7 +1,7 @@
-"""Readable explanations of a choice: candidates, predicted and measured times, losses, the choice and its reason.
+"""The explanation of a choice as text: candidates, predicted and measured times, losses, and the reason.
 
-Losses (`weft.sim.losses`) are factors of a queued run; 1 is no loss. `DIL` is the loss from decomposing an operation, `CIL` the
-loss from contention with concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms come from
+Losses (`weft.sim.losses`) are factors, in a queued run; 1 means no loss. `DIL` is the loss from decomposing an operation, `CIL`
+the loss from contention with concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms are from
 "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
 
@@ -42,20 +42,22 @@ HEADER = (
 _WITHOUT_LOSSES = (0, 1, 2, -1)
 LEGEND = (
     "DIL: decomposition loss, the time of the pieces / the time of the whole operation. CIL: contention loss, "
-    "the time beside other work / the time alone. 1 is no loss"
+    "the time with concurrent work / the time alone. 1 is no loss"
 )
 HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
-IN_A_ROW = "measured us: time per call of calls in a row that the host launches ahead, unless graphs were timed"
+IN_A_ROW = "measured us: time per call of calls in a row, with the host ahead of the device, unless graphs were timed"
 _SHOWN = 10
 MOST_RANKS = 256
-"""A schedule with a step for each peer has ranks^2 steps, and every candidate is built and simulated. Around this number that
-takes minutes; beyond it, also gigabytes."""
+"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all. For this number of ranks, building
+and simulating all candidates takes minutes; for more it would also take gigabytes."""
 MOST_OF_A_TORUS = 1 << 16
-"""Ranks of a torus that one rank can represent (`weft.sim.orbits`): 16,384 take seconds."""
+"""The maximum number of ranks of a torus, which one rank represents (`weft.sim.orbits`). 16,384 take seconds."""
 _EXACT_RANKS, _NEARLY = 8, 1.02
-"""More ranks than that are simulated with an even size, if it is at most that many times as large: few ranks then represent all."""
+"""For more than `_EXACT_RANKS` ranks, an uneven size is rounded up to an even one, if that is at most `_NEARLY` times as large. A
+few ranks then represent all."""
 _MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
-"""The most ranks, by operator, that may differ, so that each is simulated. Others: as many as one NVLink domain has."""
+"""The maximum number of ranks if ranks differ, so that each must be simulated: {operator: maximum}, and the maximum for other
+operators (one NVLink domain)."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,20 @@ class Explanation:
     choice: Choice
     machine: Machine
     notes: tuple[str, ...]
-    """The sources of the numbers."""
+    """Sentences on the sources of the model's numbers."""
     heuristic: str | None
     """The candidate that FiCCO's static heuristic picks; None if it does not cover this operator."""
     measured_here: frozenset[MatmulShape] = frozenset()
-    """GEMMs that this process has measured on that machine."""
+    """The GEMMs that this process has measured on such a machine."""
 
     @property
     def only_asked_for(self) -> bool:
-        """True if calls on GPUs take the choice only if it is pinned, or with "autotune"."""
+        """True if calls on GPUs take the choice only if it is pinned or with "autotune", because it was never timed on GPUs."""
         return not self.choice.problem.tried_on_gpus and self.choice.candidate.name != "serial"
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The table's columns, without losses if there are no GEMMs."""
+        """The names of the table's columns. If there are no GEMMs, there are no columns for losses."""
         return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
 
     @property
@@ -108,7 +110,7 @@ class Explanation:
         return [*([LEGEND] if self._has_losses else []), *([HERE] if here else []), *([IN_A_ROW] if of_calls else [])]
 
     def left_out(self, shown: int | None = _SHOWN) -> list[str]:
-        """Return sentences on the candidates that are not in the table."""
+        """Return lines on the candidates that are not in the table, with the reasons."""
         timed = sum(row.us is not None for row in self.choice.rows) - len(self.cells(shown))
         lines = [f"{timed} slower candidates are not shown"] if timed else []
         by_reason: dict[str, list[Row]] = {}
@@ -141,7 +143,7 @@ class Explanation:
             )
         if (losses := rows[choice.candidate.name].losses) is not None:
             parts = f"GEMM {decimal_us(losses.gemm_us)}, communication {decimal_us(losses.communication_us)}"
-            taken = f"the choice takes {losses.over_ideal:.2f} times as long, queued"
+            taken = f"a queued run of the choice takes {losses.over_ideal:.2f} times as long"
             lines.append(("ideal", f"max({parts}) = {in_us(losses.ideal_us)}; {taken}"))
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
             lines.append(("serial", f"{in_us(losses.exposed_us)} of communication exposed"))
@@ -200,16 +202,20 @@ def explain(
     mode: Mode = "queued",
     **options: Any,
 ) -> str:
-    """Return a text on the choice for `op`, the other candidates, and the reasons.
+    """Return a text that explains the choice for `op`: all candidates with their times, and the reason.
 
-    op, M, N, K, options: an operator, its sizes, and the other arguments of its problem's `sized` (`weft.builders.Problem`).
-        `weft plan OP --help` lists them.
-    hw: a machine file's name or path; by default this machine's, or h200 if it has none.
-    topology: the links of its GPUs, as a topology file's name or path; by default the machine file's.
+    Args:
+        op: the name of an operator, such as "all_gather_matmul".
+        M, N, K: its sizes. `weft plan OP --help` defines them.
+        ranks: the number of ranks.
+        hw: the name or path of a machine file. Default: this machine's, or h200 if it has none.
+        topology: the name or path of a topology file, which describes the links. Default: the machine file's.
+        dtype: the dtype of the operands.
+        mode: "queued", "graph" or "single".
+        options: the operator's own options. `weft plan OP --help` lists them.
 
-    Raises `ValueError` for an unknown operator, machine, topology, dtype or mode, and for an option that the operator
-    does not have. Also for a size below 1, and if M or `experts` is not divisible by `ranks`. Also for mode "graph"
-    with unbounded experts, which a graph cannot capture.
+    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option. Raise it also for a size below 1, if M
+    or `experts` is not divisible by `ranks`, and for mode "graph" with unbounded experts, which a graph cannot capture.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
@@ -228,7 +234,7 @@ def explanation(
     progress: Progress = lambda what, share: None,
     **options: Any,
 ) -> Explanation:
-    """Return what `explain` prints, as an `Explanation`. progress: see `weft.plan.predict.Progress`."""
+    """Return the `Explanation` that `explain` prints. progress: see `weft.plan.predict.Progress`."""
     machine, model, notes, problem = problem_on_machine(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
     )
@@ -285,7 +291,7 @@ def problem_on_machine(
 def machine_and_model(
     hw: str | Path | None, ranks: int, topology: str | Path | None = None
 ) -> tuple[Machine, Model, tuple[str, ...]]:
-    """Return the machine, its model, and notes on the sources of its numbers.
+    """Return (machine, model, notes on the sources of its numbers).
 
     The model comes from the best source (`weft.plan.source`), with the GEMMs that this process has measured on such a machine.
     Raises `ValueError` for an unknown machine or topology, or a number of ranks that the topology does not support.

@@ -1,17 +1,18 @@
-"""GEMMs measured in this process: which GEMMs a choice needs, how long to measure them, and the known times.
+"""Measurement of GEMMs in this process: which GEMMs to measure, for how long, and the known times.
 
-Without measurements, the model's time of a GEMM is a formula, corrected by neighbouring grid points. Between grid points it is up
-to 30% off. So on GPUs, the first call with weights of a shape times their GEMMs with the call's rows, half the rows, a quarter,
-and so on (`ladder`, `measure`). All ranks agree on the slowest rank's times (`learn`). A model with these times (`informed`)
-makes the choices for all sizes with such weights.
+Without measurements, the model computes the time of a GEMM by a formula, corrected at measured grid points. Between grid points
+it is wrong by up to 30%. So on GPUs, the first call with weights of a new shape times their GEMMs with the call's rows, half of
+them, a quarter, and so on (`ladder`, `measure`). All ranks use the slowest rank's times (`learn`). The choices for all sizes with
+such weights are made with a model that includes these times (`informed`).
 
-"autotune" also times the pieces of schedules with fast predictions (`wanted`). With these times, other schedules may become the
-fastest, whose pieces are only predicted. So there is a second round.
+"autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). Another schedule may then become the
+fastest whose GEMMs have not been timed. So there is a second round.
 
-The clock matters. An idle GPU starts at a higher clock, which its power limit lowers after 10 to 20 ms, but schedules are chosen
-for sustained work. So if any GEMM is long, the longest is timed first and runs for 15 ms before its timing starts. The others
-follow within a millisecond, while the device is warm. Sustained work is slower still: a long GEMM, and each piece of it, is
-assumed to take longer than measured, by the factor `Model.sustained`.
+Schedules are chosen for sustained work, but an idle GPU starts at a higher clock, which its power limit lowers after 10 to 20 ms.
+So if any GEMM is long, the longest is timed first, after a warm-up of 15 ms, and the others follow within a millisecond. In
+sustained
+work the clock is lower still: long GEMMs, and the pieces into which they are cut, are assumed to take `Model.sustained` times the
+measured time.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from weft.sim import Model
 from weft.sim.model import MatmulShape
 
 Timer = Callable[[MatmulShape, int, int], float]
-"""(shape, warm-up calls, timed calls) -> microseconds per call, queued back to back, with its launch."""
+"""A function (shape, number of warm-up calls, number of timed calls) -> us per call, of calls queued back to back."""
 
 BUDGET_US = 60_000.0
-"""Device time for one shape. GEMMs that would exceed it are skipped."""
-_ENOUGH_US = 3000.0  # of calls of one GEMM
+"""The device time for the measurements of one shape of weights, in us. GEMMs that would exceed it are skipped."""
+_ENOUGH_US = 3000.0  # the time to measure one GEMM
 _LONG_US = 200.0  # shorter GEMMs do not reach the power limit
 _WARM_US = 15_000.0
-_SUSTAINED_US = 300.0  # longer GEMMs are slowed by `Model.sustained`, shorter GEMMs in proportion
+_SUSTAINED_US = 300.0  # GEMMs from this length on are slowed by `Model.sustained`, shorter GEMMs by a proportional part
 _MOST_CALLS = 50
 _SCHEDULES = 6  # number of schedules whose GEMMs are measured: the fastest predictions that add GEMMs
-_WITHIN = 1.5  # times the fastest prediction: slower schedules do not win by errors of predicted GEMMs
+_WITHIN = 1.5  # the limit, as a multiple of the fastest prediction: errors for GEMMs do not make up for more
 _MOST = 12
-_LEAST_ROWS = 32  # of a ladder: with fewer rows, a GEMM mostly reads its weights
+_LEAST_ROWS = 32  # the fewest rows of a ladder: with fewer rows, a GEMM's time is that of reading its weights
 
 _times: dict[str, dict[MatmulShape, float]] = {}
 _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}
-"""The last model, its known GEMM times, and the model with these times, by machine and number of ranks."""
+"""{(machine, number of ranks): (latest model, GEMM times, model with these times)}"""
 
 
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
-    """Return the whole GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
+    """Return the undivided GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
 
-    The times of all sizes of its family derive from them. Empty if weft's own kernels compute the GEMMs.
+    The times for all sizes of the family are derived from these. Return () if weft's own kernels compute the GEMMs.
     """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
@@ -58,9 +59,9 @@ def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
-    """Return the GEMMs to measure for `problem`: the whole GEMMs, then the GEMMs of schedules that may win, the best first.
+    """Return the GEMMs to measure for `problem`: the undivided GEMMs, then those of the schedules with the fastest predictions.
 
-    Empty if weft's own kernels compute all GEMMs.
+    Return () if weft's own kernels compute all GEMMs.
     """
     whole = library_gemms(problem)
     if not whole:
@@ -72,7 +73,7 @@ def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
     for row in rows:
         if schedules == _SCHEDULES or (row.us or 0.0) > _WITHIN * (rows[0].us or 0.0):
             break
-        # Keep GEMMs whose operands are parts of the whole ones: an external builder may stack operands.
+        # Only GEMMs that are parts of the undivided GEMMs. Users' builders may have others, with concatenated operands.
         new = {(m, n, k, d) for m, n, k, d in row.matmuls if m <= most_m and n <= most_n and k <= most_k} - found.keys()
         if new and len(found) + len(new) <= _MOST:
             schedules += 1
@@ -83,10 +84,10 @@ def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
 def measure(
     shapes: Sequence[MatmulShape], model: Model, time_us: Timer, budget_us: float = BUDGET_US
 ) -> tuple[dict[MatmulShape, float], float]:
-    """Return (times of the GEMMs that fit into the budget, the remaining budget).
+    """Return ({GEMM: time in us}, remaining budget in us). GEMMs that exceed the budget are skipped.
 
-    Each GEMM has a warm-up call, and then the number of calls that fits into 3 ms: 3 to 50, or 2 if one call takes more than 3 ms.
-    If any of the GEMMs is long, the first GEMM warms up for 15 ms.
+    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3 ms. If any
+    GEMM is long, the first one warms up for 15 ms.
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0
@@ -103,7 +104,7 @@ def measure(
 
 
 def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None:
-    """Store the GEMMs that all ranks have measured, each with the slowest rank's time."""
+    """Store the slowest rank's time of each GEMM that all ranks have measured. of_ranks: each rank's times."""
     common = set(of_ranks[0]).intersection(*of_ranks[1:])
     slowest = {shape: max(times[shape] for times in of_ranks) for shape in common}
     if changed := slowest.items() - measured_here(machine).items():
@@ -111,14 +112,14 @@ def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None
 
 
 def measured_here(machine: str) -> Mapping[MatmulShape, float]:
-    """Return microseconds of the GEMMs that this process has measured on GPUs of this name."""
+    """Return {GEMM: time in us} of those that this process has measured on GPUs of this name."""
     return _times.get(machine, {})
 
 
 def informed(model: Model, machine: str) -> Model:
-    """Return `model`, which may be calibrated, with the times measured here.
+    """Return `model` with the times that this process has measured.
 
-    The result is the same object until new times are measured.
+    It returns the same object until new times are measured, because choices are cached by model object.
     """
     here = measured_here(machine)
     if not here:
@@ -131,10 +132,11 @@ def informed(model: Model, machine: str) -> Model:
 
 
 def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
-    """Return the times of GEMMs in sustained work. The pieces of a long GEMM, one after the other, are as long as it is."""
+    """Return the times of GEMMs in sustained work. The pieces of a long GEMM are slowed like the GEMM, because they run back to
+    back."""
     alike: dict[
         tuple[object, ...], list[tuple[int, float]]
-    ] = {}  # GEMMs that differ in one size: that size, and the time
+    ] = {}  # for GEMMs that differ in one size: (that size, time)
     for shape, us in known.items():
         for place, size in enumerate(shape[:3]):
             alike.setdefault((place, *shape[:place], *shape[place + 1 :]), []).append((size, us))

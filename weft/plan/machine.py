@@ -1,4 +1,4 @@
-"""The name of this machine and its versions, for which measured numbers are valid. Needs no torch."""
+"""The name of this machine and the installed versions: measured numbers are valid only for these. It does not import torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ def machine_name(driver: Path = _NVIDIA) -> str:
     for information in sorted(driver.glob("gpus/*/information")):
         if found := re.search(r"^Model:\s*(.+?)\s*$", information.read_text(errors="replace"), re.MULTILINE):
             return found[1]
-    if driver == _NVIDIA and (name := first_name()):  # containers may lack the driver's files
+    if driver == _NVIDIA and (name := first_name()):  # NVML, because containers may lack the driver's files
         return name
     cores = len(os.sched_getaffinity(0))
     return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def machine_here(driver: Path = _NVIDIA) -> Machine | None:
-    """Return the machine that this process runs on, from its file or derived; None for unknown machines, such as CPUs."""
+    """Return the machine that this process runs on, from a machine file or derived from the driver's numbers.
+
+    Return None for unknown machines, such as CPUs."""
     return machine_of(machine_name(driver))
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions that affect performance: of packages, and of the GPU driver."""
+    """Return {name: version} of everything that affects performance: packages and the GPU driver."""
     found = {}
     for package in _PACKAGES:
         try:

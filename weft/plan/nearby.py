@@ -1,9 +1,11 @@
-"""Choices shared by nearby sizes: a new M of known weights costs a table lookup or a few simulations, without measurement.
+"""Choices that nearby sizes share, so that a new M with known weights costs a table lookup or a few simulations.
 
-Sizes of a family of problems (`Problem.family`) are grouped by half octaves. The choice is made for the middle size of each
-group. If serial would be faster at the size that is called first, the choice for that size is taken. The first group of a family
-considers all candidates. Other groups consider only the fastest candidates of the first group, and candidates that are worth a
-try at any size (`Problem.worth_running`).
+The sizes of a problem family (`Problem.family`) are grouped into buckets of half an octave. A schedule is chosen for the middle
+size of each bucket. If serial is faster than this schedule at the first size that is called, a schedule is chosen for that size
+instead.
+
+For the first bucket of a family all candidates are considered. For other buckets, only the fastest candidates of the first bucket
+are considered, and those that are promising at any size (`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from weft.sim import Mode, Model
 T = TypeVar("T")
 
 CONTENDERS = 2
-"""The number of fastest schedules at one size, per mode, that are candidates at other sizes."""
+"""The number of schedules that are considered at other sizes: for each mode, the fastest at the first size."""
 LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256
@@ -28,10 +30,10 @@ _MOST_FAMILIES = 256
 
 @dataclass
 class _Family:
-    base: Model  # a reference keeps its id from being reused
+    base: Model  # keeps the model alive, so that its id is not reused
     contenders: frozenset[str]
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The schedule of each mode, by size bucket."""
+    """{size bucket: name of the schedule for each mode}"""
 
 
 _families: dict[Hashable, _Family] = {}
@@ -42,7 +44,7 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    A long schedule that is clearly the fastest is planned once: modes differ only by microseconds at the begin and end of a run.
+    If a long schedule is clearly the fastest, it is planned for one mode only, because modes differ by a few microseconds per run.
     """
     found: list[Choice] = []
     for mode in modes:
@@ -78,9 +80,10 @@ def typical(problem: Problem) -> Problem:
 
 
 def between(known: Mapping[int, T], here: int) -> T | None:
-    """Return the choice of the nearest size buckets below and above `here` if it is the same; None if it must be planned.
+    """Return the choice of the nearest planned buckets below and above `here`, if both are the same; otherwise None.
 
-    If the times of two schedules are each a constant plus a time per row, the faster schedule changes at most once.
+    Between two buckets with the same choice the choice does not change. The reason: if the times of two schedules are linear in
+    the number of rows, the faster one changes at most once.
     """
     below = max((one for one in known if one <= here), default=None)
     above = min((one for one in known if one >= here), default=None)
@@ -92,10 +95,10 @@ def between(known: Mapping[int, T], here: int) -> T | None:
 def names_near(
     problem: Problem, model: Model, modes: tuple[Mode, ...], base: Model | None = None, *, itself: bool = False
 ) -> tuple[str, ...]:
-    """Return the schedule to take for `problem` in each of these modes.
+    """Return the name of the schedule for `problem` in each of `modes`.
 
-    base: the model without the GEMMs that this process has timed. So choices stay valid when further GEMMs are timed.
-    itself: choose for exactly this size, because the choice for neighbouring sizes does not apply.
+    base: the model without the GEMMs that this process has timed; it is the key of the cache, so choices stay valid when more
+    GEMMs are timed. itself: choose for exactly this size, not for its bucket.
     """
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
@@ -121,7 +124,9 @@ def names_near(
 
 
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
-    """Return the schedule of a choice for the middle size, unless serial is faster at this size: then the choice for this size."""
+    """Return the name of the schedule for `problem`: that of `choice`, made for the middle size of the bucket.
+
+    If serial is faster than that at this size, return the choice for this size."""
     name = choice.candidate.name
     if name == "serial" or problem == choice.problem:
         return name

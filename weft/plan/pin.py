@@ -1,12 +1,15 @@
-"""Pinning: the user names the schedule to take.
+"""Pinning: calls take the schedule that the user names.
+
 
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"):
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
-A pin holds in this thread (or task) until the block ends. It does not reach autograd's backward, which runs in other threads. All
-ranks must pin the same schedule. `weft.plan.explain` lists the names; their numbers may be changed (`weft.builders.named`). Two
-rules are accepted instead of a name: "autotune" takes the fastest schedule by measurement, "heuristic" the pick of FiCCO's static
-heuristic.
+A pin applies to this thread (or asyncio task) until the block ends. It does not apply to autograd's backward, which runs in other
+threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names, in which numbers may be changed
+(`weft.builders.named`).
+
+Two rules may be given in place of a name: "autotune" takes the schedule that is fastest by measurement, and "heuristic" takes the
+pick of FiCCO's static heuristic.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 def use(schedule: str | None) -> Iterator[None]:
     """Pin `schedule` for all operators called in the block. None pins nothing.
 
-    "autotune" takes the fastest schedule by measurement, "heuristic" the pick of FiCCO's heuristic. If the heuristic's pick
-    cannot run, a warning gives the reason, and the default choice applies. Operators raise `ValueError` if they have no schedule
-    of this name. Embeddings support only "autotune": their transport is pinned by `transport=`.
+    "autotune" takes the schedule that is fastest by measurement. "heuristic" takes the pick of FiCCO's heuristic; if the pick
+    cannot run, a warning gives the reason, and the planner chooses. Operators raise `ValueError` if they have no schedule of
+    this name. Embeddings support only "autotune"; pin their transport by `transport=`.
     """
     token = _pinned.set(schedule)
     try:
@@ -42,13 +45,13 @@ def use(schedule: str | None) -> Iterator[None]:
 
 
 pinned_around: Callable[[], str | None] = _pinned.get
-"""A function that returns the schedule of the innermost `use` around the caller; None without one."""
+"""A function that returns the schedule of the innermost enclosing `use`; None if there is none."""
 
 
 def pinned(given: object = None) -> str | None:
-    """Return an operator's `schedule` argument or, if it is None, the schedule of the innermost `use` around the caller.
+    """Return an operator's `schedule` argument or, if that is None, the schedule of the innermost enclosing `use`.
 
-    Raises `ValueError` if it is not a string.
+    Raise `ValueError` if the argument is not a string.
     """
     name = _pinned.get() if given is None else given
     if name is None or isinstance(name, str):

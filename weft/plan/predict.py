@@ -1,14 +1,14 @@
-"""Predictions: the time of each candidate on the model of a machine. Every schedule is built, and simulated unless a bound rules
-it out.
+"""Predictions: the time of each candidate on the model of a machine.
 
-A prediction depends on the mode. "queued" is the time of a run that follows another run; "graph" is the same, but collectives and
-the run's end take longer. "single" is the time of a run on idle devices, with the host's time for each step. If the host reads
-sizes in every run, a run takes at least the host's time to issue it.
+A prediction depends on the mode. "queued": one of several consecutive runs. "graph": the same, but collectives and the end of a
+run take longer. "single": a run on idle devices, with the host time of each step. If the host reads sizes in every run, a run
+takes at least the host time to issue it.
 
-Bounds save simulations. A run takes at least as long as the steps of any lane, each alone. A single run takes at least the host's
-time to issue its steps. Schedules are simulated in the order of their bounds. A schedule whose bound exceeds `HOPELESS` times the
-best so far is not simulated. Equal schedules under two names are simulated once. The schedules of the last problem are cached,
-because a problem is often planned several times: for calls and for graphs, before and after its GEMMs are measured.
+Every schedule is built, but not every schedule is simulated. A run takes at least as long as the steps of any lane, each alone.
+A single run takes at least the host time of all steps. Schedules are simulated in the order of this lower
+bound. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far. Equal schedules with different names are
+simulated once. The schedules of the latest problem are cached, because a problem is usually planned several times: for calls and
+for graphs, before and after its GEMMs are measured.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from weft.words import in_us
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 AT_LEAST = "takes at least"
-"""Prefix of `Row.why_not` of a candidate that was not simulated because it cannot be the fastest."""
+"""The prefix of `Row.why_not` for a candidate that was not simulated because it cannot be the fastest."""
 
 SAME_AS = "the same schedule as "
-"""Prefix of `Row.why_not` of a candidate that was simulated under another name."""
+"""The prefix of `Row.why_not` for a candidate that was simulated under another name."""
 
 HOPELESS = 2.5
-"""Multiple of the fastest prediction: schedules with a higher lower bound are not simulated."""
+"""Schedules whose lower bound exceeds this multiple of the fastest prediction are not simulated."""
 HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
-"""The limit for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the fastest prediction that can be
-chosen, and microseconds beyond it. Both exceed the margins within which the planner prefers simple schedules."""
+"""The limits for more than `_MANY_RANKS` ranks, whose simulations take long: the multiple of the fastest prediction that can be
+chosen, and the distance from it in us. Both are above the margins within which the planner prefers simpler schedules."""
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called before each piece of work, with its name and the fraction of all work that was done since the last call."""
+"""A function that is called before each piece of work: (its name, fraction of all work that was done since the last call)."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results for a candidate. Without a predicted time, `why_not` has the reason: there is no schedule, or it cannot be the
-    fastest."""
+    """The results for a candidate.
+
+    If it has no predicted time, `why_not` has the reason: there is no schedule, or it cannot be the fastest."""
 
     candidate: Candidate
     predicted_us: float | None = None
     measured_us: float | None = None
     why_not: str = ""
-    """Empty for the chosen candidate."""
+    """The reason why the candidate was not chosen; "" for the chosen candidate."""
     gemms: int = 0
     steps: int = 0
     """The number of steps of a rank, in all lanes."""
@@ -71,19 +72,19 @@ class Row:
     copies_by_kernel: int = 0
     """The number of copies by kernel on copy lanes."""
     reads_on_host: bool = False
-    """True if a CUDA graph cannot capture it, because the host reads sizes from the device during the run."""
+    """True if the host reads sizes from the device during the run. A CUDA graph cannot capture such a run."""
     stops_host: bool = False
-    """True if the host waits for these sizes before it issues the rest, so that the device's queue runs empty."""
+    """True if the host waits for these sizes before it issues later steps, so that the device's queue runs empty."""
     dynamic: int = 0
     """The number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False
-    """True if it reduces in 16 bits or fewer, and so has a larger error than one GEMM. Such a schedule must be pinned. False if
-    the problem rounds partial sums anyway."""
+    """True if partial sums are rounded to 16 bits or fewer, so that the error is larger than that of one GEMM. Such a schedule is
+    only taken if pinned. False if serial rounds partial sums too."""
     stages: bool = False
-    """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
-    for these."""
+    """True if kernels send or signal while they compute, by tiles or by stores in peers' memory. Predictions are least accurate
+    for such schedules."""
     own_gemms: bool = False
-    """True if weft's kernels compute its GEMMs. The predicted ratio to serial, which uses cuBLAS, is then less certain."""
+    """True if weft's kernels compute the GEMMs. Then the comparison with serial, which uses cuBLAS, is less certain."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The distinct cuBLAS GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
@@ -95,11 +96,12 @@ class Row:
 
     @property
     def host_us(self) -> float:
-        """Return the approximate host time to issue a run.
+        """Return the approximate host time to issue a run, in us.
 
-        A collective costs 1.5 GEMMs. Any step of a schedule with several lanes, such as a signal or a copy, costs another 0.1
-        GEMM. Each run of a schedule other than serial costs 0.6 GEMMs more. Fitted to some 45 shapes on two H100s
-        (benchmarks/results/h100-never-slower.jsonl). Steps with dynamic sizes are launched from Python.
+        The unit is the host time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes, each step (such as a
+        signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more. These numbers were fitted to
+        about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl). Steps with dynamic sizes are issued from Python
+        and cost `Model.host_late_us`.
         """
         if self.model is None:
             return 0.0
@@ -111,7 +113,7 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """The decomposition and contention losses and exposed communication of a queued run; None without GEMMs."""
+        """The decomposition and contention losses, and the exposed communication, of a queued run; None if it has no GEMMs."""
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         if not gemms_us(self.problem, self.model):
@@ -121,7 +123,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A step of a rank without its location: all properties that determine its cost."""
+    """A step without the offsets of its regions: everything that determines its cost."""
 
     step: Step
     operands: tuple[Operand, ...]
@@ -129,9 +131,9 @@ class _Priced:
 
 @dataclass(frozen=True)
 class _Built:
-    """A candidate with its schedule, or with the reason in `row.why_not`.
+    """A candidate with its schedule, or without, with the reason in `row.why_not`.
 
-    lanes: for each lane of a rank, the count of each distinct step. even: True if sizes are surely equal at all ranks.
+    lanes: for each lane of a rank, {step: number of occurrences}. even: True if sizes are known to be equal on all ranks.
     """
 
     row: Row
@@ -141,14 +143,15 @@ class _Built:
 
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
-    """Return the microseconds of one run, but at least `at_least_us`."""
+    """Return the time of one run in us, but at least `at_least_us`."""
     return max(at_least_us, run_us(schedule, model, mode))
 
 
 def least_us(problem: Problem, model: Model) -> float:
-    """Return a lower bound for all schedules: the time of the whole GEMMs.
+    """Return a lower bound in us for all schedules: the time of the undivided GEMMs.
 
-    Predictions for pieces may be lower, since small GEMMs may be measured at a higher clock, but pieces are not faster.
+    The predicted times of smaller GEMMs may sum to less, because small GEMMs are measured at a higher clock. In a run they are
+    not faster.
     """
     return gemms_us(problem, model, launches=False)
 
@@ -169,10 +172,10 @@ def predicted_rows(
     *,
     every: bool = False,
 ) -> tuple[list[Row], dict[str, Schedule]]:
-    """Return a row for each candidate, and the schedules by name.
+    """Return (a row for each candidate, {name: schedule}).
 
-    among: names of the candidates to consider; by default all. needed: names of the candidates that are always simulated.
-    every: simulate all candidates that fit in memory, also those that cannot be the fastest.
+    needed: the names of candidates to simulate in any case. among: the names of candidates to consider; default: all. every:
+    simulate all candidates that fit in memory, even if they cannot be the fastest.
     """
     built = [
         replace(one, row=replace(one.row, why_not=why), schedule=None)
@@ -200,10 +203,10 @@ _kept: dict[tuple, list[_Built]] = {}
 def _built(
     problem: Problem, progress: Progress, needed: frozenset[str] = frozenset(), among: frozenset[str] | None = None
 ) -> list[_Built]:
-    """Build all candidates that calls may take, or the candidates in `among`, and also those in `needed`.
+    """Build the candidates in `among` (default: all that calls may take) and in `needed`.
 
-    If candidates have equal schedules, only the first keeps its schedule. Schedules of builders outside weft are checked, since
-    the simulator would price steps that do not fit each other.
+    If candidates have equal schedules, only the first keeps its schedule. Schedules of builders outside weft are checked, because
+    the simulator computes times even for inconsistent steps.
     """
     outside = {
         name for name, function in builders_of(type(problem)) if not function.__module__.startswith("weft.builders.")
@@ -215,7 +218,7 @@ def _built(
     if (kept := _kept.get(key)) is not None:
         return kept
     found: list[_Built] = []
-    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # by `_looks`
+    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # `_looks` of a schedule -> (schedule, name)
     for number, candidate in enumerate(known, 1):
         progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
@@ -237,8 +240,9 @@ def _built(
 
 
 def _looks(schedule: Schedule) -> tuple:
-    """Return a key that equal schedules share, and different schedules rarely. Hashing a large schedule takes as long as building
-    it."""
+    """Return a cheap hash key: equal schedules have equal keys, and different schedules rarely do.
+
+    Hashing a whole large schedule would take as long as building it."""
     ends = tuple(
         (lane.name, lane.resource, len(lane.steps), lane.steps[:3], lane.steps[-3:]) for lane in schedule.lanes
     )
@@ -252,7 +256,7 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
-    # Rank 0 is enough: ranks differ at most in empty steps. The steps of tiles are omitted, since evaluating them takes long.
+    # Rank 0 is enough: ranks differ at most in empty steps. The bodies of tiles are omitted, because evaluating them takes long.
     counts = _Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
@@ -283,21 +287,21 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
 
 
 def _stages(step: Step) -> bool:
-    """True if tiles compute and copy, or set signals while others multiply."""
+    """True if the step's tiles compute and copy, or multiply and set signals."""
     kinds = {inner.kind for inner in step.inner if step.tile_kernel}
     return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
 
 
 class _Counts:
-    """Counts of the distinct steps in the lanes of rank 0, without empty steps.
+    """The number of occurrences of each distinct step in the lanes of rank 0, without empty steps.
 
-    Most steps have the same few sizes, which are evaluated once.
+    Most steps have the same few sizes, and each size is evaluated once.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.steps = 0
-        self.grouped = 0  # executions of tiles with matmuls
-        self.even = True  # no size depends on the rank
+        self.grouped = 0  # the number of executions of `Tiles` steps with matmuls
+        self.even = True  # True while no size depends on the rank
         self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
         self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
         self._operands: dict[tuple, Operand] = {}
@@ -305,13 +309,13 @@ class _Counts:
         self._first: dict[tuple, _Priced] = {}  # by kind, settings and operands
 
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
-        times: Counter[int] = Counter()  # by identity: hashing a step visits all its fields
+        times: Counter[int] = Counter()  # keys are ids, because hashing a step visits all its fields
         for step, values in iterations(steps, self._values):
             if step.tile_kernel:
                 if not substitute(cast(Tiles, step).extent, values):
                     continue
                 self.grouped += any(inner.multiplies for inner in step.inner)
-            # Copies and GEMMs, most steps, always write: `decisive` is slower.
+            # `copies_by` and `multiplies` are tested first for speed: `decisive` is slower, and most steps are copies or GEMMs.
             elif step.copies_by or step.multiplies or step.decisive:
                 if (priced := self._priced(step, values)) is None:
                     continue
@@ -320,7 +324,7 @@ class _Counts:
         return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
 
     def _priced(self, step: Step, values: Values) -> _Priced | None:
-        """Return the step without its location; None if it is empty."""
+        """Return the step without its offsets; None if it is empty."""
         if values is not self._values:
             return self._in_numbers(step, values)
         key = key_of(step)
@@ -362,17 +366,16 @@ def _timed(row: Row, time: float | str | None) -> Row:
 def _times(
     problem: Problem, built: list[_Built], model: Model, mode: Mode, needed: frozenset[str], progress: Progress
 ) -> dict[str, float | str]:
-    """Return microseconds of each candidate, or the reason for not simulating it.
+    """Return {name: time in us, or the reason for not simulating the candidate}.
 
-    A candidate that a graph can capture is compared with the best capturable candidate. Other candidates are compared with the
-    best of all.
+    A candidate that a CUDA graph can capture is compared with the best capturable candidate, any other with the best of all.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
     bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
     few = problem.world_size <= _MANY_RANKS
     best, best_captured = float("inf"), float("inf")
-    most_host_us = 0.0  # of a choice; serial is the first to be simulated
+    most_host_us = 0.0  # the largest host time that a choice may have; known after serial, which is simulated first
     times: dict[str, float | str] = {}
     for number, name in enumerate(
         sorted(bounds, key=lambda name: (name not in needed, name != "serial", bounds[name])), 1
@@ -393,28 +396,30 @@ def _times(
             most_host_us = max(us, replace(one.row, model=model).host_us)
         rough = one.row.rough and not problem.rounds_sums
         if not few and (rough or host_us > max(us, most_host_us)):
-            continue  # it cannot be chosen, so it rules out no other
+            continue  # it cannot be chosen, so its time is no limit for others
         best = min(best, us)
         best_captured = best_captured if one.row.reads_on_host else min(best_captured, us)
     return times
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """Return a lower bound: the largest of the time of the longest lane's steps, each alone, for many ranks the time of the bytes
-    on their links, and in a single run the host's time for all steps."""
+    """Return a lower bound on the time of a run, in us.
+
+    It is the longest lane's steps, each alone, or for many ranks the bytes on the links, if that is longer. For a single run it
+    is at least the host time of all steps."""
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
     return max(host_us, _lanes_us(built, model))
 
 
 _MANY_RANKS = 8
-"""With more ranks than this, the bytes on links bound predictions too: this saves more time in simulations than it takes."""
+"""For more ranks than this, lower bounds also include the bytes on links. This then saves more simulation time than it costs."""
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
-    """Return the time of the longest lane's steps, each alone, or the time of the busiest kind of resource if that is longer.
+    """Return a lower bound: the longest lane's steps, each alone, or the busiest kind of resource.
 
-    Latencies of copies by kernel do not count, since one kernel may do several copies. Each rank has one resource of each kind.
-    If all ranks move the same number of bytes, the load that one rank puts on all resources of a kind equals the average load of
+    Latencies of copies by kernel are not included, because one kernel may do several copies. Each rank has one resource of each
+    kind. If all ranks move the same number of bytes, the load of one rank on all resources of a kind is also the average load of
     one such resource.
     """
     assert built.schedule is not None

@@ -1,4 +1,4 @@
-"""Dataclasses of measured numbers in JSON files. Each field is checked before use."""
+"""Loading of dataclasses of measured numbers from JSON files, with a check of each field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.plan.machine import versions
 from weft.words import counted
 
 Check = Callable[[Any], bool]
-"""A function that returns True if a field can have this JSON value."""
+"""A function that returns True if a JSON value is valid for a field."""
 _MOST_WHOLE = 1 << 50
 
 
@@ -23,11 +23,12 @@ S = TypeVar("S", bound=_Saved)
 
 
 def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mapping[str, Check], fix: str) -> S | None:
-    """Return the `kind` in the file of this machine and number of ranks; None without a file.
+    """Return the `kind` that was saved for this machine and number of ranks; None if there is no file.
 
-    what: "calibration", for example: part of the file's name and of messages.
+    what: such as "calibration"; part of the file's name and of error texts. checks: a check for each field. fix: the end of error
+    texts.
 
-    Raises `UnreadableError` for a broken file or another machine's file, `ValueError` if other versions are installed now.
+    Raise `UnreadableError` if the file is broken or another machine's, and `ValueError` if other versions are installed now.
     """
     path = store.path_of(what, machine, world_size)
     content = store.read(path)
@@ -57,7 +58,7 @@ def is_whole(found: Any) -> bool:
 
 
 def is_positive(found: Any) -> bool:
-    """True if `found` can be a factor, or a number of bytes/us."""
+    """True if `found` is a number from 1e-6 to 1e12."""
     return type(found) in (int, float) and 1e-6 <= found <= 1e12
 
 
@@ -78,7 +79,7 @@ def none_or(check: Check) -> Check:
 
 
 def rows_of(*cells: Check) -> Check:
-    """Return a check for a list of rows, each a list with a cell for each of `cells`."""
+    """Return a check for a list of rows, each of which is a list that passes the checks `cells`, one per element."""
 
     def check(found: Any) -> bool:
         return isinstance(found, list) and all(

@@ -1,11 +1,8 @@
-"""Self-calibration: a measurement of up to two seconds, for GPUs with neither a machine file nor a calibration.
+"""Self-calibration: measurements of up to two seconds, for GPUs with neither a machine file nor a calibration.
 
-    a number is used if        derived / 2 <= measured <= 2 derived
-
-Derived numbers (`weft.hw.derived`) estimate the hardware's speed. Measurements on a busy machine may be many times slower, and
-saved numbers are permanent. So a number outside this range is dropped and reported. `weft plan calibrate` drops nothing.
-
-`weft.operator.self_calibrate` measures when a group first chooses a schedule.
+A measured number is used only if it is between half and twice the derived number (`weft.hw.derived`). On a busy machine a
+measurement may be many times too slow, and the numbers are saved. So a number outside this range is dropped and reported.
+`weft plan calibrate` drops nothing. `weft.operator.self_calibrate` runs the measurements when a group first chooses a schedule.
 """
 
 from __future__ import annotations
@@ -26,10 +23,10 @@ WHAT = "self-calibration"
 _DTYPE = "bf16"
 BUDGET_S = 2.0
 _FAR = 2.0
-_COPY_US, _GEMM_US = 3000.0, 2000.0  # the longest single copy and GEMM, by derived numbers
+_COPY_US, _GEMM_US = 3000.0, 2000.0  # the maximum time of a copy and of a GEMM, by derived numbers
 _COPIES = tuple(1 << i for i in range(26, 19, -1))  # 64 MiB to 1 MiB
 _CUBES = (8192, 4096, 2048, 1024)
-_SMALLER = 4  # times, along each side: the second GEMM
+_SMALLER = 4  # the second GEMM is smaller by this factor in each dimension
 _AGAIN = "the next first call of a group measures again"
 
 
@@ -43,7 +40,7 @@ class ProbeSizes(NamedTuple):
 class Applied(NamedTuple):
     model: Model
     used: tuple[str, ...]
-    """Names of the measured numbers in the model."""
+    """The names of the measured numbers that the model uses."""
     dropped: tuple[str, ...]
     """One sentence for each number that stays derived."""
 
@@ -54,12 +51,12 @@ class _Number(NamedTuple):
     measured: float | None
     derived: float
     into: Callable[[Model], Model]
-    """A function that returns a model with the measured number."""
+    """A function that inserts the measured number into a model, and returns the new model."""
 
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """The raw measurements; None for a number that there was no time to measure. `apply` inserts them into a model."""
+    """The measured numbers. None: there was no time to measure it. `apply` inserts them into a model."""
 
     machine: str
     world_size: int
@@ -75,7 +72,7 @@ class SelfCalibration:
     host_step_us: float | None = None
 
     def apply(self, base: Model) -> Applied:
-        """Return `base`, a model of derived numbers, with the measured numbers that are close to the derived ones."""
+        """Return `base`, a model of derived numbers, with those measured numbers that are close to the derived numbers."""
         model, used, dropped = base, list[str](), list[str]()
         for number in self._numbers(base):
             text = f"{number.name} stays at the derived {number.derived:.3g} {number.unit}"
@@ -128,7 +125,7 @@ def _measuring(shape: MatmulShape, us: float | None) -> Callable[[Model], Model]
 
 
 def sizes_for(base: Model) -> ProbeSizes:
-    """Return sizes that take up to 3 ms for a copy and 2 ms for a GEMM, by derived numbers."""
+    """Return the sizes to measure: copies of up to 3 ms and GEMMs of up to 2 ms, by derived numbers."""
     rate = min(base.copy_bytes_per_us, *(rates[-1][1] for rates in (base.put_bytes_per_us, base.get_bytes_per_us)))
     count = next((count for count in _COPIES if count <= _COPY_US * rate), _COPIES[-1])
     cube = next((c for c in _CUBES if base.matmul_us(c, c, c, _DTYPE) <= _GEMM_US), _CUBES[-1])
@@ -136,7 +133,7 @@ def sizes_for(base: Model) -> ProbeSizes:
 
 
 def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> SelfCalibration:
-    """Measure the most important numbers first, and start no measurement after `budget_s`. Collective."""
+    """Measure, the most important numbers first. Start no measurement after `budget_s` seconds. It is a collective call."""
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}
     asked: dict[Any, Callable[[], float]] = {
@@ -150,7 +147,7 @@ def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> 
     }
     found: dict[Any, float] = {}
     for what, ask in asked.items():
-        if measure.elapsed_s() >= budget_s:  # equal on all ranks
+        if measure.elapsed_s() >= budget_s:  # `elapsed_s` is equal on all ranks, so all ranks stop together
             break
         found[what] = ask()
     times = tuple((*shape, found.pop(shape, None)) for shape in sizes.gemms)
@@ -161,23 +158,23 @@ def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> 
 
 
 _known: dict[tuple[str, int], SelfCalibration] = {}
-"""Numbers that this process has measured or received from the first rank, by machine and number of ranks."""
+"""{(machine, number of ranks): the numbers that this process has measured or received from the first rank}"""
 
 
 def adopt(found: SelfCalibration) -> None:
-    """Use these numbers for planning in this process from now on."""
+    """Use these numbers for all later plans of this process."""
     _known[found.machine, found.world_size] = found
 
 
 def save(found: SelfCalibration) -> None:
-    """Save these numbers for other processes, if possible. Call it on one rank."""
+    """Save these numbers for other processes, if the cache folder is writable. Call it on one rank only."""
     store.keep(store.path_of(WHAT, found.machine, found.world_size), asdict(found))
 
 
 def find(machine: str, world_size: int) -> SelfCalibration | None:
-    """Return the numbers measured with `world_size` ranks, by this process or another; None if there are none.
+    """Return the numbers that this or another process has measured with `world_size` ranks; None if there are none.
 
-    Raises `ValueError` if it was measured with other versions, `UnreadableError` if the file is broken or another machine's.
+    Raise `ValueError` if they were measured with other versions, and `UnreadableError` if the file is broken or another machine's.
     """
     here = _known.get((machine, world_size))
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)
@@ -198,4 +195,4 @@ _HOLDS: dict[str, saved.Check] = {
     "signal_local_us": _TIME,
     "host_step_us": _TIME,
 }
-"""Checks of the fields in JSON."""
+"""The check of each field in JSON."""

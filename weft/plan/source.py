@@ -1,9 +1,10 @@
-"""Sources of a machine's model, best first. The first source that exists and is usable applies.
+"""The source of a machine's model: the first of this list that exists and is usable.
 
-- calibration: `weft plan calibrate`, for this machine, number of ranks, and installed versions
+- calibration: by `weft plan calibrate`, with the same machine, number of ranks and installed versions
 - machine file: `weft/hw/*.toml`
-- self-calibration: for GPUs without either; some numbers measured at a group's first call, the rest derived
-- derived: from the driver's data, and the ratios of a measured machine
+- self-calibration: for GPUs without a calibration or machine file. Some numbers are measured at a group's first call, the others
+  are derived
+- derived: from the driver's numbers, in proportion to a measured machine
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ Source: TypeAlias = Literal["calibration", "machine file", "self-calibration", "
 class Calibrated(NamedTuple):
     model: Model
     note: str
-    """The source of its numbers."""
+    """The source of the model's numbers."""
     refused: bool
-    """True if a calibration exists but is not used: the note has the reason and the fix."""
+    """True if a calibration exists but is not usable. `note` then has the reason and the fix."""
     source: Source
 
 
 def calibrated(machine: Machine, ranks: int) -> Calibrated:
-    """Return the model of `ranks` of these GPUs from the best source. `KeyError` names a number that the machine file lacks."""
+    """Return the model of `ranks` GPUs of this machine from the best source.
+
+    Raise `KeyError` with the missing number if the machine file is incomplete."""
     base = model_of(machine, ranks)
     refused = True
     try:
@@ -66,7 +69,7 @@ def _self_calibrated(machine: Machine, base: Model, ranks: int) -> tuple[Model, 
 
 
 def _dated(day: str) -> str:
-    """Return the date with its age."""
+    """Return a text with the date and its age."""
     try:
         age = (datetime.now(UTC).date() - date.fromisoformat(day)).days
     except ValueError:

@@ -1,5 +1,4 @@
-"""Measured numbers on disk: JSON files under `weft.env.cache_dir()`, replaced atomically, so that a reader never sees a partial
-file."""
+"""JSON files of measured numbers in `weft.env.cache_dir()`. They are replaced atomically: readers never see a partial file."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def ranks_of(what: str, machine: str) -> list[int]:
 
 
 def any_of(what: str) -> bool:
-    """True if there is a file `path_of(what, ...)`. Called at every first call of a shape."""
+    """True if there is any file `path_of(what, ...)`. It is fast, because every first call of a shape calls it."""
     try:
         folder = os.fspath(env.cache_dir())
         return what in _kinds_in(folder, os.stat(folder).st_mtime_ns)
@@ -50,13 +49,13 @@ def any_of(what: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
-    """Return the first words of the file names in `folder`. changed_ns: its modification time, a part of the cache key."""
+    """Return the first word of each file name in `folder`. changed_ns: its modification time, which is part of the cache key."""
     with os.scandir(folder) as files:
         return frozenset(file.name.partition("-")[0] for file in files)
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` like `write`; warn once on failure."""
+    """Write `content` to `path`. If that fails, warn once."""
     try:
         write(path, content)
     except OSError as error:
@@ -69,23 +68,23 @@ def keep(path: Path, content: dict[str, Any]) -> None:
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
-        path.unlink(missing_ok=True)  # writing to a pipe would wait for its reader
+        path.unlink(missing_ok=True)  # if it is a named pipe, writing would block until there is a reader
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return the file's content; None without a file. Raise `UnreadableError` if weft did not write it."""
+    """Return the content of the file; None if there is no file. Raise `UnreadableError` if it is not a JSON object."""
     try:
         content = reading.read_json(path, fix=FIX)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not isinstance(content, dict):
-        raise UnreadableError(f"{path} contains {kind(content)}, not an object; {FIX}")
+        raise UnreadableError(f"{path} contains {kind(content)}, not a JSON object; {FIX}")
     return content
 
 
 def is_time(found: object) -> bool:
-    """True if `found` can be a measured time: a number of microseconds within the limits of `TIMES`."""
+    """True if `found` is a plausible time in microseconds: a number from 1e-6 to 1e12."""
     return type(found) in (int, float) and 1e-6 <= cast(float, found) <= 1e12
 
 

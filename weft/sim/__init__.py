@@ -1,4 +1,4 @@
-"""Simulation of schedules on modelled hardware: what ranks would do, and for how long. The machine need not be here."""
+"""Simulation of schedules on modelled hardware: the start and end of every step. No GPU is needed."""
 
 from weft.sim.engine import simulate
 from weft.sim.losses import Inefficiencies, inefficiencies

@@ -1,12 +1,11 @@
-"""The time that no schedule of a problem can beat on a model.
+"""A lower bound on the time of all schedules of a problem on a modelled machine.
 
-    compute   the serial schedule's GEMMs, each whole and alone, on the slowest rank; without GEMMs, its pooling
-    links     for each collective of the serial schedule the bytes that each rank must send / the rate of all links that leave it.
-              For an all-to-all, whose bytes cannot be combined, the time of the link with the most bytes: all schedules use the
-              same routes
-    bound     the larger of the two
+    compute   the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank; without GEMMs, of its pooling
+    links     for each collective of the serial schedule, the bytes that a rank must send / the bandwidth of all links that leave
+              it. For an all-to-all, the time of the link with the most bytes, because all schedules use the same routes
+    bound     the larger of both
 
-Latencies, launches and memory do not count.
+Latencies, launches and memory traffic are not included.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class Bound:
 
 
 def bound(problem: Problem, model: Model) -> Bound:
-    """Return a time that no schedule of `problem` can beat."""
+    """Return the lower bound for all schedules of `problem` on `model`."""
     return bound_of(lower(serial_of(problem), model), gemms_us(problem, model, launches=False))
 
 
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
-    """Return the same bound, given the lowered serial schedule of the problem."""
+    """Return the lower bound, given the problem's lowered serial schedule. gemms_us: the time of its GEMMs, each alone."""
     works = [
         (origin.step, task)
         for lane in serial.lanes

@@ -2,19 +2,21 @@
 
 A trace is a folder:
 
-    NAME.RANK.et      for each rank a graph of nodes: computation with its time, collectives, sends and receives with their bytes
-    comm_group.json   the group of all ranks, which every collective names
+    NAME.RANK.et      a rank's graph of nodes: computations with their time; collectives, sends and receives with their bytes
+    comm_group.json   the group of all ranks, to which every collective refers
     network.yml       the topology, for ASTRA-sim's analytical network
-    system.json       algorithms of collectives by dimension
+    system.json       the collectives' algorithm for each dimension of the topology
 
-A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8 bytes, unless it
-follows a copy to the same rank. Waits are dependencies. Times of traces are whole microseconds, so that short ones are scaled:
-all times by `Trace.scale`, and the network's by the same factor. ASTRA-sim's cycles divided by the scale are nanoseconds.
+A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8 bytes, unless
+it follows a copy to the same rank: then the copy's message is enough. Waits are dependencies. Times in traces are whole
+microseconds, so all times, including the network's, are multiplied by `Trace.scale`. ASTRA-sim's cycles divided by the scale are
+nanoseconds.
 
-Not exported: kernels that read or store in peers' memory while they compute. Chakra has no node for them.
+Kernels that access peers' memory while they compute cannot be exported, because Chakra has no node for them.
 
-The wire format is protobuf's, which is short enough for no dependency: messages with their length, fields with their number.
-Schema: `et_def.proto` of mlcommons/chakra, version 0.0.4. Sizes of collectives: ASTRA-sim's, what each rank puts in.
+The protobuf wire format is written here directly, without a dependency: messages with their length, fields with their number.
+Schema: `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size of each rank's input, as in
+ASTRA-sim.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from weft.sim.vectorised import values_of_ranks
 _VERSION = "0.0.4"
 _COMP, _SEND, _RECV, _COLL = 4, 5, 6, 7  # node types
 _COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "exchange": 6, "reduce_scatter": 7}
-_GROUP = "1"  # of all ranks; "0" is no group in ASTRA-sim
+_GROUP = "1"  # the group of all ranks; ASTRA-sim takes "0" as no group
 _SIGNAL_BYTES = 8
-_STEPS = 100  # times are scaled so that the shortest has at least so many microseconds, up to `_MOST_SCALE`
+_STEPS = 100  # times are scaled until the shortest is at least this many microseconds, but at most by `_MOST_SCALE`
 _MOST_SCALE = 1000
 
 
@@ -55,32 +57,34 @@ class _Node:
 
 @dataclass
 class _Event:
-    """A set of a counter: after `node` of `rank`. arrived: the receives of copies before it, on the counter's rank."""
+    """A set of a counter, after `node` of `rank`.
+
+    arrived: the receives, on the counter's rank, of the copies before the set."""
 
     rank: int
     node: _Node
     arrived: list[_Node]
-    copied_last: bool  # no step of its lane follows its last copy
+    copied_last: bool  # True if no step of the lane is between the last copy and the set
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The files of a trace by name, and the factor of its times."""
+    """The contents of a trace's files, by name. scale: the factor by which all times are multiplied."""
 
     files: dict[str, bytes]
     scale: int
 
     def write(self, folder: Path) -> None:
-        """Write all files into `folder`, which is made if needed."""
+        """Write all files into `folder`; create it if needed."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
 
 
 def chakra_trace(schedule: Schedule, model: Model, name: str = "weft") -> Trace:
-    """Return the trace of one run of `schedule`, whose computation takes as long as alone on `model`.
+    """Return the trace of one run of `schedule`. Each computation takes as long as it takes alone on `model`.
 
-    Raise `ScheduleError` if a kernel accesses peers' memory, `ValueError` if ASTRA-sim does not know the topology.
+    Raise `ScheduleError` if a kernel accesses peers' memory, and `ValueError` if ASTRA-sim does not support the topology.
     """
     nodes = _Export(schedule, model).nodes()
     times = [node.us for of_rank in nodes for node in of_rank if node.us > 0]
@@ -111,13 +115,13 @@ class _Export:
             for wait in waits:
                 for event in self._events[wait.counter]:
                     node.after.update(self._arrivals(event, rank))
-                    if sender is not None and sender[0] == event.rank:  # a peer sends what is fetched once it is there
+                    if sender is not None and sender[0] == event.rank:  # for a get, the peer's send waits for the data
                         sender[1].after.add(event.node.id)
         sizes = [[dict(node.attributes)["comm_size"] for node in of if node.type == _COLL] for of in self._nodes]
         if any(of_rank != sizes[0] for of_rank in sizes):
             raise ScheduleError(
-                f"{self._schedule.name}: ranks exchange different numbers of bytes, and collectives of ASTRA-sim have one size: "
-                "use even sizes"
+                f"{self._schedule.name}: ranks exchange different numbers of bytes, but a collective of ASTRA-sim has the same "
+                "size on all ranks: use even sizes"
             )
         return self._nodes
 
@@ -154,7 +158,7 @@ class _Export:
     def _work(
         self, lane: LaneProgram, number: int, task: Work, copied: dict[int, list[_Node]]
     ) -> tuple[_Node, tuple[int, _Node] | None]:
-        """Return the node of a step, and if it fetches, (rank, node) of the peer's send."""
+        """Return (node of a step, (rank, node) of the peer's send if the step is a get, otherwise None)."""
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}
         step = origin.step
@@ -168,8 +172,8 @@ class _Export:
             return self._add(rank, name, _COMP, task.latency_us + task.work_us), None
         if not isinstance(step, Copy):
             raise ScheduleError(
-                f"{self._schedule.name}: {name} accesses peers' memory while it computes, which Chakra traces do not have: "
-                "export serial, or a schedule whose copies are steps of their own"
+                f"{self._schedule.name}: {name} accesses peers' memory while it computes, which Chakra traces cannot "
+                "represent: export serial, or a schedule with separate copy steps"
             )
         world = self._schedule.world_size
         source_rank, target_rank = (substitute(region.at, values) % world for region in (step.src, step.dst))
@@ -182,12 +186,12 @@ class _Export:
     def _raise(self, counter: int, rank: int, node: _Node, copied: dict[int, list[_Node]]) -> None:
         owner = self._owners.get(counter)
         if owner is None:
-            return  # nobody waits for it
+            return  # no lane waits for it
         arrived = copied.pop(owner, []) if owner != rank else []
         self._events[counter].append(_Event(rank, node, arrived, bool(arrived) and node.type == _SEND))
 
     def _arrivals(self, event: _Event, rank: int) -> Iterable[int]:
-        """Return the nodes of `rank` after which it has seen the event."""
+        """Return the nodes of `rank` on which a wait for the event depends."""
         if event.rank == rank:
             return [event.node.id]
         if not event.copied_last:
@@ -213,7 +217,7 @@ class _Export:
 
 
 def _network(wiring: Wiring, ranks: int, scale: int) -> tuple[str, list[str]]:
-    """Return network.yml, and the kind of each dimension."""
+    """Return (contents of network.yml, kind of each dimension)."""
     numbers = wiring.numbers
     dimensions: list[tuple[Any, ...]]
     if wiring.builder is switch:
@@ -230,7 +234,9 @@ def _network(wiring: Wiring, ranks: int, scale: int) -> tuple[str, list[str]]:
     elif wiring.builder is ring:
         dimensions = [("Ring", ranks, *numbers)]
     else:
-        raise ValueError("ASTRA-sim's network needs a switch, a mesh, a ring, a torus or hosts: use --topology")
+        raise ValueError(
+            "ASTRA-sim supports a switch, a mesh, a ring, a torus or hosts: pass one of them with --topology"
+        )
     kinds, counts, rates, latencies = zip(*((*one, 0.0)[:4] for one in dimensions), strict=True)
     lines = {
         "topology": ", ".join(kinds),

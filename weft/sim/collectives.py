@@ -1,23 +1,24 @@
-"""Library collectives (NCCL, RCCL) as algorithms: which rank sends how much to which, in rounds, on a topology.
+"""Algorithms of collectives (NCCL, RCCL) on a topology: the bytes that each rank sends to each other rank, in rounds.
 
-An algorithm is a sequence of phases. A phase has a number of equal rounds, and in each round every rank sends the same number of
-bytes to each of its peers of the phase. A round begins when the one before has arrived, so that a phase takes
+An algorithm is a sequence of phases. A phase has a number of equal rounds. In each round, every rank sends the same number of
+bytes to each of its peers in this phase. A round begins when the previous round's data has arrived, so a phase takes
 
-    rounds * (latency of the longest route + bytes on the fullest link / its bandwidth)
+    rounds * (latency of the longest route + bytes on the busiest link / its bandwidth)
 
     algorithm            rounds           bytes that a rank sends, of S bytes of all shards together
     direct               1                S / W to each other rank
     ring                 W - 1            S / W to the next rank, in one direction
-    halving-doubling     log2 W           S / 2, S / 4, ... to the ranks 1, 2, 4, ... further on
+    halving-doubling     log2 W           S / 2, S / 4, ... to the ranks at distances 1, 2, 4, ...
     tree (all-reduce)    2 log2 W         S towards the root, and S back
-    by dimension         of each line     direct or ring along the first dimension, then along the next, with less and less left
+    by dimension         of each line     direct or ring along the first dimension, then along the next with the remaining bytes
 
-The fastest algorithm is used, as libraries tune theirs. An all-to-all is always direct: nothing can be combined. On tori its
-routes go along dimensions. A measured rate of the library (`collective.all_gather` of a machine file) still limits them all.
+The fastest algorithm is used, because the libraries select theirs too. An all-to-all is always direct. On a torus its routes
+follow the dimensions. The library's measured rate (`collective.all_gather` of a machine file) is an upper limit for all
+algorithms.
 
-Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007; Bruck,
-Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997,
-for halving-doubling between ranks at distances of 1, 2, 4, ..., which needs no power of two.
+Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007. Bruck,
+Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997
+(halving-doubling for any number of ranks).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Op: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_al
 
 
 class Phase(NamedTuple):
-    """Equal rounds. part: the share of all bytes that a rank sends to each of `peers(rank)` in a round."""
+    """A number of equal rounds. part: the fraction of all shards' bytes that a rank sends to each of `peers(rank)` per round."""
 
     rounds: int
     part: float
@@ -43,11 +44,11 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm on a topology with idle links.
+    """The cost of an algorithm on a topology whose links are otherwise idle. Bytes count all shards together.
 
-    latency_us: the latencies of all rounds. us_per_byte: the time for each byte of all shards together. links: (kind, distance of
-    the rank that it is at, its time for each byte of all shards) of what rank 0, 1, ... up to the topology's period sends. sent:
-    bytes that a rank sends, for each byte of all shards.
+    latency_us: the sum of the latencies of all rounds. us_per_byte: the time per byte. links: for each rank of the topology's
+    period, the links that its data uses, as (kind, distance of the link's rank, time per byte). sent: the bytes that a rank
+    sends, per byte.
     """
 
     name: str
@@ -61,9 +62,10 @@ class Algorithm:
 
 
 def algorithm(topology: Topology, op: Op, count: float) -> Algorithm:
-    """Return the fastest algorithm for `count` bytes: of all shards of an all-gather, or of a rank's input otherwise.
+    """Return the fastest algorithm for `count` bytes.
 
-    Of equally fast algorithms the first in the module's table is returned.
+    count: for an all-gather, the bytes of all shards; for other collectives, the bytes of one rank's input. If several
+    algorithms are equally fast, return the first in the table at the top of this file.
     """
     return min(algorithms(topology, op), key=lambda one: one.time_us(count))
 
@@ -85,7 +87,7 @@ def _phases(topology: Topology, op: Op) -> Iterator[tuple[str, list[Phase]]]:
     scatters = {"direct": [_direct(world)]}
     lines = [size for size in topology.dims if size > 1]
     if topology.links and world > 2:
-        if len(lines) < 2:  # over several dimensions a ring of all ranks crosses the slow links of one rank only
+        if len(lines) < 2:  # with several dimensions, a ring of all ranks would use the slow links of a single rank
             scatters["ring"] = [Phase(world - 1, 1 / world, lambda rank: ((rank + 1) % world,))]
         scatters["halving-doubling"] = list(_halving(world))
     if len(lines) > 1:
@@ -102,7 +104,7 @@ def _direct(world: int) -> Phase:
 
 
 def _halving(world: int) -> Iterator[Phase]:
-    """Yield the rounds of a reduce-scatter, with the most bytes first."""
+    """Yield the phases of a reduce-scatter by halving-doubling, the phase with the most bytes first."""
     distances = [1 << i for i in range((world - 1).bit_length())]
     for distance in reversed(distances):
         shards = min(distance, world - distance)
@@ -110,7 +112,7 @@ def _halving(world: int) -> Iterator[Phase]:
 
 
 def _tree(world: int) -> Iterator[Phase]:
-    """Yield the rounds up a binomial tree and down again. The root is rank 0; all its levels take the time of whole messages."""
+    """Yield the phases of an all-reduce over a binomial tree with root 0. Messages are not pipelined between levels."""
     levels = [1 << i for i in range((world - 1).bit_length())]
     for d in levels:
         yield Phase(1, 1.0, lambda rank, d=d: (rank - d,) if rank % (2 * d) == d else ())  # type: ignore[misc]
@@ -119,7 +121,7 @@ def _tree(world: int) -> Iterator[Phase]:
 
 
 def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
-    """Yield the phases of a reduce-scatter along each dimension. The last one, which may be slow, has the fewest bytes left."""
+    """Yield the phases of a reduce-scatter along each dimension. The last dimension, often the slowest, has the fewest bytes."""
     stride, left = 1, 1.0
     for size in dims:
         if size == 1:
@@ -136,10 +138,10 @@ def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
 
 
 def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
-    """Return the algorithm with its times and loads.
+    """Return the cost of the algorithm with these phases.
 
-    Ranks up to the topology's period represent the others: what they send over all links of a kind meets on one link. In a tree
-    ranks differ, so all are looked at, and each gets the mean of the loads.
+    The ranks of the topology's period represent all others, so the traffic on all links of a kind is summed on one link. In a
+    tree every rank sends other amounts. Then all ranks are evaluated, and each link gets the mean load.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)
@@ -167,9 +169,9 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
 
 
 def least_us(topology: Topology, op: Op, count: float) -> float:
-    """Return a bound that no algorithm can beat: what each rank must send, over all links that leave it.
+    """Return a lower bound on the time in us: the bytes that a rank must send / the bandwidth of all links that leave it.
 
-    Every rank sends the sums of W - 1 shards, or receives W - 1 shards, and for an all-reduce both.
+    For a reduce-scatter a rank sends W - 1 sums of a shard, for an all-gather it receives W - 1 shards, for an all-reduce both.
     """
     if "leaving" not in topology.known:
         rates = dict.fromkeys(range(topology.ranks), 0.0)

@@ -1,9 +1,9 @@
-"""The cost of one step on a model: its time alone, and its share of each resource.
+"""The cost of one step on a model: its time alone, and how much of each resource it uses.
 
-A step waits `latency_us`, holding no resource, and then works for `work_us` if nothing else runs. At full speed it takes a
-share of each resource that it uses, where 1 is the whole resource. At half speed it takes half of that share. Resources are a
-rank's "hbm", "compute" and "engine" (all copy engines), and links (`weft.hw.topology`). A flow takes a part of each link on its
-route. Costs name resources by distance from the rank of the step, so that ranks with the same steps have the same costs.
+A step first takes `latency_us` without using resources. Then it works, for `work_us` if nothing else runs. At full speed it uses
+a fraction of each resource; at half speed, half of it. The resources are each rank's "hbm", "compute" and "engine" (all its copy
+engines), and links (`weft.hw.topology`). A transfer uses a fraction of each link on its route. Costs name resources by their
+distance from the step's rank, so that ranks with the same steps have the same costs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
 ResourcePlace: TypeAlias = tuple[str, int]
-"""(kind, distance of the rank that owns the resource). For a link: its kind, and the distance of its `at`."""
+"""(kind, distance from the step's rank to the rank that owns the resource). For a link: (its kind, distance to its `at`)."""
 
 
 How: TypeAlias = Literal["share", "hold", "disturb"]
 
 
 class Use(NamedTuple):
-    """The use of one resource by a step.
+    """The use of one resource by a step. amount: the fraction of the resource that it uses at full speed.
 
-    share: max-min fair with the other steps that ask. hold: exclusive while the step works, at any speed.
-    disturb: lost by the steps that share the resource, in proportion to this step's speed. It does not slow this step.
+    how:
+        share    divided max-min fairly among concurrent steps
+        hold     exclusive while the step works, at any speed
+        disturb  taken from the steps that share the resource, in proportion to this step's speed. It does not slow this step
     """
 
     how: How
@@ -39,7 +41,7 @@ class Use(NamedTuple):
 
 
 What: TypeAlias = Literal["matmul", "compute", "peer", "engine"]
-"""A matmul, another kernel, communication with peers, or a copy within the GPU by a copy engine."""
+"""The kind of a step: "matmul", "compute" (another kernel), "peer" (communication), "engine" (a copy engine's local copy)."""
 
 
 class Cost(NamedTuple):
@@ -47,14 +49,14 @@ class Cost(NamedTuple):
     latency_us: float
     work_us: float
     uses: tuple[Use, ...]
-    sent_bytes: int = 0  # bytes between ranks: sent by its rank, or fetched from a peer
-    joins: bool = False  # begins when all ranks have reached it
-    fills: float = 0.0  # share of its rank's units that later kernels do not get until it ends
-    least_us: float = 0.0  # the time that the links need for it, whatever the algorithm
+    sent_bytes: int = 0  # the bytes that the step sends to peers or gets from a peer
+    joins: bool = False  # True if it begins when all ranks have reached it
+    fills: float = 0.0  # the fraction of the rank's compute units that it keeps until it ends
+    least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
 
     @property
     def holds(self) -> float:
-        """Return the fraction of its rank's compute units that must be free before it can begin."""
+        """Return the fraction of the rank's compute units that must be free before the step can begin."""
         return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
 
 
@@ -62,7 +64,7 @@ class Operand(NamedTuple):
     rows: int
     cols: int
     dtype: str
-    at: int  # distance from the step's rank to the rank whose memory holds it
+    at: int  # distance from the step's rank to the rank in whose memory the operand is
     whole_rows: bool
 
     @property
@@ -71,7 +73,7 @@ class Operand(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The topology as seen from `rank`: other ranks are named by distance."""
+    """The topology as seen from `rank`: `source` and `target` are distances from it."""
 
     topology: Topology
     rank: int
@@ -84,11 +86,11 @@ class Links(NamedTuple):
         return self.paths(source, target).latency_us
 
     def bytes_per_us(self, source: int, target: int) -> float:
-        """Return the rate of a flow alone."""
+        """Return the bandwidth of a transfer that runs alone."""
         return self.paths(source, target).bytes_per_us
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
-        """Yield the link shares of a flow of `count` bytes that takes `us`."""
+        """Yield the use of each link by a transfer of `count` bytes that takes `us`."""
         routes = self.paths(source, target).routes
         for link in itertools.chain(*routes):
             at = (link.at - self.rank) % self.topology.ranks
@@ -96,17 +98,17 @@ class Links(NamedTuple):
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
-    """Return the cost of a step of `rank`. Ranks that see the same topology have the same cost.
+    """Return the cost of a step of `rank`. To define the cost of a kind of step, register a function with `price.register`.
 
-    operands: source and destination of a copy or a collective. An exchange adds the part for the rank at each distance, from 0.
-    For any other step: what it accesses. Register a function with `price.register` to price a kind of step.
+    operands: source and destination of a copy or a collective; for an exchange, then the parts for the ranks at distances 0, 1,
+    .... For other steps, the regions that the step accesses.
     """
     return price(step, model, Links(model.wiring.of(world), rank), operands)
 
 
 @singledispatch
 def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a step: of a memory-bound kernel of weft, unless a function is registered for its kind."""
+    """Return the cost of a step by the function registered for its kind. Default: the cost of a memory-bound kernel."""
     return _through_memory(model, links, step, operands, len(operands) - 1)
 
 
@@ -117,7 +119,7 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing a few counts. No valid run poisons outputs."""
+    """Return the cost of comparing a few counts. Filling outputs with NaN is not included, because valid runs do not."""
     return _cost("compute", model.launch_us, 0.0, [])
 
 
@@ -150,24 +152,25 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
 
 _HBM, _COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
-"""The norm that combines the memory time and the compute time of matmul tiles. Measured on an H200 with 128 experts of 128 rows:
-2.24 ms, where memory needs 1.9 ms and units 2.0 ms."""
+"""The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles. Measured on an H200 with 128 experts of 128
+rows: 2.24 ms, with a memory time of 1.9 ms and a compute time of 2.0 ms."""
 
 
 _LATE_TILES = 0.5
-"""The fraction of a tracked GEMM's stores to peers for which a compute unit waits. It was measured on H200s. The same
-fraction is assumed for operands that tiles read from peers and add, which was not measured."""
+"""The fraction of a tracked GEMM's stores to peers for which compute units wait, measured on H200s. The same fraction is assumed,
+without a measurement, for addends that tiles read from peers."""
 
 
 _FIRST_TILE_US = 3.0
-"""The time from the start of a tracked GEMM to its first products: it reads its tables and tensor maps from memory. On an H100
-four GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, 2 us of which are the launch."""
+"""The time from the start of a tracked GEMM to its first products, in which it reads tables and tensor maps. On an H100, four
+GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, of which the launch is 2 us."""
 
 
 class Rates(NamedTuple):
-    """The compute and memory rates of a kernel's tiles, relative to a kernel of weft.
+    """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
 
-    whole: each matmul tile is the work of one unit, uncut. Otherwise a tile is one expert's rows, cut in the best way.
+    whole: True if one compute unit computes each tile of the step. False if a tile of the step is one expert's segment, which the
+    kernel cuts further.
     """
 
     compute: float = 1.0
@@ -199,13 +202,13 @@ def cost_of_tiles(
     of_kernel: Rates = Rates(),  # noqa: B008 - a value
     rank: int = 0,
 ) -> Cost:
-    """Return the cost of one kernel that does all `parts`, each the given number of times.
+    """Return the cost of one kernel for all tiles of a step.
 
-    The kernel takes as long as its busiest resource: enough tiles are in flight to hide each other's latency. It takes no less
-    than its longest part alone.
+    The kernel takes as long as its busiest resource, because enough tiles run concurrently to hide latencies, but at least as
+    long as its longest tile alone.
 
-    read_bytes: bytes of this rank's memory that matmuls read, each counted once. Tiles that share an operand run one after
-    another and find it in the cache. of_kernel: see `rates`.
+    parts: (step, operands, number of tiles). read_bytes: the bytes that matmuls read from this rank's memory, each counted once,
+    because consecutive tiles find a shared operand in the cache. of_kernel: see `rates`.
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[ResourcePlace, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
@@ -224,7 +227,7 @@ def cost_of_tiles(
             if how == "share":
                 work_us = found.work_us * slower.get(place[0], 1.0)
                 taken[place] = taken.get(place, 0.0) + times * amount * work_us
-    # The last wave may keep few units busy, and takes as long as a full one.
+    # The last wave may keep few units busy, but takes as long as a full wave.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
     if what == "matmul" and of_kernel == Rates():
@@ -232,7 +235,7 @@ def cost_of_tiles(
         a, *_, out = gemms[0][0]
         segments = [(operands[-1].rows, times) for operands, times in gemms]
         us = max(us, model.rounds_us(segments, out.cols, a.cols, a.dtype))
-    if what == "matmul":  # neither memory time nor compute time hides all of the other
+    if what == "matmul":  # memory time and compute time overlap only partly
         us = max(us, (taken[_HBM] ** _BLEND + taken.get(_COMPUTE, 0.0) ** _BLEND) ** (1 / _BLEND))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
@@ -267,7 +270,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
             model.copy_disturbance,
             [_share("engine", 0, 1 / model.copy_engines)],
         )
-    for at in (source.at, target.at, *[target.at] * update):  # an update also reads its target
+    for at in (source.at, target.at, *[target.at] * update):  # an update also reads the target
         uses.append(_share("hbm", at, _part(count, us, model.hbm_bytes_per_us)))
         if us > 0:
             uses.append(Use("disturb", ("compute", at), disturbance * count / us))
@@ -276,22 +279,21 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
 
 
 def _fetching_us(links: Links, inputs: Iterable[Operand]) -> float:
-    """Return the time from a request for the first bytes of peers' operands until they arrive.
+    """Return the round-trip latency in us of reading operands from peers; 0 if all operands are local.
 
-    Bytes that a step stores in a peer's memory arrive a latency after they are sent, and so does the signal after them. The wait
-    for this signal has that latency (`weft.sim.lower`), and the step does not.
+    Stores to a peer are different: the wait for the signal after them has the latency (`weft.sim.lower`), not the step.
     """
     return max((links.latency_us(0, o.at) + links.latency_us(o.at, 0) for o in inputs if o.at), default=0.0)
 
 
 def _all_gather(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
-    """Return the cost of gathering all sources into each rank's target: each rank receives all but its own source."""
+    """Return the cost of an all-gather: each rank receives all shards except its own."""
     us = model.transfer_us("all_gather", target.bytes - source.bytes)
     return _collective(model, links, "all_gather", us, 2 * target.bytes, target.bytes)
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
-    """Return the cost of an all-to-all: equal parts of each source, or the sizes of `parts` by distance."""
+    """Return the cost of an all-to-all with equal parts, or of an exchange. parts: what a rank sends to distances 0, 1, ...."""
     if not parts:
         kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
         us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)
@@ -300,7 +302,7 @@ def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *p
     sent, received = source.bytes - own.bytes, target.bytes - own.bytes
     us = model.transfer_us("all_to_all", max(sent, received))
     uses = itertools.chain(*(links.uses(0, distance, part.bytes, us) for distance, part in enumerate(others, 1)))
-    # The host reads the sizes of an exchange just before it launches it: nothing is queued ahead.
+    # The host reads the sizes of an exchange before it launches the exchange, so it is not ahead of the device.
     latency_us = model.host_read_us + max(links.latency_us(0, distance) for distance in range(1, len(parts)))
     return _library_call(model, latency_us, us, source.bytes + target.bytes, uses, sent)
 
@@ -321,9 +323,9 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
-    """Return the cost of a collective by the fastest algorithm, which no measured rate allows in less than `us`.
+    """Return the cost of a collective by the fastest algorithm, but with at least `us`, the time from measured rates.
 
-    memory: bytes that it reads and writes. count: see `weft.sim.collectives.algorithm`.
+    memory: the bytes that it reads and writes. count: see `weft.sim.collectives.algorithm`.
     """
     found = algorithm(links.topology, op, count)
     us = max(us, count * found.us_per_byte)
@@ -336,10 +338,7 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
 def _library_call(
     model: Model, latency_us: float, us: float, memory: int, uses: Iterable[Use], sent_bytes: int
 ) -> Cost:
-    """Return the cost of a call of NCCL or RCCL that begins `latency_us` after its usual latency.
-
-    memory: bytes that it reads and writes.
-    """
+    """Return the cost of a call of NCCL or RCCL. latency_us: in addition to its usual latency. memory: bytes read and written."""
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
         Use("hold", _COMPUTE, model.collective_units / model.compute_units),
@@ -354,7 +353,7 @@ _COLLECTIVES: dict[str, Callable[..., Cost]] = {
 
 
 def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, out: Operand) -> Cost:
-    """Return the cost of reading table rows, their ids, and the offset of each bag. A row counts each time that it is read."""
+    """Return the cost of pooling: reading table rows, ids and offsets. A row that is read several times counts each time."""
     rows = out.rows * tables.bytes
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
@@ -363,18 +362,16 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
-    """Return the cost of a matmul.
-
-    more: scales and a bias, which are small and ignored, and then the output, whose items may be larger than the items of a and b.
-    """
+    """Return the cost of a matmul. more: scales and bias, which are ignored because they are small; last, the output."""
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
     wider = out.bytes - out.rows * out.cols * ITEM_BYTES[a.dtype]
     traffic = found.hbm_bytes + wider + (out.bytes if accumulate else 0)
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     if accumulate:
-        # A unit reads the old tile when its product is done, and waits for it. (matmul_reduce_scatter with add=gemm takes 5 to 66
-        # us longer than without this, 0.5 to 2.7 times as long, in 9 runs on H100s with K of 1024 to 2048.)
+        # A unit reads the old tile after it has computed the product, and waits for it. (On H100s, in 9 runs with K of 1024 to
+        # 2048, matmul_reduce_scatter with add=gemm took 5 to 66 us longer than predicted without this term. That is 0.5 to 2.7
+        # times this term.)
         alone_us += out.bytes / model.hbm_bytes_per_us
     busy_us = found.units_busy * found.time_us
     if out.at:
@@ -386,7 +383,7 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
 
 
 def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matmul: Cost) -> Cost:
-    """Return the cost of cuBLAS's addmm: it copies `added` into the output, and then accumulates there."""
+    """Return the cost of cuBLAS's addmm, which copies `added` into the output and then accumulates. matmul: the GEMM's cost."""
     far = added.at != 0 or out.at != 0
     copy = _peer_copy(model, links, added, out, "dma", False) if far else _local_copy(model, added.bytes, "kernel")
     us = copy.work_us + matmul.work_us
@@ -400,14 +397,14 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
 
 
 def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
-    """Return the bytes/us that all units together store in the peer's memory of `out`."""
+    """Return the rate, in bytes/us, at which all compute units together store in the peer's memory in which `out` is."""
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
 def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one of `tiles` tiles. One unit does it, or several if there are more units than tiles.
+    """Return the cost of one of `tiles` tiles, computed by one compute unit, or by several if there are fewer tiles than units.
 
-    Reads of the operands from its rank's memory are not included.
+    Reads of operands from the rank's own memory are not included.
     """
     *factors, out = more
     us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
@@ -425,7 +422,7 @@ def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) ->
 
 
 def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one expert's segment, without reads from its rank's memory."""
+    """Return the cost of one expert's segment, without reads from the rank's own memory."""
     *factors, out = more
     found = model.segment(out.rows, out.cols, a.cols, a.dtype)
     alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
@@ -436,7 +433,7 @@ def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
 def _through_memory(
     model: Model, links: Links, step: Step, operands: tuple[Operand, ...], flops_per_element: float
 ) -> Cost:
-    """Return the cost of a memory-bound kernel: it reads and writes each operand once, with a few operations per element."""
+    """Return the cost of a memory-bound kernel, which reads or writes each operand once."""
     accesses = step.accesses()
     traffic = sum((a.reads + a.writes) * o.bytes for a, o in zip(accesses, operands, strict=True))
     elements = sum(o.rows * o.cols for a, o in zip(accesses, operands, strict=True) if a.writes)
@@ -452,9 +449,9 @@ def _through_memory(
 def _kernel(
     model: Model, links: Links, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
 ) -> Cost:  # fmt: skip
-    """Return the cost of a kernel that takes `us` on local operands and keeps all compute units busy for `busy_us`.
+    """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
 
-    Operands in peers' memory cross links, which may make it slower.
+    us: its time with local operands. busy_us: its work, as time of all compute units. traffic: the bytes read and written.
     """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)
@@ -471,14 +468,14 @@ def _share(kind: str, at: int, amount: float) -> Use:
 
 
 def _part(amount: float, us: float, per_us: float) -> float:
-    """Return the share of a resource of rate `per_us` that moves `amount` in `us`."""
+    """Return the fraction of a resource of rate `per_us` that is needed to move `amount` in `us`."""
     return amount / us / per_us if us > 0 else 0.0
 
 
 def _cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost` with the uses of each place merged by kind, without uses of amount 0."""
+    """Return a `Cost`. Uses of the same kind and place are summed, and uses of amount 0 are dropped."""
     amounts: dict[tuple[How, ResourcePlace], float] = {}
     for use in uses:
         amounts[use.how, use.place] = amounts.get((use.how, use.place), 0.0) + use.amount

@@ -1,9 +1,8 @@
-"""Distances that are alike: flows over them take the same shares of equally fast links, on the resources of a lowered schedule.
+"""Equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
-A lowered schedule has the resources of its first ranks only, each for those of all ranks that it represents (`weft.sim.lower`).
-Routes of distances d and d + period may differ in the number, kind, rate, latency and represented ranks of their links. If they do
-not, steps cost the same. On a switch all distances are alike, on hosts those within the host and those beyond it, for each place
-in a host.
+Two distances are equivalent if the links of their routes agree in number, kind, bandwidth, latency, and represented ranks. (A
+lowered schedule has resources for its first ranks only, which represent the others: `weft.sim.lower`.) On a switch, all distances
+are equivalent. With several hosts, there are two classes for each position in a host: ranks on the same host, and ranks on others.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The distances from each of the `period` simulated ranks."""
+    """Lookup of equivalent distances from each of the `period` simulated ranks."""
 
     def __init__(self, topology: Topology, period: int) -> None:
         self._topology, self._period = topology, period
@@ -29,7 +28,7 @@ class Distances:
         return found
 
     def first_like(self, rank: int, distance: int) -> int:
-        """Return the first distance from `rank` that was looked up and is equivalent to `distance`."""
+        """Return a distance that is equivalent to `distance`, the same for all equivalent distances from `rank`."""
         if self._period == self._topology.ranks:
             return distance  # every rank has its own resources
         found = self._alike.get((rank, distance))

@@ -1,14 +1,14 @@
-"""A fluid simulation of a schedule: work flows through shared resources, lane by lane.
+"""The simulator's engine: a fluid simulation, in which concurrent steps share resources.
 
-Each lane does its steps in order. A step waits for its latency, which uses no resource. Then it works, at a speed that depends
-on what else runs (`weft.sim.max_min`). Speeds change only when a step begins or ends, and only in lanes that can slow each other
-down (`weft.sim.scarce`). So the engine advances from one such event to the next, and to the arrivals of signals in between.
-C++ (`csrc/fluid.cpp`) tracks the progress of work and the next completion.
+Each lane runs its steps in order. A step first takes its latency, without using resources. Then it works at a speed that depends
+on the concurrent steps (`weft.sim.max_min`). Speeds change only when a step begins or ends, and only in lanes that can slow each
+other down (`weft.sim.scarce`). So the engine advances from event to event: beginnings and ends of steps, and arrivals of signals.
+C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next completion.
 
-A kernel that holds units (a copy by kernel, a collective) begins once enough units are free beside the running library GEMMs,
-whose programs keep their units until the GEMM ends. Kernels that came first also keep their units: the next GEMM gets the rest.
+Copies by kernel and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS GEMM keeps
+its units until it ends. Kernels that are already running also keep their units, and the next GEMM gets the rest.
 
-Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter reaches
+Signals are counters that only grow. In run e (counted from 1) a wait for `count` sets ends when its counter reaches
 (e - 1) sets_per_run + count. A wait for the previous run ends at (e - 2) sets_per_run + count. A rank begins its next run when
 all its lanes have ended the last one. Ranks are not synchronized otherwise.
 """
@@ -41,19 +41,20 @@ def simulate(
     late_us: Sequence[float] = (),
     trusted: bool = False,
 ) -> Simulated:
-    """Simulate `schedule` on `model`.
+    """Simulate `schedule` on `model`; return the times of all steps.
 
-    runs: number of consecutive runs. A rank begins a run when its own previous run has ended.
-    mode: "queued": the host is ahead, and launches cost nothing. "graph": captured and replayed; collectives and signals take
-        longer. The time that a graph adds at the end of a run (`model.graph_run_us`) is not included. "single": every run
-        begins on idle devices, and the host needs `model.host_step_us` per step.
-    late_us: delay of each rank at the start of each of its runs; by default 0.
-    trusted: skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory, for schedules of weft's own builders, or
-        verified ones.
+    Args:
+        runs: the number of consecutive runs. A rank begins a run when its own previous run has ended.
+        mode: "queued": the host is ahead of the device, so issuing steps takes no time. "graph": captured and replayed.
+            Collectives and signals take longer; the time added at the end of a run (`model.graph_run_us`) is not included.
+            "single": every run begins on idle devices, and the host needs `model.host_step_us` per step.
+        late_us: for each rank, a delay at the start of each run. Default: 0.
+        trusted: skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for verified
+            schedules and those of weft's own builders.
 
-    `ScheduleError` if steps do not fit their buffers or each other, if buffers do not fit in a GPU's memory, if lanes wait forever
-    (the message lists all of them), or if the schedule has no work on any model but NULL.
-    `SimulationError` if a collective ends before its links can have carried its bytes.
+    Raise `ScheduleError` if a step is invalid, buffers do not fit in a GPU's memory, lanes wait forever, or no step takes time
+    (on a model other than NULL). Raise `SimulationError` if a collective ends before its links
+    can have carried its bytes.
     """
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1")
@@ -83,11 +84,11 @@ def replayed(program: LoweredSchedule, runs: int = 1) -> Simulated:
 
 
 _KNOWN_SPEEDS = 1 << 20
-"""Capacity of the cache of speeds, over all sets of concurrent steps. Long runs of ranks that differ keep producing new sets."""
+"""The capacity of the cache {concurrent steps: speeds}. It is limited because long runs of different ranks keep adding entries."""
 
 
 class _Meeting:
-    """A running collective. It ends at `least_end` at the earliest."""
+    """A running collective. least_end: the earliest time at which its links can have carried its bytes."""
 
     __slots__ = ("least_end", "open")
 
@@ -101,10 +102,10 @@ class _Lane:
     def __init__(self, number: int, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
         self.number, self.program, self.rank, self.issued = number, program, rank, issued
         self.tasks: list[Task] = program.tasks
-        self.next = self.joined = 0  # the next task, and the number of collectives begun
-        self.since = 0.0  # when the current task began
-        self.pulses = 0  # of its current task, so far
-        self.meeting: _Meeting | None = None  # the collective that it does
+        self.next = self.joined = 0  # index of the next task; number of collectives begun
+        self.since = 0.0  # start time of the current task
+        self.pulses = 0  # pulses of the current task so far
+        self.meeting: _Meeting | None = None  # the collective that it runs
 
 
 class _Rank:
@@ -114,16 +115,16 @@ class _Rank:
         self.number, self.late = number, late
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
-        self.filled = 0.0  # share of the units that running GEMMs keep
-        self.without_units: list[_Lane] = []  # lanes whose kernels wait for units, in order of arrival
+        self.filled = 0.0  # the fraction of compute units that running GEMMs keep
+        self.without_units: list[_Lane] = []  # lanes whose kernels wait for compute units, first come first served
         self.ends: list[float] = []
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
-"""An event: (when, order, lane, works, counter, times). Events at the same time run in the order in which they were planned.
+"""An event: (time, sequence number, lane, works, counter, times). Events at the same time run in the order of planning.
 
-If it has a lane, the lane goes to its next step, or begins its work if `works`. If it has none, `counter` is raised
-`times` times."""
+With a lane: the lane begins the work of its step if `works`, otherwise it goes to its next step. Without a lane: `counter` is
+incremented by `times`."""
 
 
 class _Engine:
@@ -145,7 +146,7 @@ class _Engine:
             rank.lanes.append(self.lanes[-1])
         for rank in (
             self.ranks.values()
-        ):  # copies are issued first (`weft.schedule.verify.issue_order`), so they get their units first
+        ):  # copy lanes first, as in `weft.schedule.verify.issue_order`: they get compute units first
             rank.lanes.sort(key=lambda lane: program.schedule.lanes[lane.program.number].resource != "copy")
         self.now = 0.0
         self.timed: list[_Timed] = []
@@ -164,7 +165,7 @@ class _Engine:
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:
             raise ScheduleError(
-                f"schedule {self.program.schedule.name} deadlocks; these lanes wait forever:\n"
+                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever:\n"
                 + "\n".join(map(self._stuck, stuck))
             )
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
@@ -183,7 +184,7 @@ class _Engine:
                 self._advance(waiting)
 
     def _hear(self, due: list[tuple[int, bool]]) -> None:
-        """Handle lanes that reached a pulse of their work or finished it."""
+        """Handle lanes that have reached a pulse of their work, or its end."""
         for number, done in due:
             if done:
                 self._finish(self.lanes[number])
@@ -207,7 +208,7 @@ class _Engine:
             self._plan(rank.start, lane)
 
     def _advance(self, lane: _Lane) -> None:
-        """Execute the lane's tasks until one of them takes time, or must wait."""
+        """Execute the lane's tasks until one takes time or waits."""
         while lane.next < len(lane.tasks):
             task = lane.tasks[lane.next]
             if lane.issued and lane.rank.start + lane.issued[lane.next] > self.now:
@@ -233,7 +234,8 @@ class _Engine:
     def _begin(self, lane: _Lane, task: Work) -> None:
         lane.pulses = 0
         if task.joins:
-            # Match collectives by their number in the lane: the tasks before one may differ between ranks.
+            # Collectives of different ranks are matched by their index among the lane's collectives, because the number of tasks
+            # before a collective may differ between ranks.
             place = (lane.rank.run, lane.program.number, lane.joined)
             lane.joined += 1
             there = self.meeting.setdefault(place, [])
@@ -246,12 +248,11 @@ class _Engine:
                 other.since, other.meeting = self.now, meeting
                 self._plan(self.now + task.latency_us, other, works=True)
         else:
-            self.planned += 1  # `_plan` inlined: most steps come here
+            self.planned += 1  # `_plan` is inlined here for speed
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _least_us(self, lanes: list[_Lane]) -> float:
-        """Return a lower bound on the time of the collective that `lanes` begin: the longest time that a link needs for
-        its bytes."""
+        """Return a lower bound on the time of the collective that `lanes` begin: the longest time that a link needs."""
         busy_us: dict[int, float] = {}
         least_us = 0.0
         for lane in lanes:
@@ -305,7 +306,7 @@ class _Engine:
         self._advance(lane)
 
     def _free(self, rank: _Rank, units: float) -> None:
-        """Give the units of a finished GEMM to waiting kernels, before the next GEMM of its lane is launched."""
+        """Give the compute units of a finished GEMM to waiting kernels, before the lane's next GEMM is launched."""
         rank.filled = max(0.0, rank.filled - units)
         waiting, rank.without_units = rank.without_units, []
         for lane in waiting:

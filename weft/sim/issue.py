@@ -1,8 +1,8 @@
-"""Issue times: when the host has issued each step of a single run, with nothing queued ahead.
+"""The times at which the host issues the steps of a single run (mode "single": nothing is queued ahead).
 
-The host issues steps one by one in the order of `weft.schedule.verify.issue_order`, which plays all ranks at once. If rank 0
-represents all ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round
-later. All ranks reach a collective in the same round.
+The host issues steps one by one, in the order of `weft.schedule.verify.issue_order`. That function simulates rounds of all ranks.
+If rank 0 represents all ranks, its lanes are enough. A signal that rank 0 sends to a peer arrives on rank 0 from another peer,
+one round later. All ranks reach a collective in the same round.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from weft.sim.model import Model
 
 
 def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int], list[float]]:
-    """Return when each task of a (rank, lane) has been issued, from the beginning of the run."""
+    """Return {(rank, lane): issue time of each task}, in microseconds from the beginning of the run."""
     times: dict[tuple[int, int], list[float]] = {}
     turns = _Turns(program).order() if program.symmetric and len(program.ranks) == 1 and _is_whole(program) else []
     if len(turns) == sum(
         len(lane.tasks) for lane in program.lanes
-    ):  # else a lane waits forever, or rank 0 is not enough
+    ):  # otherwise a lane waits forever, or the lanes of rank 0 are not enough
         for i, lane in enumerate(turns):
             times.setdefault((0, lane), []).append((i + 1) * model.host_step_us)
         return times
@@ -31,9 +31,9 @@ def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int],
 
 
 def _is_whole(program: LoweredSchedule) -> bool:
-    """True if `program` has a task for each issued step. Steps that turn out to be empty only at run time are issued too.
+    """True if `program` has a task for each step that the host issues, and the lanes of rank 0 determine the order.
 
-    False if tiles set signals, which rank 0's lanes alone do not reproduce.
+    The host also issues steps whose size turns out to be 0 at run time. Signals of tiles need the lanes of all ranks.
     """
     if any(isinstance(task, Work) and task.raises for lane in program.lanes for task in lane.tasks):
         return False
@@ -51,8 +51,8 @@ class _Turns:
         self._lanes = sorted(program.lanes, key=lambda lane: not copying[lane.number])
         self._next = dict.fromkeys((lane.number for lane in program.lanes), 0)
         self._counters = [0] * program.counters
-        self._sent: list[int] = []  # counters to raise in the next round
-        self._come: set[tuple[int, int]] = set()  # (lane, task) of collectives that all ranks have reached
+        self._sent: list[int] = []  # counters to increment in the next round
+        self._come: set[tuple[int, int]] = set()  # (lane, task) of the collectives that all ranks have reached
         self._coming: set[tuple[int, int]] = set()
 
     def order(self) -> list[int]:

@@ -1,12 +1,12 @@
-"""Losses of a schedule: decomposition (operations cut into pieces) and contention (pieces that run concurrently).
+"""Decomposition and contention losses of a schedule.
 
-    decomposition   GEMMs: the time of the schedule's GEMMs, each alone, / the time of one library GEMM.
-                    Communication: its time without computation / the time of the fastest way to do it whole
-    contention      time of the same steps in the schedule / their time alone
-    exposed         time in which a rank has nothing to compute
-    ideal           max(library GEMM, communication done whole): nothing cut, nothing disturbed, all hidden
+    decomposition   for GEMMs: the time of the schedule's GEMMs, each alone, / the time of the undivided cuBLAS GEMMs.
+                    For communication: its time without computation / the time of the fastest undivided communication
+    contention      the time of the same steps in the schedule / their time alone
+    exposed         the time in which a rank has nothing to compute
+    ideal           the larger of the undivided GEMMs' time and the undivided communication's time: a perfect overlap
 
-The operator's serial schedule defines the whole GEMMs and the communication.
+The operator's serial schedule defines the undivided GEMMs and communication.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and figure 6.
 """
@@ -29,7 +29,7 @@ from weft.sim.vectorised import values_of_ranks
 
 @dataclass(frozen=True)
 class Inefficiencies:
-    """The losses of a schedule, as factors: 1 is no loss. `communication_decomposition` is below 1 if cutting is faster."""
+    """The losses of a schedule, as factors: 1 means no loss. `communication_decomposition` is below 1 if chunks are faster."""
 
     end_us: float
     ideal_us: float
@@ -47,7 +47,9 @@ class Inefficiencies:
 
 
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
-    """Return the losses of one queued run of `schedule`, which does `problem`; for GEMMs, on the rank that computes longest."""
+    """Return the losses of one queued run of `schedule`, a schedule of `problem`.
+
+    The losses of GEMMs are those of the rank that computes longest."""
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)
     alone_us, beside_us = _matmuls(together)
@@ -70,15 +72,15 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
     )
 
 
-@lru_cache(maxsize=8)  # asked for each candidate
+@lru_cache(maxsize=8)  # called for each candidate of a problem
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Return the time of the serial schedule's GEMMs, each alone, on the slowest rank. launches: include launch times."""
+    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: include launches."""
     return max(_alone_us(lower(serial_of(problem), model), launches).values())
 
 
 @lru_cache(maxsize=8)
 def communication_us(problem: Problem, model: Model) -> float:
-    """Return the time of the whole communication alone: NCCL, or copy engines to all peers at once, whichever is faster."""
+    """Return the time of the undivided communication alone, in us: the faster of NCCL and of copy engines to all peers at once."""
     if problem.world_size == 1:
         return 0.0
     serial = serial_of(problem)
@@ -96,7 +98,7 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which each rank puts what `collectives` send to all peers at once, at any address there."""
+    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, to arbitrary addresses."""
     world = serial.world_size
     values = values_of_ranks(serial)
     d = Draft("puts", world)
@@ -117,7 +119,7 @@ def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
 
 
 def _matmuls(result: Simulated) -> tuple[float, float]:
-    """Return (time of its matmuls alone, time as they ran) for the rank whose matmuls take longest alone."""
+    """Return (time of each matmul alone, time in the simulation), both summed, for the rank with the longest time alone."""
     alone = _alone_us(result.program, launches=True)
     return max(
         (alone[rank], sum(end - start for start, end in ran)) for rank, ran in result.intervals_us("matmul").items()
@@ -125,7 +127,7 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
 
 
 def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
-    """Return the time of each rank's matmuls, each alone."""
+    """Return {rank: sum of the times of its matmuls, each alone}."""
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:
         for task in lane.tasks:

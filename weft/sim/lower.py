@@ -1,10 +1,11 @@
-"""Lowering of a schedule for a model: tasks by lane, with their costs, and counters in place of named signals.
+"""Lowering of a schedule to a form that the engine simulates: tasks with costs, and numbered counters instead of named signals.
 
-Most schedules are rotationally symmetric: rank r does what rank 0 does, with all ranks shifted by r. If GPUs and links are also
-alike, all ranks do the same at the same time, and rank 0 represents them. It receives from rank -d what it sends to rank d, and
-each of its resources stands for those of all ranks. That divides the cost of a simulation by the number of ranks. If links
-repeat only every p ranks (p GPUs in a host), the first p ranks represent the others. If sizes or signals are not symmetric,
-every rank is lowered.
+Most schedules are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted by r. If GPUs and links are
+equal too, all ranks do the same at the same time. Then only rank 0 is simulated. What it sends to rank d arrives on it from rank
+-d, and each of its resources represents those of all ranks. This divides the cost of the simulation by the number of ranks.
+
+If the links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or signals are
+not symmetric, every rank is simulated.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from weft.sim.tiles import SetBy
 from weft.sim.vectorised import NumberedStep, Numbers, Origin, at_rank
 
 PULSES = 16
-"""Parts into which a kernel's work is divided: after each, the signals that its tiles have set by then are raised."""
+"""A kernel's work is divided into this many parts. After each part, the counters that its tiles have set are incremented."""
 
 
 class Raising(NamedTuple):
-    """The sets of one counter by a kernel: `times` sets, spread evenly between the shares `first` and `last` of its work.
+    """The sets of one counter by a kernel: `times` sets, spread evenly between the fractions `first` and `last` of its work.
 
-    at_once: True if all waits for the counter want all its sets, so that it can be raised when the last of these is due.
+    at_once: True if all waits for the counter need all its sets, so that they can be made together with the last one.
     """
 
     counter: int
@@ -47,7 +48,7 @@ class Raising(NamedTuple):
     at_once: bool = False
 
     def due(self, share: float) -> int:
-        """Return the number of sets that are due at `share` of the work."""
+        """Return the number of sets that have been made when the fraction `share` of the work is done."""
         if share >= self.last:
             return self.times
         if self.at_once:
@@ -59,20 +60,20 @@ class Work(NamedTuple):
     what: What
     latency_us: float
     work_us: float
-    load: int  # index into the program's loads
+    load: int  # index into `LoweredSchedule.loads`
     joins: bool
     sent_bytes: int
-    raises: tuple[Raising, ...] = ()  # signals that it sets while it runs
-    pulses: tuple[int, ...] = ()  # the parts of its work, of `PULSES`, at whose ends sets are due
-    holds: float = 0.0  # share of its rank's units that it needs to begin
-    fills: float = 0.0  # share of them that later kernels do not get until it ends
-    least_us: float = 0.0  # the time that links need for a collective, whatever its algorithm
+    raises: tuple[Raising, ...] = ()  # the sets that it makes while it runs
+    pulses: tuple[int, ...] = ()  # the parts of its work, out of `PULSES`, after which it makes sets
+    holds: float = 0.0  # the fraction of the rank's compute units that must be free before it begins
+    fills: float = 0.0  # the fraction of the compute units that it keeps until it ends
+    least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
 
 
 class Raise(NamedTuple):
     counter: int
     delay_us: float
-    remote: bool  # at another rank
+    remote: bool  # True if the counter is on another rank
 
 
 class Await(NamedTuple):
@@ -93,7 +94,7 @@ def _computes(task: Task) -> TypeGuard[Work]:
 class LaneProgram:
     rank: int
     name: str
-    number: int  # among the rank's lanes
+    number: int  # index among the rank's lanes
     tasks: list[Task] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
 
@@ -107,7 +108,7 @@ class LoweredSchedule:
     loads: list[Load]
     counters: int
     places: dict[ResourcePlace, int]
-    """The number of each used resource in `loads`. Here `ResourcePlace` holds a rank in place of a distance."""
+    """{resource: its number in `loads`}. Here a `ResourcePlace` has a rank in place of a distance."""
 
     @property
     def symmetric(self) -> bool:
@@ -120,13 +121,14 @@ class LoweredSchedule:
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """The loads without resources that cannot run short, and the part of each lane (`weft.sim.scarce`)."""
+        """(the loads with only scarce resources, the part of each lane); see `weft.sim.scarce`."""
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
         loads = scarce_only(self.loads, of_lanes)
         return loads, parts_of(loads, of_lanes)
 
     def only_communication(self) -> LoweredSchedule:
-        """Return the program with only transfers between ranks, collectives and signals. Kernels that set signals take no time."""
+        """Return the program without computation: transfers between ranks, collectives, and signals, which then take no time if
+        tiles set them."""
         idle = len(self.loads)
         lanes = []
         for lane in self.lanes:
@@ -141,7 +143,7 @@ class LoweredSchedule:
         return replace(self, lanes=lanes, loads=[*self.loads, Load(())])
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
-        """Return the name of a task in a timeline. rank: whose task, if the lane represents several ranks."""
+        """Return the name of a task in a timeline. rank: the rank to name it for, if the lane represents several ranks."""
         origin, whose = lane.origins[task], lane.rank if rank is None else rank
         numbers = {**dict(origin.turn), "rank": whose}  # names do not depend on the contents of buffers
         return span_name(origin.step, whose, numbers)
@@ -150,7 +152,7 @@ class LoweredSchedule:
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> LoweredSchedule:
     """Lower `schedule` for `model`.
 
-    alike: let the first ranks represent the others, if schedule and topology allow it. captured: with the costs of a CUDA graph.
+    alike: simulate only the first ranks, if schedule and topology are symmetric. captured: use the costs in a CUDA graph.
     """
     key = id(schedule), id(model), alike, captured
     found = _lowered.get(key)
@@ -161,8 +163,9 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
 
 
 class _LastLowered:
-    """The last lowered schedules, limited by their number and by their tasks: a plan simulates its best candidates again
-    for their losses. More would only slow down garbage collection."""
+    """A cache of the latest lowered schedules, because a plan simulates its best candidates again to find their losses.
+
+    The numbers of schedules and tasks are limited, because more objects slow down garbage collection."""
 
     def __init__(self, schedules: int, tasks: int) -> None:
         self.schedules, self.most_tasks, self.tasks = schedules, tasks, 0
@@ -174,7 +177,7 @@ class _LastLowered:
 
     def add(self, key: tuple, lowered: LoweredSchedule, model: Model) -> None:
         tasks = sum(len(lane.tasks) for lane in lowered.lanes)
-        self._kept[key] = lowered, model, tasks  # references, so that the ids in keys are not reused
+        self._kept[key] = lowered, model, tasks  # keeps the objects alive, so that the ids in keys are not reused
         self.tasks += tasks
         while len(self._kept) > (self.schedules if self.tasks <= self.most_tasks else 1):
             self.tasks -= self._kept.pop(next(iter(self._kept)))[2]
@@ -184,7 +187,7 @@ _lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
-    """Return the parts of a kernel's work at whose ends sets are due."""
+    """Return the parts of a kernel's work, out of `PULSES`, after which it makes sets."""
     found = set[int]()
     for one in raises:
         if one.at_once:
@@ -196,15 +199,15 @@ def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
 
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
-"""The sets of one task: (counter, how the rank sets it)."""
+"""The sets of one task: (counter, `SetBy`)."""
 
 
 _KNOWN_COSTS = 1 << 16
-"""Capacity of a model's cache of costs."""
+"""The capacity of a model's cache of costs."""
 
 
 class _Present:
-    """The items of a lane that a rank has. Mostly all ranks have all items."""
+    """The items of a lane that are present on a rank. Usually all items are present on all ranks."""
 
     def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
         self._items, self._different = items, different
@@ -212,7 +215,7 @@ class _Present:
         self._found: tuple[list[NumberedStep], Counter[int], list[Origin]] | None = None
 
     def at(self, rank: int) -> tuple[list[NumberedStep], Counter[int], list[Origin]]:
-        """Return the items, how often each occurs, and their origins. Ranks may share the lists."""
+        """Return (items, number of occurrences of each, origins) for `rank`. Ranks may share these objects."""
         if self._found is None or not self._everywhere:
             there = {same: at_rank(item.present, rank) for same, item in self._different.items()}
             here = [item for item in self._items if there[item.same]]
@@ -227,14 +230,14 @@ class _Lowering:
         self._topology = model.wiring.of(self.world)
         self._period = self.world  # rank r also represents ranks r + period, r + 2 period, ...
         self._kinds: dict[object, int] = {}  # see `_look`
-        self._looks: dict[int, tuple[int, tuple[Operand, ...], int]] = {}  # of items that are equal at all ranks
+        self._looks: dict[int, tuple[int, tuple[Operand, ...], int]] = {}  # results of `_look` that hold for all ranks
         self._works: dict[tuple[int, int, int, int, bool], Work] = {}
         self._load_ids: dict[Load, int] = {}
         self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
-        self._in_parts: set[int] = set()  # counters that some wait for before all their sets
+        self._in_parts: set[int] = set()  # counters with a wait for fewer than all sets
         self._tile_costs: dict[tuple, Cost] = {}
-        self._models = {model.kernel_copy_units: model}  # by the units of copying kernels
+        self._models = {model.kernel_copy_units: model}  # compute units of copying kernels -> model
         self._for_engines = {  # signals
             wait.signal
             for lane in schedule.lanes
@@ -249,7 +252,7 @@ class _Lowering:
         on_compute = [item for lane, of_lane in zip(self.schedule.lanes, items, strict=True)
                       if lane.resource == "compute" for item in of_lane]  # fmt: skip
         waits = {item.signal for item in on_compute if item.awaited is not None and not (item.previous or item.units)}
-        # Signals of this run that streams of compute lanes both set and wait for.
+        # Signals that compute lanes both set and wait for, in the same run.
         self._by_streams = waits & {item.signal for item in on_compute if item.distance is not None}
         if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
             self._period = self._topology.period
@@ -283,7 +286,7 @@ class _Lowering:
     # -- tasks
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
-        """Return the sets of an item at `rank`."""
+        """Return the sets of an item on `rank`."""
         if item.distance is not None:
             to = at_rank(item.distance, rank)
             owner, setter = self._owner_and_setter(rank, to)
@@ -296,7 +299,8 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return the simulated rank for the peer at `distance`, and the rank that sets its counters as `rank` sets the peer's."""
+        """Return (simulated rank that represents the peer at `distance`, rank that sets its counters as `rank` sets the
+        peer's)."""
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
 
@@ -334,9 +338,9 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return the shares of the kernel's work, of `count` tiles, between which these tiles end.
+        """Return (first, last): `tiles` end between these fractions of the kernel's work. count: the number of its tiles.
 
-        Whole tiles end in waves of one tile per unit."""
+        Tiles end in waves of one tile per compute unit."""
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last
         waves = -(-count // self.model.compute_units)
@@ -382,9 +386,9 @@ class _Lowering:
         return work
 
     def _look(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
-        """Return a number for all that determines the cost of an item at `rank` but one distance, its operands, and the distance.
+        """Return (kind, operands, distance) of an item on `rank`. Items of equal kind and distance have equal costs.
 
-        The distance is 0 if operands are at several peers, or at none."""
+        The distance is 0 if no operand is on a peer, or if operands are on several peers."""
         step = item.origin.step
         operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
         distances = {operand.at for operand in operands if operand.at}
@@ -398,7 +402,7 @@ class _Lowering:
 
     def _new_work(self, item: NumberedStep, operands: tuple[Operand, ...], few: int, rank: int) -> Work:
         step = item.origin.step
-        # What stays on its rank costs the same on all.
+        # A step within a rank costs the same on all ranks.
         local = type(step) in (Copy, Compute) and not any(operand.at for operand in operands)
         seen_from = 0 if local else self._seen_from(rank)
         units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
@@ -411,7 +415,7 @@ class _Lowering:
             known[key] = cost(self._models[units], self.world, step, operands, seen_from)
         found = known[key]
         latency_us, holds = found.latency_us, found.holds
-        if item.carried:  # the kernel that carries it runs, and has its units
+        if item.carried:  # the kernel that performs this step is running, and has its compute units
             latency_us = holds = 0.0
         return Work(
             found.what, latency_us, found.work_us, self._load(found, rank), found.joins, found.sent_bytes, (), (), holds,
@@ -419,7 +423,7 @@ class _Lowering:
         )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
-        """Return the first rank whose steps have the same costs as the steps of `rank`."""
+        """Return the first rank from which the topology looks the same as from `rank`, so that steps cost the same."""
         return rank % self._topology.period
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
@@ -429,12 +433,12 @@ class _Lowering:
             rows, cols, at = numbers[3 * i : 3 * i + 3]
             buffer = self._buffers[
                 regions[i if i < len(regions) else 0].buffer
-            ]  # parts of an exchange are its source's
+            ]  # the parts of an exchange have the dtype of its source
             operands.append(Operand(rows, cols, buffer.dtype, at, cols == buffer.cols))
         return tuple(operands)
 
     def _load(self, found: Cost, rank: int) -> int:
-        # If one resource represents those of several ranks, amounts of different ranks stay separate entries: each gives its part.
+        # If one resource represents those of several ranks, uses of different ranks' resources stay separate entries.
         by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
         for how, (kind, at), amount in found.uses:
             place = (kind, (rank + at) % self.world % self._period)

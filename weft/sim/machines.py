@@ -1,4 +1,7 @@
-"""Models of machines: the keys of a machine file (`weft.hw`) that the simulator reads, and `NULL`, on which nothing takes time.
+"""The simulator's models of machines, built from machine files (`weft.hw`), and `NULL`, a model on which nothing takes time.
+
+The simulator reads these keys of a machine file:
+
 
 compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
 compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
@@ -45,17 +48,18 @@ _LARGE = 8192
 
 
 def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None = None) -> Model:
-    """Return the model of `world_size` of these GPUs.
+    """Return the model of `world_size` GPUs of this machine.
 
-    kernel_copy_units: programs of a copying kernel; by default the machine file's `kernel_copy.units`.
-    `KeyError` names all keys that the machine file lacks. `ValueError` names a key with a unit of the wrong kind.
+    kernel_copy_units: the number of programs of a copying kernel. Default: the machine file's `kernel_copy.units`.
+
+    Raise `KeyError` with all keys that the machine file lacks, and `ValueError` with a key whose unit is wrong.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
     if not machine.topology:
         raise KeyError(
-            f'{machine.name}: add topology = "switch" to its machine file, above the first number: how its GPUs are linked, one '
-            f"of {', '.join(known_topologies())}, or the path of a TOML file"
+            f'{machine.name}: add topology = "switch" to its machine file, above the first number. The topology is how its GPUs '
+            f"are linked: one of {', '.join(known_topologies())}, or the path of a TOML file"
         )
     if gaps := _gaps(machine):
         raise KeyError(
@@ -145,7 +149,7 @@ _NEEDED = (
 
 
 def _gaps(machine: Machine) -> list[str]:
-    """Return all keys that a model needs and `machine` lacks. If any of several keys would do, return one of them."""
+    """Return the keys that a model needs and `machine` lacks. If one of several keys is enough, return one of them."""
     gaps = [key for key in _NEEDED if key not in machine.quantities]
     for what in ("stores", "loads"):
         if not any(_programs(what, key) for key in machine):
@@ -157,9 +161,9 @@ def _gaps(machine: Machine) -> list[str]:
 
 @lru_cache(maxsize=256)  # the same few machines, again and again
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate for full tiles. With this rate, the model's formula gives `flops_per_us` for a large matmul."""
+    """Return the rate of full tiles with which the model's formula gives `flops_per_us` for an 8192 x 8192 x 8192 matmul."""
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
-    for _ in range(20):  # converges fast: the time is nearly inversely proportional to the rate
+    for _ in range(20):  # fixed-point iteration; the time is nearly inversely proportional to the rate
         at_peak = replace(model, matmul_flops_per_us={dtype: peak})
         peak *= at_peak.matmul_us(_LARGE, _LARGE, _LARGE, dtype) / wanted_us
     return peak
@@ -174,17 +178,17 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the compute lost per byte/us read or written, beyond the share of the units that was held.
+    """Return the fraction of compute that is lost per byte/us read or written, beyond the units that copying kernels hold.
 
-    In the measurement each GPU read and wrote `bytes_per_us`.
+    slowdown: of a GEMM, measured while each GPU read and wrote `bytes_per_us`. share_held: the fraction of units held.
     """
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 
 
 def share_held(model: Model, bytes_per_us: float) -> float:
-    """Return the average share of the units that copying kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
+    """Return the mean fraction of units that copying kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
 
-    If they write faster alone, they spent the rest of the time waiting for units, and held none.
+    If they write faster alone, they waited for units in the rest of the time, and held none.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:
@@ -205,4 +209,4 @@ NULL = Model(
     copy_disturbance=0.0, kernel_copy_disturbance=0.0, signal_local_us=0.0, signal_remote_us=0.0,
     signal_kernel_us=0.0, host_step_us=0.0,
 )  # fmt: skip
-"""A machine on which nothing takes time, for any number of ranks."""
+"""A model on which nothing takes time, for any number of ranks."""

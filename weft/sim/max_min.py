@@ -1,24 +1,25 @@
-"""Speeds of concurrent steps: max-min fair shares.
+"""The speeds of concurrent steps: max-min fair shares of the resources.
 
-Each resource gives all its users the same amount, but no more than a user asks for. On a link of 100, a copy that can take 10
-gets 10, and a copy that can take 100 gets 90. A step has the same speed on all its resources. So every step below full speed has
-a bottleneck: a full resource of which no other step takes more.
+Each resource gives all its users equal amounts, but never more than a user asks for. For example, if a link has bandwidth 100, a
+copy that can use 10 gets 10, and a copy that can use 100 gets 90. A step has the same relative speed on all its resources. So
+every step below full speed has a bottleneck: a fully used resource of which no other step takes more.
 
-Each resource has a limit, the most that a step may take of it. The solver adapts one limit after another to the speeds that the
-others allow, until none changes. Flows over links settle after as many rounds as there are different limits; links may differ in
-bandwidth. Steps that use their resources in different proportions settle too, with one exception in thousands of random loads.
-The exceptions get shares that use up a resource of each step, and are nearly fair.
+Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the speeds that
+the other limits allow, until no limit changes. For flows over links this converges in as many rounds as there are different
+limits. Steps that use resources in different proportions converge too, with one exception in thousands of random loads. In
+these exceptions every step still uses up a resource, but the shares are only nearly fair.
 
 Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
-algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness). Two effects are not fair
-sharing. A copying kernel keeps its compute units to itself ("hold"). Copies slow down concurrent kernels by heat and cache
-misses, and do not become slower themselves ("disturb"). If all units are held, holders wait for each other: together they never
-get more units than exist.
+algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
 
-If hundreds of steps run at once, limits continue from their last values when a step begins or ends. They settle at the same shares,
-and only resources that the change reaches are solved again.
+Two effects are not fair sharing. A copying kernel holds its compute units exclusively ("hold"). A copy slows down concurrent
+kernels, through heat and cache misses, without becoming slower itself ("disturb"). If holders ask for more units than exist, they
+take turns.
 
-The solver is C++ (`csrc/max_min.cpp`): if ranks differ in their links, a plan for dozens of ranks calls it 100,000 times.
+If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is the same,
+but only the affected resources are solved again.
+
+The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different links calls it 100,000 times.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from typing import NamedTuple
 from weft._core import MAX_MIN_LEAST, max_min_speeds
 
 LEAST = MAX_MIN_LEAST
-"""The share that remains of a resource whose units are all held: kernels that came first keep running on some units."""
+"""The share of a resource that remains if all its units are held: kernels that started earlier keep some units."""
 
 
 class Load(NamedTuple):
-    """The resources that one step takes at full speed, as (resource, amount): see `weft.sim.costs.Use`.
+    """The resources that one step uses at full speed, as (resource, amount), by the kind of use (`weft.sim.costs.Use`).
 
-    A resource may be listed several times: if one rank represents all, it also represents resources of other ranks. Each entry is a
-    separate resource's part.
+    A resource may occur several times: if one rank represents all, its resource also represents those of other ranks. Each entry
+    is then the amount of another rank's resource.
     """
 
     share: tuple[tuple[int, float], ...]

@@ -1,4 +1,4 @@
-"""Compute the memory that a schedule needs on one rank. Raise `ScheduleError` if it does not fit."""
+"""The memory that a schedule needs on one rank, and the check that it fits in a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.sim.vectorised import Numbers
 
 
 def memory_bytes(schedule: Schedule) -> int:
-    """Return the bytes of all buffers on the rank that has the most."""
+    """Return the bytes of all buffers of one rank, for the rank with the most."""
     even = sum(b.rows * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers if isinstance(b.rows, int))
     if all(isinstance(b.rows, int) for b in schedule.buffers):
         return even

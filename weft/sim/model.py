@@ -1,16 +1,16 @@
-"""The performance model of a machine: its numbers and the formulas over them, in microseconds and bytes.
+"""The performance model of a machine: measured numbers, and formulas for the times of steps, in microseconds and bytes.
 
-A matmul [m, k] x [k, n] is cut into tiles, which the compute units take in waves. The last wave may be partly empty. Small
-tiles fill the units better and reuse operands worse. A long k may be split. The vendor's BLAS is assumed to choose the
-fastest tile and split.
+A matmul [m, k] @ [k, n] is cut into tiles, which the compute units compute in waves. The last wave may leave units idle. Smaller
+tiles keep more units busy, but reuse operands less. k may be split over several units. cuBLAS or rocBLAS is assumed to choose
+the fastest tile and split.
 
     time(tile, s) = ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
 
-A copy by an engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Each byte that a
-copy reads or writes in a GPU's memory also slows that GPU's kernels a little: through caches, memory, and the compute units
-that a copying kernel holds. Such a kernel waits for units that a library GEMM keeps until it ends. These are the contention
-losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A, which leaves power out.
+A copy by copy engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Copies also slow
+the kernels of the GPU whose memory they access, in proportion to the bytes, because they use its caches and memory. Copying
+kernels also hold compute units, and must wait while a cuBLAS GEMM keeps them. These are the contention losses of "Design Space
+Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A. Power is not modelled, as in that paper.
 
 Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 """
@@ -33,17 +33,17 @@ MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
 _UNIT_LOADS = 2.0
-"""Rate at which all units together load from the cache, divided by the memory's rate, if `unit_loads_bytes_per_us` is
+"""The bandwidth of all units together from the cache, divided by the memory bandwidth. Used if `unit_loads_bytes_per_us` is
 unknown."""
 _NEAREST = 8
-"""Number of measured matmuls that correct the formula for another shape: on a grid, the corners of a cell."""
+"""The number of nearest measured matmuls that correct the formula for another shape: on a grid, the corners of a cell."""
 
 Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all"]
-"""A copy by an engine, stores to a peer or loads from it by a kernel, or an NCCL collective, by the bytes that a rank receives."""
+"""A copy by copy engine, a kernel's stores to a peer ("put") or loads from it ("get"), or an NCCL collective."""
 
 
 class Matmul(NamedTuple):
-    """A matmul alone on its GPU, without its launch."""
+    """The cost of a matmul that runs alone on its GPU, without the launch."""
 
     time_us: float
     units_busy: float  # average share of the GPU's compute units
@@ -51,109 +51,108 @@ class Matmul(NamedTuple):
 
 
 _GROUPED_TILES = np.array([128, 128, 64, 64]), np.array([256, 128, 256, 128])
-"""Rows and columns of the tiles of grouped GEMMs."""
+"""(rows, columns) of the tile shapes of grouped GEMMs."""
 _FEW_ROUNDS, _GROUPED_SHARERS, _LEAST_K, _ADD_UP_K = 4, 8, 1024, 640
-"""Tiles of the last of at most so many rounds are shared by at most so many units, each with at least this extent of K. Adding up
-their parts takes as long as the last number of K."""
+"""If a grouped GEMM has at most `_FEW_ROUNDS` rounds, up to `_GROUPED_SHARERS` units share each tile of its last round. Each unit
+computes at least `_LEAST_K` of K. Reducing the units' results takes as long as computing `_ADD_UP_K` of K."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A machine for the simulator. Rates are bytes or operations per microsecond; `inf` and 0 are legal."""
+    """The numbers of a machine. Rates are bytes or operations per microsecond; `inf` and 0 are legal."""
 
     name: str
-    world_size: int  # ranks of the schedules that it can run; 0: any number
+    world_size: int  # the number of ranks of schedules for this model; 0: any
 
     compute_units: int
-    matmul_flops_per_us: Mapping[str, float]  # by dtype: all units on whole tiles of the largest size, k without end
-    tile: tuple[int, int]  # the largest, rows x cols
+    matmul_flops_per_us: Mapping[str, float]  # by dtype: rate of all units on largest tiles, for long k
+    tile: tuple[int, int]  # (rows, columns) of the largest tile
     tile_half: float
-    tile_ramp: float  # steps along k that the prologue and epilogue of a tile are worth
+    tile_ramp: float  # the time of a tile's prologue and epilogue, in units of k
     vector_flops_per_us: float
-    launch_us: float  # between kernels of one lane
-    hbm_bytes_per_us: float  # read and written
+    launch_us: float  # the gap between two kernels of a lane
+    hbm_bytes_per_us: float  # memory bandwidth, reads plus writes
     l2_bytes: float
 
     wiring: Wiring  # the topology: which links a flow from one GPU to another occupies
     copy_latency_us: float
     copy_bytes_per_us: float
     copy_engines: int
-    copy_row_us: float  # of each row of a two-dimensional copy
+    copy_row_us: float  # additional time per row of a two-dimensional copy
     kernel_copy_units: int  # compute units that one copying kernel to or from a peer holds
-    put_bytes_per_us: tuple[tuple[int, float], ...]  # (units, rate) of a kernel that stores to a peer, by rising units
-    get_bytes_per_us: tuple[tuple[int, float], ...]  # the same of one that loads
+    put_bytes_per_us: tuple[tuple[int, float], ...]  # (units, rate) of a kernel that stores to a peer, sorted by units
+    get_bytes_per_us: tuple[tuple[int, float], ...]  # the same for a kernel that loads from a peer
     collective_latency_us: float
     collective_bytes_per_us: float  # received by a rank
     collective_units: int
-    copy_disturbance: float  # share of a GPU's compute lost, per byte/us that engines read or write there
-    kernel_copy_disturbance: float  # the same for copying kernels, beside the units that they hold
-
-    signal_local_us: float  # from a set to the wait that it ends
+    copy_disturbance: float  # the fraction of a GPU's compute that is lost per byte/us that engines read or write there
+    kernel_copy_disturbance: float  # the same for copying kernels, in addition to the units that they hold
+    signal_local_us: float  # the time from a set to the end of the wait, within a rank
     signal_remote_us: float
-    signal_kernel_us: float  # the same to a peer, by a copying kernel at its end
-    host_step_us: float  # host time of a step that is not queued ahead
+    signal_kernel_us: float  # the same for a set on a peer by a copying kernel
+    host_step_us: float  # host time to issue a step, if the host is not ahead of the device
 
     unit_bytes_per_us: float | None = None
-    """Memory bandwidth of one unit that computes tiles; None: an equal part of the GPU's."""
+    """The memory bandwidth of one compute unit that computes tiles; None: the GPU's bandwidth / the number of units."""
     memory_bytes: float = math.inf
-    """Capacity of a GPU's memory."""
+    """The capacity of a GPU's memory."""
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
-    """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by its errors at the nearest shapes."""
+    """Measured times of matmuls (m, n, k, dtype) alone, with launch. They correct the formula for nearby shapes."""
     sustained: float = 1.0
-    """Time of a long matmul at the clock of sustained work, divided by its time in a short measurement."""
+    """The time of a long matmul in sustained work, at a lower clock, divided by its time in a short measurement."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    """Curves of (bytes, us) by rising bytes, alone, with latency or launch. They replace latency + bytes / rate."""
+    """Measured curves of (bytes, us), sorted by bytes, with latency or launch. They replace latency + bytes / rate."""
     matmul_memory: float = 1.0
-    """Share of the memory's rate that a library GEMM reaches."""
+    """The fraction of the memory bandwidth that a cuBLAS GEMM reaches."""
     matmul_keeps: float = 0.0
     """The fraction of a library GEMM's compute units that later kernels cannot use until the GEMM ends."""
     tile_signal_us: float = 0.0
-    """Time that each signal of a tile adds to its kernel."""
+    """The time that a kernel takes longer for each signal that its tiles set."""
     unit_loads_bytes_per_us: float | None = None
-    """Rate at which all units together load operands of matmuls from the cache; None: `_UNIT_LOADS` of the memory's rate."""
+    """The rate at which all units together load matmul operands from the cache; None: `_UNIT_LOADS` * memory bandwidth."""
     tile_part_us: float | None = None
-    """Time that each unit adds to a tile that several units split. None: tiles are not split."""
+    """If several units share a tile: the additional time per unit. None: units do not share tiles."""
     stored_late_bytes: float = 0.0
-    """Bytes of a GEMM's result in a peer's memory whose stores overlap no computation."""
+    """The bytes of a GEMM's stores to a peer that no computation hides."""
     loaded_start_us: float = 0.0
-    """Additional time of a kernel that reads a peer's memory, beyond bytes / rate."""
+    """The time that a kernel that reads a peer's memory takes longer than bytes / rate."""
     stored_end_us: float = 0.0
-    """Time from the last store of a GEMM into a peer's memory to the GEMM's end."""
+    """The time from a GEMM's last store into a peer's memory to the GEMM's end."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
-    """Shares of the matmul rate and of the memory's rate that torch's grouped matmul reaches."""
+    """The fractions of the matmul rate and of the memory bandwidth that torch's grouped matmul reaches."""
     host_read_us: float = 20.0
-    """Time from the end of a kernel to the start of a step that the host launches after it has read the kernel's result."""
+    """The time from the end of a kernel to the start of the next step, if the host reads the kernel's result in between."""
     host_call_us: float = 0.0
-    """Host time to issue a library GEMM."""
+    """The host time to issue a cuBLAS GEMM."""
     host_late_us: float = 0.0
-    """Host time to issue a step with a dynamic size."""
+    """The host time to issue a step with a dynamic size."""
     host_dynamic_us: float = 0.0
-    """Host time of a run with dynamic sizes, in addition to `host_late_us` for each such step."""
+    """The additional host time of a run with dynamic sizes, beyond `host_late_us` per step."""
     grouped_efficiency: float = 1.0
-    """Rate of the compute units in a grouped GEMM, divided by their rate in one large matmul."""
+    """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     all_reduce: float = 1.0
-    """Time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
+    """The time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None
-    """Rate of NCCL's (or RCCL's) algorithm for small collectives; None without such an algorithm. The other algorithm takes
-    `large_collective_us` longer to start. The faster one is used."""
+    """The rate of NCCL's (or RCCL's) second algorithm, for small collectives; None if it has none. The algorithm for large
+    collectives takes `large_collective_us` longer to start. The faster algorithm is used."""
     large_collective_us: float = 0.0
     lanes_run_us: float = 0.0
-    """Additional time of a run with several lanes, which begin after the caller's stream and which it then waits for."""
+    """The additional time of a run with several lanes, to synchronise them with the caller's stream at both ends."""
     graph_run_us: float = 0.0
-    """Additional time of a run with several lanes in a captured graph, which ends when all lanes have ended."""
+    """In a CUDA graph, the additional time of a run with several lanes."""
     graph_signal_us: float = 0.0
-    """Additional time in a graph of a lane with engine copies that waits for a kernel of another lane."""
+    """In a CUDA graph, the additional time of a wait for a kernel of another lane, on a lane with engine copies."""
     graph_remote_us: float = 0.0
-    """Additional time in a graph of a wait for a peer's kernels."""
+    """In a CUDA graph, the additional time of a wait for a peer's kernel."""
     graph_collective_us: float = 0.0
-    """Additional time in a graph of a library collective at the start of a lane. Behind a kernel it is `graph_run_us`."""
+    """In a CUDA graph, the additional time of a collective at the start of a lane. After a kernel it is `graph_run_us`."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
     costs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """A cache of costs of steps, for `weft.sim.lower`: the schedules of one problem share most of them."""
+    """A cache of the costs of steps, for `weft.sim.lower`. The schedules of one problem share most steps."""
 
     def __hash__(self) -> int:
-        return hash((self.name, self.world_size))  # dicts of measured numbers are not hashable
+        return hash((self.name, self.world_size))  # the dicts of measured numbers are not hashable
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         shape = (m, n, k, dtype)
@@ -164,10 +163,10 @@ class Model:
         return self._known[shape]
 
     def segment(self, m: int, n: int, k: int, dtype: str) -> Matmul:
-        """Return the cost of one expert's segment of about `m` rows, in one kernel for the segments of many experts.
+        """Return the cost of one expert's segment of about `m` rows in a grouped GEMM.
 
-        Only the run knows the exact rows, so the last tile is half empty on average. Memory traffic is the output only:
-        segments share what they read (`weft.sim.costs.cost_of_tiles`).
+        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic is the
+        output only: reads are counted once for all segments (`weft.sim.costs.cost_of_tiles`).
         """
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
@@ -179,9 +178,9 @@ class Model:
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
-        """Return the least time of one kernel for all segments: rounds of tiles, of which each unit has one at a time.
+        """Return a lower bound on the time of a grouped GEMM: rounds of tiles, with one tile per unit in each round.
 
-        segments: (rows, times). Tiles are as in `weft.kernels.grouped_matmul`.
+        segments: (rows, number of segments with so many rows). Tiles are as in `weft.kernels.grouped_matmul`.
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
@@ -190,21 +189,20 @@ class Model:
         return float((self._grouped_rounds(tiles, k) * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
 
     def _grouped_rounds(self, tiles: Any, k: int) -> Any:
-        """Return the time of this many tiles of a grouped GEMM, divided by the time of one tile.
+        """Return the time of `tiles` tiles of a grouped GEMM, divided by the time of one tile.
 
-        Units that the last of few rounds leaves idle share its tiles (`weft.kernels.grouped_matmul`).
+        If there are few rounds, several units share each tile of the last round (`weft.kernels.grouped_matmul`).
         """
         whole, last = np.divmod(tiles / self.compute_units, 1.0)
-        last = np.where((last < 0.05) & (whole > 0), 0.0, last)  # the number of rows is an estimate
+        last = np.where((last < 0.05) & (whole > 0), 0.0, last)  # ignore a nearly empty round: the rows are an estimate
         most = max(1, min(_GROUPED_SHARERS, k // _LEAST_K))
         sharers = np.where(whole < _FEW_ROUNDS, np.clip(np.floor(1.0 / np.maximum(last, 1e-9)), 1, most), 1)
         return whole + (last > 0) * (1.0 / sharers + (sharers > 1) * _ADD_UP_K / max(1, k))
 
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
-        """Return the time of one tile on one unit, in a kernel that cuts a matmul into such tiles.
+        """Return the time in us of one tile on one compute unit, in a kernel that cuts a matmul into such tiles.
 
-        A unit loads operands no faster than its part of `unit_loads_bytes_per_us`. It computes nothing while it stores the
-        result.
+        A unit loads operands at most at its part of `unit_loads_bytes_per_us`. It does not compute while it stores the result.
         """
         load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self._unit_loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
@@ -213,18 +211,22 @@ class Model:
         return max(computing_us, load_us) + rows * cols / of_unit
 
     def matmul_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Return the time of a matmul alone on the GPU, with its launch."""
+        """Return the time in us of a matmul alone on the GPU, with its launch."""
         return self.launch_us + self.matmul(m, n, k, dtype).time_us
 
     def with_measured(self, measured_us: Mapping[MatmulShape, float]) -> Model:
         return replace(self, measured_us=dict(measured_us))
 
     def scaled(self, *, units: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Model:
-        """Return the model of a larger GPU: one with `units` times as many compute units, each as fast as before, with `memory`
-        times the memory bandwidth, or with `links` times the bandwidth between GPUs.
+        """Return the model of a hypothetical GPU.
 
-        All that depends on these numbers changes with them, as if it had been measured on the larger GPU. In a machine file
-        measured rates are those of the whole GPU, so a changed number of units there does not make it faster.
+        Args:
+            units: factor of the number of compute units, each as fast as before.
+            memory: factor of the memory bandwidth.
+            links: factor of the bandwidth between GPUs.
+
+        All dependent rates are scaled too, as if they had been measured on this GPU. (In a machine file, rates are those of the
+        whole GPU, so changing only the number of units there would not make it faster.)
         """
         if min(units, memory, links) <= 0:
             raise ValueError(f"units={units}, memory={memory}, links={links}: each factor must be positive")
@@ -264,7 +266,7 @@ class Model:
         return larger.with_measured(measured) if measured else larger
 
     def kernel_copy_bytes_per_us(self, put: bool) -> float:
-        """Return the rate of a copying kernel to (`put`) or from a peer, interpolated between known numbers of units."""
+        """Return the rate of a copying kernel to a peer, or from a peer unless `put`, interpolated by its number of units."""
         curve = self.put_bytes_per_us if put else self.get_bytes_per_us
         units, below = self.kernel_copy_units, (0, 0.0)
         for above in curve:
@@ -275,7 +277,9 @@ class Model:
         return below[1]
 
     def transfer_us(self, how: Transfer, count: float) -> float:
-        """Return the time of `count` bytes alone, after the latency or launch. Measured curves are interpolated in logarithms."""
+        """Return the time in us of a transfer of `count` bytes, without latency or launch.
+
+        count: for collectives, the bytes that a rank receives. Measured curves are interpolated linearly in logarithms."""
         curve = self.measured_transfers_us.get(how)
         if curve and count > 0:
             return max(0.0, interpolated(curve, count) - self._start_us(how))
@@ -306,7 +310,7 @@ class Model:
         return Matmul(us, busy, traffic)
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (time, units busy, memory traffic), each [count], for shapes [count, 3], with the best tile and split of each."""
+        """Return (time, busy units, memory traffic), each `[count]`, with the best tile and split. shapes: `[count, 3]`."""
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
         rows, cols, split, efficiency = self._ways
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
@@ -317,9 +321,9 @@ class Model:
         # A split of k writes partial sums in fp32 and reads them again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # A split may be fastest by little and keep many more units busy. So the units are those of the fastest way without a
-        # split; of equally fast ways, the one with the fewest units. That choice depends on no rate of the machine, so a better
-        # machine never takes more of its units. Idle units are free for other kernels.
+        # A split may be only slightly faster but keep many more units busy. So the number of busy units is that of the fastest
+        # tile without a split; among equally fast tiles, of the one with the fewest units. This number does not depend on the
+        # rates of the machine, so a faster machine never has fewer idle units for other kernels.
         whole = np.where(split == 1, us, np.inf)
         needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
         needed_us = np.minimum(needed_us, computing_us)
@@ -331,13 +335,13 @@ class Model:
         if dtype not in self.matmul_flops_per_us:
             known = ", ".join(self.matmul_flops_per_us)
             raise KeyError(
-                f"{self.name}: no matmul rate for {dtype}, only for {known}: add compute.{dtype}_matmul_8192"
+                f"{self.name}: the machine file has no matmul rate for {dtype}, only for {known}: add compute.{dtype}_matmul_8192"
             )
         return self.matmul_flops_per_us[dtype]
 
     @property
     def _ways(self) -> np.ndarray:
-        """All tiles and splits: [4, ways] of rows, cols, parts of k and efficiency."""
+        """All tiles and splits: `[4, count]`, with rows, columns, parts of k, and efficiency."""
         return _all_ways(self.tile, self.tile_half)
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:
@@ -345,7 +349,7 @@ class Model:
         return _efficiency(self.tile, self.tile_half, rows, cols)
 
     def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
-        """Return the bytes to and from memory. Concurrent tiles form an almost square block that shares its operands."""
+        """Return the bytes read and written. Concurrent tiles form a nearly square block, which reads its operands once."""
         once = (m + n) * k * item_bytes
         area = self.compute_units * self.tile[0] * self.tile[1]
         rows = np.minimum(m, math.sqrt(area))
@@ -355,7 +359,7 @@ class Model:
 
     @cached_property
     def _errors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Errors of the formula at measured matmuls, by dtype: sizes in octaves [count, 3], log(measured / predicted) [count]."""
+        """The errors of the formula at measured shapes, by dtype: (log2 of m, n, k `[count, 3]`, log(measured / predicted))."""
         found = {}
         for dtype in {shape[3] for shape in self.measured_us}:
             shapes = np.array([shape[:3] for shape in self.measured_us if shape[3] == dtype])
@@ -365,10 +369,10 @@ class Model:
         return found
 
     def _correction(self, shape: MatmulShape) -> float:
-        """Return the factor by which measured times exceed predicted times: the geometric mean over the nearest
-        measured shapes, weighted by 1 / distance^4.
+        """Return measured / predicted time near `shape`: the geometric mean over the nearest measured shapes.
 
-        Distances are in octaves. The power exceeds the three dimensions, so that many far shapes do not outweigh a few near ones.
+        Weights are 1 / distance^4, with distances in octaves. The exponent is above 3, the number of dimensions, so that many
+        distant shapes do not outweigh a few near ones.
         """
         *sizes, dtype = shape
         if dtype not in self._errors or min(sizes) < 1:
@@ -379,15 +383,15 @@ class Model:
         if squares[nearest] < 1e-9:
             return math.exp(logs[nearest])
         farthest = np.partition(squares, min(_NEAREST, len(squares)) - 1)[:_NEAREST].max()
-        kept = squares <= farthest + 1e-9  # with all shapes at the last distance: they have no order
+        kept = squares <= farthest + 1e-9  # keep all shapes that are equally far as the last
         weights = squares[kept] ** -2
         return math.exp(weights @ logs[kept] / weights.sum())
 
 
 def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
-    """Return the time of `count` bytes from points (bytes, us) by rising bytes.
+    """Return the time in us of `count` bytes, from a curve of points (bytes, us) sorted by bytes.
 
-    Log-log linear between points, the first time below the first point, and the last point's rate above the last.
+    It is interpolated log-log linearly. Below the first point it is constant. Above the last point the rate is constant.
     """
     sizes, times = np.array(curve, float).T
     if count > sizes[-1]:
@@ -406,7 +410,7 @@ def _efficiency(tile: tuple[int, int], half: float, rows: int, cols: int) -> flo
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Return tiles as in cuBLAS: halvings of the largest tile, three quarters of its width, and their transposes."""
+    """Return the shapes of tiles, as in cuBLAS: halvings of the largest tile, three quarters of its width, and transposes."""
     heights, widths = _halves(rows), {*_halves(cols), max(cols * 3 // 4, _SMALLEST_TILE)}
     return sorted({tile for h, w in itertools.product(heights, widths) for tile in ((h, w), (w, h))}, reverse=True)
 

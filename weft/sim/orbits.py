@@ -1,17 +1,18 @@
-"""Embedding + all-to-all on a torus of any size: one rank is simulated, and represents all.
+"""Embedding + all-to-all on a torus of any size: rank 0 is simulated, and represents all ranks.
 
-A torus of C x R ranks is a product of rings: shifted along a row or a column, it is the same. If every rank has equal tables and
-samples, and takes its peers in the order of their displacement (columns, rows), all ranks do the same at the same time.
+A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and take their peers in the
+order of displacement (columns, rows), all ranks do the same at the same time:
 
-    flows     if rank 0 sends to a displacement, every rank does. Each link then carries as many flows as the route has links in
-              its direction. So a route is folded into one link per direction, slower by this number
-    signals   what rank 0 sends to a displacement, it gets from the opposite one
-    steps     a schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: the first peer's
-              with its launch, and the second peer's for all others
+    flows     if rank 0 sends to a displacement, every rank does. A link then carries as many flows as the route has links in the
+              link's direction. So a route is replaced by one link per direction, slower by this factor
+    signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
+    steps     the schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: those for the
+              first peer include the launch, and those for the second peer are used for all other peers
 
-The work grows with the ranks, not with their square: 16,384 ranks take seconds. The result is that of a simulation of every rank.
-The builders (`weft.builders.embedding_all_to_all`) take peers in the order of their numbers. On a torus this is slower, because
-peers of ranks at the end of a row are one row further.
+The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals that of simulating every rank.
+
+The builders (`weft.builders.embedding_all_to_all`) take peers in the order of rank numbers. On a torus this is slower, because
+from the end of a row the next number is in the next row.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ NAMES = ("serial", "direct", "put")
 
 
 class Folded(Topology):
-    """A torus as rank 0 sees it, with the links of all ranks on its own four."""
+    """A torus as seen from rank 0: its four links represent the links of all ranks."""
 
     def paths(self, source: int, target: int) -> Paths:
-        """Return the routes from rank 0, or to it, each with one link for all links of a direction."""
+        """Return the routes from or to rank 0, each with one link per direction."""
         found = self._paths.get((source, target))
         if found is None:
             columns, rows = self.dims
@@ -57,7 +58,7 @@ class Folded(Topology):
 
 
 def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
-    """Return (kind of link, number of links) of the shortest ways along a ring."""
+    """Return (kind of link, number of links) of each shortest route along a ring of `size` ranks to displacement `by`."""
     up, down = by, -by % size
     if up == down and up and size > 2:
         return [(f"{name} +1", up), (f"{name} -1", down)]
@@ -65,7 +66,7 @@ def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
 
 
 def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
-    """Return the torus of `weft.hw.topology.torus` as rank 0 sees it."""
+    """Return the torus of `weft.hw.topology.torus` as seen from rank 0."""
     rows = ranks // columns
     kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
     found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows), True)
@@ -75,10 +76,10 @@ def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> 
 
 
 def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, int, int]:
-    """Return the problem, and the torus's columns and rows. Raise `ValueError` unless one rank can represent all."""
+    """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
-            f"{problem.world_size} ranks of {problem.name} are too many: only embedding_all_to_all has so many"
+            f"{problem.world_size} ranks of {problem.name} are too many: only embedding_all_to_all can be simulated with so many"
         )
     wiring = model.wiring
     if wiring.builder is not torus:
@@ -100,14 +101,14 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 
 
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
-    """Simulate the schedule `name`, one of `NAMES`, of all ranks of a torus by one rank."""
+    """Simulate schedule `name` (one of `NAMES`) on a torus, with rank 0 representing all ranks."""
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} of many ranks must be one of {', '.join(NAMES)}")
     return replayed(_Orbit(problem, model, name).program(), runs)
 
 
 def orbit_us(found: Simulated, model: Model) -> float:
-    """Return the microseconds of a queued run among consecutive runs, as `weft.sim.run_us` of the schedule of every rank."""
+    """Return the time of a queued run in microseconds, as `weft.sim.run_us` would for a simulation of every rank."""
     sets = sum(
         one.times
         for lane in found.program.lanes
@@ -119,7 +120,7 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Items that a rank has once (`first`), or for each peer: for its first peer (`first`) and for any other peer (`other`)."""
+    """Items that a rank has once (in `first`; `other` is empty), or for its first peer (`first`) and each other peer (`other`)."""
 
     first: Sequence[NumberedStep]
     other: Sequence[NumberedStep] = ()
@@ -154,7 +155,7 @@ class _Orbit:
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
         if item.awaited is not None:
-            ahead = at_rank(item.place, 0) == min(peer, 2)  # places are ranks: the first or the second ahead, or behind
+            ahead = at_rank(item.place, 0) == min(peer, 2)  # a place is a rank: 1 or 2 after rank 0, or before it
             counter, sets = self._counter(item.signal, peer if ahead else self._behind(peer)), at_rank(item.awaited, 0)
             return Await(counter, sets, sets, item.previous)
         if item.tiled:
@@ -198,7 +199,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the displacement of the rank that has this rank at displacement `peer`."""
+        """Return the opposite displacement: from which rank this rank is at displacement `peer`."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:
@@ -219,7 +220,7 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 
 
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
-    """Yield the items of three ranks in blocks: items for the two peers follow each other, with the same kinds of steps."""
+    """Group the items of the schedule of three ranks into blocks: the steps for its two peers are adjacent and of equal kinds."""
     at = 0
     while at < len(items):
         peers = next((end for end in range(at, len(items)) if not _of_peer(items[end])), len(items)) - at

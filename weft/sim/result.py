@@ -1,4 +1,4 @@
-"""Results of a simulation: the end of each run, time spent in computation and communication, and the timeline."""
+"""The result of a simulation: when runs end, how long ranks compute and communicate, and the timeline."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.sim.lower import LaneProgram, LoweredSchedule, Work
 from weft.timeline import Span, Timeline
 
 TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]
-"""One execution of a task: (lane, task, run, start, end). A plain tuple, since there are very many."""
+"""One execution of a task: (lane, task, run, start in us, end in us). A plain tuple for speed."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation.
+    """The result of a simulation. Times are in microseconds.
 
-    If ranks behave identically, only the first ones are simulated. Rank r has the result of rank r % (number of simulated ranks).
+    If ranks behave identically, only the first p of them are simulated. Rank r then has the result of rank r % p.
     """
 
     program: LoweredSchedule = field(repr=False)
@@ -29,39 +29,39 @@ class Simulated:
 
     @property
     def end_us(self) -> float:
-        """End of the slowest rank's last run."""
+        """The time at which the last run ends on the slowest rank."""
         return max(ends[-1] for ends in self.simulated_ends_us.values())
 
     @property
     def ends_us(self) -> tuple[tuple[float, ...], ...]:
-        """Ends of each rank's runs."""
+        """For each rank, the times at which its runs end."""
         return self._of_all_ranks(self.simulated_ends_us)
 
     @property
     def per_run_us(self) -> float:
-        """Mean time of consecutive runs. The first run does not count if there are several."""
+        """The mean time of a run. If there are several runs, the first is not counted."""
         first = max(ends[0] for ends in self.simulated_ends_us.values())
         return (self.end_us - first) / (self.runs - 1) if self.runs > 1 else self.end_us
 
     @cached_property
     def compute_us(self) -> tuple[float, ...]:
-        """Time in which each rank's compute units were busy: compute steps, gathers, scatters."""
+        """For each rank, the time in which compute units were busy: compute steps, and copies by kernel within the rank."""
         return self._of_all_ranks(self._busy("matmul", "compute"))
 
     @cached_property
     def communication_us(self) -> tuple[float, ...]:
-        """Time in which each rank was copying to or from peers, or in a collective."""
+        """For each rank, the time in which it copied to or from peers, or ran a collective."""
         return self._of_all_ranks(self._busy("peer"))
 
     @property
     def exposed_us(self) -> float:
-        """Communication that no computation hides: time without computation, on the rank with the most of it."""
+        """The exposed communication: the time without computation, on the rank with the most of it."""
         busy = self._busy("matmul", "compute")
         return max(0.0, *(ends[-1] - busy[rank] for rank, ends in self.simulated_ends_us.items()))
 
     @cached_property
     def timeline(self) -> Timeline:
-        """All steps of all ranks except sets, by start time."""
+        """The timeline of all steps of all ranks except sets, sorted by start time."""
         spans: list[Span] = []
         for lane, number, _, start, end in sorted(self.events, key=lambda event: event[3:]):
             task = lane.tasks[number]
@@ -71,7 +71,7 @@ class Simulated:
         return Timeline(spans)
 
     def intervals_us(self, *what: What) -> dict[int, list[tuple[float, float]]]:
-        """Return (start, end) of each step of these kinds, by simulated rank."""
+        """Return {simulated rank: (start, end) of each of its steps of the kinds `what`}."""
         found: dict[int, list[tuple[float, float]]] = {rank: [] for rank in self.program.ranks}
         for lane, task, _, start, end in self.events:
             work = lane.tasks[task]

@@ -1,11 +1,14 @@
-"""The time of one run of a schedule: the simulated time, and costs that are not simulated.
+"""The time of one run of a schedule: its simulated time, plus costs that are not simulated.
 
-    queued    a run after another one, with the host ahead
-    graph     the same, captured and replayed: collectives and the end of a run take longer
-    single    a run on idle devices, with the host's time for each step
+    queued    one of several consecutive runs, with the host ahead of the device
+    graph     the same, captured in a CUDA graph and replayed: collectives and the end of a run take longer
+    single    a run on idle devices, including the host's time to issue each step
 
-Not simulated, and added here: signals that tiles set (`tile_signal_us`), the way from the caller's stream to several lanes and back
-(`lanes_run_us`, in graphs also `graph_run_us`), and the host of a run that reads sizes, which waits in every run.
+The added costs are:
+
+    tile_signal_us               each signal that tiles set
+    lanes_run_us, graph_run_us   the synchronisation of the caller's stream with several lanes, the latter in graphs only
+    host times                   in runs in which the host reads sizes
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from weft.sim.vectorised import values_of_ranks
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 
 TORCH_CALLS = 5
-"""torch calls for a dynamic step of an unfused run. On an H100's host, dispatches of 41 to 384 tokens take 581 to 661 us in 4
-such steps, and 588 us by this number."""
+"""The number of torch calls per dynamic step of an unfused run. On an H100's host, dispatches of 41 to 384 tokens, with 4 such
+steps, took 581 to 661 us. With this number the model gives 588 us."""
 
 
 def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
-    """Return the microseconds of one run of a schedule that needs no check: verified, or made by weft's own builders."""
+    """Return the time of one run in microseconds. The schedule is not checked: it must be verified or from a weft builder."""
     if mode == "single":
         us = simulate(schedule, model, mode=mode, trusted=True).end_us
     else:
@@ -38,7 +41,7 @@ def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
 
 
 def dynamic_steps(schedule: Schedule) -> int:
-    """Return the number of copies, tiles and collectives with dynamic sizes."""
+    """Return the number of copies, `Tiles` steps and collectives with dynamic sizes."""
     held = {contents.buffer for contents in schedule.contents}
     if not held:
         return 0
@@ -46,17 +49,17 @@ def dynamic_steps(schedule: Schedule) -> int:
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the host time to issue a run in which it reads sizes.
+    """Return the host time to issue a run in which the host reads sizes.
 
-    The host waits in every run, so that it is never far enough ahead of the device to hide this time. A schedule in which it
-    waits before all else runs as torch calls, and each of its dynamic steps takes several of them.
+    Because the host waits in every run, it is never far enough ahead of the device to hide this time. If it must wait before
+    it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
     """
     each_us = TORCH_CALLS * model.host_call_us if schedule.stops_host else model.host_late_us
     return model.host_dynamic_us + dynamic_steps(schedule) * each_us
 
 
 def _signals_of_tiles(schedule: Schedule) -> int:
-    """Return the number of signals that tiles set, on the rank whose tiles set the most."""
+    """Return the number of signals that tiles of one rank set, for the rank with the most."""
     tiles = [step for lane in schedule.lanes for step in of_kind(lane.steps, Tiles)]
     sets = [(step.extent, len(step.inner_sets)) for step in tiles if step.inner_sets]
     if not sets:

@@ -1,9 +1,9 @@
-"""Scarce resources, and groups of lanes that can slow each other down.
+"""Scarce resources, and the groups of lanes that can slow each other down.
 
-A resource is dropped if it suffices even when every lane takes its maximum: speeds are the same without it. Lanes are in the
-same part of a program if scarce resources connect them, directly or through other lanes. Parts never slow each other down. Each
-part has its own speeds, and a step of one part ignores the others. If ranks differ, so that all are simulated, there is mostly
-one part per rank. Without parts, the work (events times lanes) would grow with the square of the ranks.
+A resource is scarce if it could not serve all lanes at their maximum. The others never affect speeds, and are dropped. Lanes
+that scarce resources connect, directly or through other lanes, form a part. Lanes of different parts never slow each other down,
+so the speeds of each part are computed separately. If every rank is simulated, there is usually one part per rank. Without
+parts, the work (events times lanes) would grow with the square of the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ Uses: TypeAlias = tuple[tuple[int, float], ...]
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
-    """Return `loads` without resources that cannot run short. lanes: the loads of each lane, which has one load at a time."""
+    """Return `loads` with only their scarce resources.
+
+    lanes: for each lane, the indices of its loads. A lane has one load at a time."""
     taken = [_taken(load) for load in loads]
     most: dict[int, float] = {}
     for of_lane in lanes:
@@ -34,7 +36,7 @@ def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
         Load(
             _kept(load.share, scarce),
             _kept(load.hold, scarce),
-            _kept(load.disturb, scarce & shared),  # disturbing slows only the steps that share
+            _kept(load.disturb, scarce & shared),  # "disturb" slows only steps with "share" uses
         )
         for load in loads
     ]
@@ -45,7 +47,7 @@ def _kept(uses: Uses, resources: set[int]) -> Uses:
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
-    """Return the index of each lane's connected component. Lanes that share a resource are in the same component."""
+    """Return the part of each lane, as an index. Lanes that use a common resource are in the same part."""
     above = list(range(len(lanes)))
 
     def part(lane: int) -> int:
@@ -63,7 +65,7 @@ def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
 
 
 def _taken(load: Load) -> dict[int, float]:
-    """Return the amount of each resource that `load` takes, summed over all kinds of use."""
+    """Return {resource: amount that `load` takes, summed over all kinds of use}."""
     takes: dict[int, float] = {}
     for uses in load:
         for resource, amount in uses:

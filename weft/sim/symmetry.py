@@ -1,13 +1,12 @@
-"""Rotational symmetry: rank 0 may represent all ranks if rank r does what rank 0 does, with all ranks shifted by r.
+"""Rotational symmetry: rank 0 may represent all ranks if rank r has the steps of rank 0 with all ranks shifted by r.
 
-Numbers of steps must be equal at all ranks. Counters may be numbered differently. For each r there must be a renaming from the
-counters of rank 0 to those of rank r. Under it, the same steps wait for a counter, and the same steps of the ranks equally far
-back set it. The sets of all ranks define the renaming, one row for each:
+The sizes in a step must be equal on all ranks, but counters may have different indices. For each rank r there must be a
+one-to-one renaming of the counters of rank 0 to the counters of rank r. A set on each rank defines one entry of it:
 
     counter of rank 0 that rank -d sets  ->  counter of rank r that rank r - d sets in the same step
 
-It must be one-to-one, and all waits must follow it. GPUs of a model (`weft.sim.model`) are alike. The topology
-(`Topology.period`) says if their links are. The caller of `lower` knows if ranks start their runs at the same time.
+All waits must be consistent with this renaming. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` tells if
+their links are too. The caller of `lower` tells if all ranks begin their runs at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.sim.vectorised import ByRank, NumberedStep
 
 
 def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
-    """True if rank r does what rank 0 does, shifted by r, and waits for the same sets."""
+    """True if the steps of all ranks are rotationally symmetric. See the top of this file."""
     different = list({item.same: item for item in items}.values())
     if not all(map(_is_alike, different)):
         return False
@@ -43,23 +42,23 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance, place) of the sets in a step that all ranks have."""
+    """Yield (signal, distance, index) of each set in a step; it must have the same distance on all ranks."""
     if item.distance is not None:
-        assert isinstance(item.distance, int)  # it is alike
+        assert isinstance(item.distance, int)  # the same on all ranks
         yield item.signal, item.distance, item.place
     for of_ranks in zip(*(one.sets for one in item.tiled), strict=True):
         yield of_ranks[0].signal, of_ranks[0].distance, np.array([one.place for one in of_ranks])
 
 
 def _identity(place: ByRank) -> int:
-    """Return a key: the id of an array, or ~place for a number. Places are not negative, so that the two never collide."""
+    """Return a key: the id of an array, or ~place for a number. Numbers are not negative, so the two never collide."""
     return ~place if isinstance(place, int) else id(place)
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
     """True if the sets of one signal define a renaming of its counters, and its waits follow it."""
     if not sets:
-        return False  # a counter that is never set: no set defines the renaming
+        return False  # a counter that is never set has no renaming
     of_distance: dict[int, list[ByRank]] = {}
     for distance, place in sets:
         of_distance.setdefault(distance, []).append(place)
@@ -68,7 +67,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
     renamed = table[first]  # [counters of rank 0, ranks]
     if len(table) > len(renamed) and not np.array_equal(renamed[same], table):
         return False
-    twice = np.sort(renamed.T)  # duplicates of a rank become neighbours
+    twice = np.sort(renamed.T)  # duplicates on a rank become adjacent
     if (twice[:, 1:] == twice[:, :-1]).any():
         return False
     if not waits:
@@ -79,7 +78,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
 
 
 def _table(places: Collection[ByRank], world: int) -> np.ndarray:
-    """Return the places as an array [places, ranks]."""
+    """Return an array [len(places), world]: each entry of `places`, on each rank."""
     table = np.empty((len(places), world), np.int64)
     for row, place in zip(table, places, strict=True):
         row[:] = place

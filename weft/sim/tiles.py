@@ -1,7 +1,7 @@
-"""The numbers of the tiles of a kernel, at many ranks at once: the sizes of what they do, their sets, and what they read.
+"""Evaluation of a kernel's tiles for many ranks at once: operand sizes, sets, and bytes read.
 
-A kernel may have thousands of tiles on each of dozens of ranks. Most of their numbers repeat from tile to tile, or are equal at all
-ranks. They are evaluated and counted once.
+A kernel may have thousands of tiles on each of dozens of ranks. Most numbers repeat from tile to tile or are equal on all ranks.
+Such numbers are evaluated and counted once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from weft.schedule import Expr, Index, Region, Set, Step, Tiles
 from weft.schedule.expr import Values
 
 AT_ONCE = 1 << 18
-"""Maximal tiles times ranks whose numbers are in memory at once."""
+"""The maximum of tiles x ranks that are evaluated at once, to limit memory."""
 _FEW_TILES = 512
-"""Number of tiles up to which looking for equal ones takes longer than it saves."""
+"""For at most so many tiles, finding equal tiles would take longer than it saves."""
 _FEW_NUMBERS = 1 << 12
-"""Number of tiles times ranks up to which the values of parts of expressions are kept for the steps that follow."""
+"""For at most so many tiles x ranks, the values of subexpressions are cached for later steps."""
 
 Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
-"""Values of parts of expressions at some ranks, by the name and the places of the tiles, and by the id of the part."""
+"""Cached values of subexpressions: {(index variable, tiles as bytes): {id of the subexpression: values}}."""
 
 
 class SetBy(NamedTuple):
-    """The sets of one counter by one rank: place `place` of `signal` at the rank at `distance`, `times` times.
+    """The sets of one counter by the tiles of one rank.
 
-    first, last: the shares of all tiles at which the setting tiles begin and end.
+    The counter is `signal[place]` of the rank at `distance`; it is set `times` times. first, last: where the tiles that set it
+    begin and end, as fractions of all tiles.
     """
 
     signal: str
@@ -41,10 +42,10 @@ class SetBy(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """The tiles of one rank.
+    """The tiles of one rank, counted.
 
-    parts: (place in `Tiles.work`, numbers of its operands, count of tiles). sets: the sets of all tiles together.
-    read_bytes: bytes of its own memory that matmuls read; a region that several tiles read counts once.
+    parts: (index in `Tiles.work`, numbers of the operands, number of tiles with these numbers). sets: the sets of all tiles.
+    read_bytes: the bytes that matmuls read from the rank's own memory; a region that several tiles read counts once.
     """
 
     parts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
@@ -53,7 +54,7 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if a number of a tile depends on both tile and rank. A distance to a rank that depends on the tile always does."""
+    """True if a number in the body depends on both tile and rank. The distance to a rank that depends on the tile does."""
 
     def depends(number: Index, name: str) -> bool:
         return isinstance(number, Expr) and number.period(name) != 1
@@ -70,9 +71,10 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Tiles that represent all tiles of a kernel, whose numbers they have at every rank.
+    """Representatives of all tiles of a kernel: every tile has the same numbers as one of them, on every rank.
 
-    at: their numbers. times: how often each occurs. last: the share of all tiles at which the last tile like it ends.
+    at: the indices of these tiles. times: how many tiles each represents. last: where the last tile that it represents ends, as a
+    fraction of all tiles.
     """
 
     at: np.ndarray
@@ -81,10 +83,10 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """The tiles of a kernel that differ in some numbers, on whichever rank.
+    """Find representatives of a kernel's tiles for given numbers.
 
-    Most numbers depend only on a tile's place within its sample, so that one sample represents all. In others a few parts
-    depend on the tile, and the rank is added or looked up afterwards: tiles with equal parts are equal at every rank.
+    Most numbers are periodic in the tile's index, so one period represents all tiles. In other numbers, tiles whose
+    subexpressions without the rank have equal values are equal on every rank.
     """
 
     def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:
@@ -93,7 +95,7 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """Return the largest number of tiles in `of` for what `_Tables` asks."""
+        """Return the largest number of representatives that `of` returns for the calls of `Tables`."""
         if self.extent <= _FEW_TILES:
             return self.extent
         numbers = [_extents(step) for step in self.step.work]
@@ -102,7 +104,7 @@ class DifferentTiles:
         return max((len(self.of(one).at) for one in numbers), default=1)
 
     def of(self, numbers: Sequence[Index]) -> _Tiles:
-        """Return tiles that represent all those that differ in these numbers."""
+        """Return representatives of the tiles with respect to these numbers."""
         key = tuple(map(text_of, numbers))
         if key not in self._found:
             self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])
@@ -113,7 +115,7 @@ class DifferentTiles:
         period = math.lcm(*(n.period(index) for n in numbers))
         at = np.arange(min(period, self.extent) or self.extent)
         times = self.extent // len(at) + (at < self.extent % len(at))
-        # Representative tiles repeat periodically, so that the last one is near the end.
+        # The representatives of a period recur until the end, so each of them also occurs near the end.
         last = (at + 1) / self.extent if len(at) == self.extent else np.ones(len(at))
         if len(at) > _FEW_TILES and any("rank" in n.text for n in numbers):
             parts: dict[int, Any] = {}
@@ -121,7 +123,7 @@ class DifferentTiles:
                 number.parts_over({**self.values, index: at}, "rank", parts)
             which = _numbered_alike([np.broadcast_to(part, len(at)) for part in parts.values()], len(at))
             _, first, which = np.unique(which, return_index=True, return_inverse=True)
-            order = np.argsort(first)  # in the order of the tiles
+            order = np.argsort(first)  # sort by tile index
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
             of_tile, ends = place[which], np.zeros(len(first))
@@ -131,42 +133,42 @@ class DifferentTiles:
 
 
 def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Return a number for each of `count` rows, equal for rows that are equal in all columns."""
+    """Return a label for each of `count` rows; rows have equal labels if they are equal in all columns."""
     found = np.zeros(count, np.int64)
     for column in columns:
         if (column == column[0]).all():
             continue
-        column = np.unique(column, return_inverse=True)[1]  # small numbers, so that products do not overflow
+        column = np.unique(column, return_inverse=True)[1]  # small labels, so that the products below do not overflow
         found = np.unique(found * (column.max() + 1) + column, return_inverse=True)[1]
     return found
 
 
 def _extents(step: Step) -> tuple[Index, ...]:
-    """Return the numbers on which the cost of a step depends."""
+    """Return the expressions on which the cost of a step depends: sizes and ranks of its regions."""
     return tuple(n for region in step.regions for n in (region.rows, region.cols, region.at))
 
 
 def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
-    """Return the numbers on which the bytes of a region that a matmul reads depend."""
+    """Return the expressions that determine which bytes of `region` a matmul reads."""
     return matmul.regions[-1].rows, region.at, region.row, region.col, region.rows, region.cols
 
 
 class Tables:
-    """The numbers in a step's tiles at some ranks, which have the same count of tiles and the same contents.
+    """The evaluated tiles of a step on ranks that have the same number of tiles and the same contents of buffers.
 
-    Most numbers are equal at all these ranks. They are then counted and sorted for one rank only.
+    Most numbers are equal on all these ranks, and are counted and sorted only once.
     """
 
     def __init__(self, tiles: DifferentTiles, ranks: list[int], world: int, parts: Parts) -> None:
         self._different, self._tiles, self._extent, self._world = tiles, tiles.step, tiles.extent, world
         self._ranks = np.array(ranks)[:, None]
         self._values = {**tiles.values, "rank": self._ranks}
-        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and identity of the tiles
+        self._columns: dict[tuple[str, int], np.ndarray] = {}  # (text of an expression, id of the tiles) -> values
         self._parts = parts
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
-        """Return the `Tiled` of each rank, or one for all ranks."""
-        parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # by step, then by rank (or one for all ranks)
+        """Return the `Tiled` of each rank, or a list of one if all ranks are equal."""
+        parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # [step][rank, or a single entry for all ranks]
         sets = [self._sets(inner) for inner in self._tiles.inner_sets]
         for place, inner in enumerate(self._tiles.work):
             parts.append([[(place, *one) for one in of_rank] for of_rank in self._counted(*_extents(inner))])
@@ -178,7 +180,7 @@ class Tables:
         ]
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """Return by rank, or once for all ranks, (values of `numbers`, count of tiles with them), by rising values.
+        """Return for each rank, or once for all, a sorted list of (values of `numbers`, number of tiles with these values).
 
         Every third number is a rank, and is replaced by its distance.
         """
@@ -193,9 +195,9 @@ class Tables:
         return counted
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
-        """Return the sets of `step` by rank, or once for all ranks.
+        """Return the sets of `step` for each rank, or once for all.
 
-        Tiles run in order: a counter that only the first tiles set is complete once they are done.
+        Tiles run in order, so a counter that only the first tiles set is complete when these have ended.
         """
         (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
         found = []
@@ -203,8 +205,8 @@ class Tables:
             int(tiles.times.sum()),
             int(tiles.at[0]) / self._extent,
             float(tiles.last.max()),
-        )  # if all set one counter
-        for of_rank in places * self._world + distances:  # one number sorts faster than two
+        )  # the case that all tiles set one counter
+        for of_rank in places * self._world + distances:  # both in one number, which sorts faster
             if (of_rank == of_rank[0]).all():
                 place, distance = divmod(int(of_rank[0]), self._world)
                 found.append([SetBy(step.signal, distance, place, *every)])
@@ -218,9 +220,10 @@ class Tables:
         return found
 
     def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
-        """Return ([numbers, ranks, representative tiles], these tiles).
+        """Return (values [numbers, ranks, representatives], the representatives).
 
-        There is one rank if all have the same numbers. ranks: which of the numbers are ranks; distances replace them.
+        The second dimension is 1 if all ranks have the same values. ranks: the slice of `numbers` that are ranks; they are
+        replaced by distances.
         """
         tiles = self._different.of(numbers)
         columns = [self._column(number, tiles.at) for number in numbers]
@@ -244,7 +247,7 @@ class Tables:
         return self._columns[key]
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
-        """Return, by rank or once for all ranks, the bytes that matmuls read in the rank's own memory."""
+        """Return, for each rank or once for all, the bytes that matmuls read from the rank's own memory."""
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in (step for step in self._tiles.work if step.multiplies):
             for region in matmul.regions[:-1]:
@@ -256,7 +259,7 @@ class Tables:
             rank, tile = ((table[0] != 0) & (table[1] == 0)).nonzero()
             row, col, rows, cols = table[2:, rank, tile]
             count = rows * cols
-            order = np.lexsort((count, col, row, rank))  # regions at one place together, the largest last
+            order = np.lexsort((count, col, row, rank))  # regions with the same origin are adjacent, the largest last
             place = np.stack([rank, row, col])[:, order]
             last = np.flatnonzero(np.diff(place, append=-1).any(0))
             np.add.at(total, place[0, last], count[order[last]] * item_bytes[buffer])
@@ -265,7 +268,7 @@ class Tables:
 
 
 def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
-    """Return the concatenated lists of the `number`th rank. A step with a single list has it for all ranks."""
+    """Return the concatenated lists of all steps for rank `number`. A step with a single list has it for all ranks."""
     return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
 
 
@@ -273,7 +276,7 @@ NO_TILES = Tiled()
 
 
 def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Return (a column of `table`, count of tiles with it), by rising values."""
+    """Return a sorted list of (distinct column of `table`, number of tiles with it)."""
     order = np.lexsort(table[::-1])
     table = table[:, order]
     begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
@@ -282,5 +285,5 @@ def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ..
 
 
 def text_of(index: Index) -> int | str:
-    """Return a substitute for `index` in a key: hashing an expression is slower than hashing its text."""
+    """Return `index` in a form for dict keys: the text of an expression, which is hashed faster."""
     return index.text if isinstance(index, Expr) else index

@@ -1,7 +1,7 @@
-"""Memory traffic of a schedule: bytes that one rank's memory reads and writes in a run, by kind of step.
+"""Memory traffic of a schedule: the bytes that are read from and written to one rank's memory in a run, by kind of step.
 
-Steps count as the simulator prices them. A GEMM reads its operands as often as its blocks of tiles need them. A copy reads and
-writes. A library collective moves the bytes of its algorithm. A peer's stores into this memory count here, under the peer's kind.
+The bytes are those of the simulator's cost model. A GEMM reads an operand once for each block of tiles that uses it. A copy
+counts its reads and its writes. A collective moves the bytes of its algorithm. Stores by peers into this memory are included.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.sim.model import Model
 
 
 def traffic(schedule: Schedule, model: Model) -> dict[str, float]:
-    """Return the bytes through the memory of rank 0, by `weft.sim.costs.What` ("matmul", "compute", "peer", "engine")."""
+    """Return {kind of step: bytes read and written in the memory of rank 0}. The kinds are `weft.sim.costs.What`."""
     program, found = lower(schedule, model, alike=False), dict[str, float]()
     here = program.places.get(("hbm", 0))
     for lane in program.lanes:

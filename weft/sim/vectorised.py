@@ -1,7 +1,7 @@
-"""Vectorised evaluation of a schedule's steps at all ranks: sizes, and distances to the ranks whose memory and counters they use.
+"""Vectorised evaluation of a schedule's steps for all ranks: their sizes, and the distances to the ranks that they access.
 
-An expression is evaluated once, with the array of all ranks as `rank`. A result that is equal at all ranks is kept as one
-number. So the time for n steps and W ranks grows with the number of different expressions, not with n W.
+An expression is evaluated once, with the array of all ranks as `rank`. A result that is equal on all ranks is kept as one number.
+So for n steps and W ranks the time grows with the number of different expressions, not with n * W.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from weft.sim.tiles import AT_ONCE, NO_TILES, DifferentTiles, Parts, Tables, Til
 
 Iteration: TypeAlias = tuple[tuple[str, int], ...]
 ByRank: TypeAlias = int | np.ndarray
-"""A number that all ranks share, or an array of one number per rank, not all equal."""
+"""A number that is equal on all ranks, or an array with a number for each rank, not all equal."""
 
 
 class Origin(NamedTuple):
-    """The origin of a task: its step, and the iterations of the enclosing loops."""
+    """The step of a task, and the iterations of the loops around it."""
 
     step: Step
     turn: Iteration
 
 
 class NumberedStep(NamedTuple):
-    """A step with its numbers.
+    """A step, evaluated for all ranks. Such objects are called items.
 
-    numbers: rows, columns and distance of each operand. tiled: the tiles of each rank, if it has any. signal, place: the signal
-    that it sets or waits for, and its index. distance: to the rank whose signal it sets; None unless it sets one. awaited: number
-    of sets that it waits for, with `previous` in the previous run; None unless it waits.
-
-    same: equal for items that differ only in their origin. Most steps share their sizes with others, at other offsets.
-    carried: True if a kernel that already runs does it. units: compute units that its launch holds while it polls
-    (`weft.schedule.launches`).
+    numbers: rows, columns, and distance to the owner, of each operand.
+    tiled: the counted tiles of each rank, if the step has tiles.
+    signal, place: the name and index of the signal that the step sets or waits for.
+    distance: to the rank whose signal the step sets; None if it sets none.
+    awaited: the number of sets that it waits for, in the previous run if `previous`; None if it does not wait.
+    same: a key that is equal for items that differ only in their origin.
+    carried: True if a kernel that an earlier step has started performs this step.
+    units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
     """
 
     origin: Origin
@@ -73,9 +74,9 @@ class NumberedStep(NamedTuple):
 
 
 class _Known:
-    """The numbers that schedules for the same ranks with the same contents of buffers have in common.
+    """A cache of evaluated steps, shared by schedules for the same ranks with the same contents of buffers.
 
-    The candidates for one problem share most of their steps."""
+    The candidates for a problem share most of their steps."""
 
     def __init__(self, values: list[Values]) -> None:
         self.values = values
@@ -87,26 +88,30 @@ class _Known:
         self.together = [np.array(ranks) for ranks in together.values()]
         self.vectors: dict[tuple[str, Iteration, int | bytes], ByRank] = {}
         self.distances: dict[tuple[str | int, Iteration, int | bytes], ByRank] = {}
-        self.found: dict[tuple, tuple[Any, ...]] = {}  # items without their origins
+        self.found: dict[tuple, tuple[Any, ...]] = {}  # key of a step -> its item without the origin
         self.tiled: dict[tuple, tuple[Tiled, ...]] = {}
-        self.different = itertools.count(0, 2)  # names of items: carried ones have the number after their name
+        self.different = itertools.count(
+            0, 2
+        )  # values of `NumberedStep.same`: even, and the next odd number if carried
 
 
 class Numbers:
-    """The numbers of the steps of one schedule."""
+    """The evaluated steps of one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.world, self._ranks = schedule.world_size, np.arange(schedule.world_size)
         self._known = _known(schedule)
         self._values, self._holds, self._together = self._known.values, self._known.holds, self._known.together
         self._vectors, self._distances, self._found = self._known.vectors, self._known.distances, self._known.found
-        self._parts: dict[tuple[Iteration, tuple[int, ...]], Parts] = {}  # of tiles, by turn and ranks
-        self._units: dict[str, int] = {}  # of copies of dynamic size, by resource
+        self._parts: dict[
+            tuple[Iteration, tuple[int, ...]], Parts
+        ] = {}  # (iteration, ranks) -> subexpressions of tiles
+        self._units: dict[str, int] = {}  # resource -> compute units of copies of dynamic size
         self._schedule, self._buffers = schedule, {b.name: b for b in schedule.buffers}
         self._held = frozenset(contents.buffer for contents in schedule.contents)
         sets = [step for step in schedule.walk() if isinstance(step, Set) and step.at is not RANK]
         sets += [one for step in schedule.walk() if isinstance(step, Tiles) for one in step.inner_sets]
-        self._crossing = {one.signal for one in sets}  # signals that peers set, or tiles
+        self._crossing = {one.signal for one in sets}  # signals that peers or tiles set
 
     def items(self, lane: Lane) -> list[NumberedStep]:
         """Return the items of a lane, with its loops unrolled."""
@@ -116,7 +121,7 @@ class Numbers:
             substitute(step, dict(turn), partially_evaluated=True) if turn and step.copies_by == "kernel" else step
             for step, turn in (item.origin for item in items)
         ]
-        # As on GPUs, a signal of a stream to another stream of its rank ends a launch.
+        # As on GPUs, a signal between two streams of a rank ends a launch.
         crossing = [
             item.signal in self._crossing and not (isinstance(item.distance, int) and item.distance == 0)
             for item in items
@@ -139,7 +144,7 @@ class Numbers:
             yield (*turn, (loop.index, i)), _everywhere(there, i < extent)
 
     def vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
-        """Return `index` at every rank; 0 at ranks without the step."""
+        """Return `index` evaluated for every rank; 0 for ranks without the step. there: 1 for ranks with the step."""
         if not isinstance(index, Expr):
             return index
         key = (index.text, turn, there if isinstance(there, int) else there.tobytes())
@@ -153,7 +158,7 @@ class Numbers:
             try:
                 return _at_all_ranks(index, turn, self.world)
             except (KeyError, IndexError, ArithmeticError):
-                pass  # it names the contents of a buffer, or has no value at some rank, which `evaluate` reports
+                pass  # it depends on contents of a buffer, or is invalid on some rank, which `evaluate` reports
         found, here = np.zeros(self.world, np.int64), np.broadcast_to(np.asarray(there) != 0, self.world)
         for ranks in self._together:
             those = ranks[here[ranks]]
@@ -162,7 +167,7 @@ class Numbers:
         return _collapse(found)
 
     def _evaluated_together(self, index: Expr, turn: Iteration, ranks: np.ndarray) -> int | np.ndarray | list[int]:
-        """Return `index` at ranks with the same contents."""
+        """Return `index` evaluated for `ranks`, which have the same contents of buffers."""
         values = {**dict(turn), **self._values[int(ranks[0])]}
         if len(ranks) > 1:
             try:
@@ -205,7 +210,9 @@ class Numbers:
         return numbers
 
     def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
-        """Return what each rank sends to the rank at each distance, from 0. indices: what it sends to each rank."""
+        """Return, for distances 0, 1, ..., the rows that each rank sends to the rank at this distance.
+
+        indices: the rows sent to rank 0, 1, ..."""
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [
             _collapse(to_ranks[(self._ranks + distance) % self.world, self._ranks]) for distance in range(self.world)
@@ -244,7 +251,7 @@ class Numbers:
 
 @singledispatch
 def _numbered(step: Step, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
-    """Return a step with its numbers; omit empty steps except collectives, which all ranks call."""
+    """Return the item of a step. It is marked as absent on ranks where the step is empty, except for collectives."""
     operands = numbers.operands(step, origin.turn, there)
     for distance, rows in enumerate(numbers.sent(step.sizes, origin.turn, there) if step.sizes else ()):
         operands += [rows, operands[1], distance]
@@ -273,7 +280,7 @@ def _tiles(step: Tiles, numbers: Numbers, origin: Origin, there: ByRank) -> Numb
 
 _MOST_KNOWN = 1 << 17
 _shared: list[tuple[tuple, _Known]] = []
-"""The numbers of the last schedules' problem, of at most `_MOST_KNOWN` steps and expressions."""
+"""The caches of the latest problems' schedules, with at most `_MOST_KNOWN` steps and expressions."""
 
 
 def _known(schedule: Schedule) -> _Known:
@@ -291,7 +298,7 @@ def _known(schedule: Schedule) -> _Known:
 def _distinct_contents(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Return the number of each distinct contents, and for each buffer (name, the number of its contents at each rank)."""
+    """Return ({distinct contents: number}, for each buffer (name, number of its contents on each rank))."""
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}
     number_of = {key: numbers.setdefault(of_rank, len(numbers)) for key, of_rank in distinct.items()}
@@ -301,23 +308,23 @@ def _distinct_contents(
 
 
 def values_of_ranks(schedule: Schedule) -> list[Values]:
-    """Return the values that expressions may name at each rank. Ranks with equal contents share their prefix sums."""
+    """Return for each rank the values of the variables of expressions. Ranks with equal contents share prefix sums."""
     return _known(schedule).values
 
 
-@lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few thousand
+@lru_cache(maxsize=1 << 13)  # the candidates of a problem repeat the same steps
 def _at_all_ranks(index: Expr, turn: Iteration, world: int) -> ByRank:
     with np.errstate(divide="raise"):
         return _collapse(index.evaluated_over({**dict(turn), "rank": np.arange(world)}))
 
 
 def key_of(step: Step) -> tuple:
-    """Return a key that is equal only for steps that have equal numbers, and equal costs, in every loop iteration."""
+    """Return a key of the step. Steps with equal keys have equal sizes and costs in every loop iteration."""
     return step.kind, *_key_of(step.values())
 
 
 def _key_of_tiles(tiles: Tiles, buffers: Mapping[str, Buffer]) -> tuple:
-    """Return a key that is equal only for tiles that have equal numbers. They depend on the places of regions too."""
+    """Return a key of a `Tiles` step. It includes the offsets of regions, on which the bytes that tiles read depend."""
     key: list[Any] = [tiles.kernel.__class__, tiles.index, text_of(tiles.extent)]
     for step in tiles.body:
         key += (step.kind, step.multiplies)
@@ -359,7 +366,7 @@ def at_rank(number: ByRank, rank: int) -> int:
 
 
 def _everywhere(*conditions: ByRank | np.bool_ | bool) -> ByRank:
-    """Return 1 at ranks where all conditions hold, and 0 elsewhere."""
+    """Return 1 for ranks on which all conditions hold, and 0 for the others."""
     if all(isinstance(one, int) for one in conditions):
         return int(all(conditions))
     return _collapse(np.logical_and.reduce(np.broadcast_arrays(*conditions)).astype(np.int64))

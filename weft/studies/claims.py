@@ -1,7 +1,7 @@
-"""The comparison of a paper's claims with a study's numbers: in its tables, `weft reproduce all` and docs/reproduction.md.
+"""The comparison of a paper's claims with a study's results, for `weft reproduce` and docs/reproduction.md.
 
-A claim with numbers is reproduced if the deviation is allowed: by the limit of the claim, or else by 5 points for percentages and
-10% for other numbers. A claim without numbers has its own verdict (`held`).
+A claim with a number is reproduced if the deviation is at most the claim's limit. Without a limit it may be 5 points for
+percentages and 10% for other numbers. For claims without numbers, the study decides (`held`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from weft.bench.core.tables import ResultTable, table
 
 POINTS, RATIO = 5.0, 0.1
-"""Allowed deviations of claims that have no limit: in points for percentages, else as a fraction."""
+"""The allowed deviations of claims without a limit: in points for percentages, otherwise as a fraction."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, the result of this study, and the allowed deviation.
+    """A claim of a paper, and the result of this study.
 
-    unit: "%" (deviations are points), "x", "us" and so on (deviations are fractions). limit: 0 for exact, None for a claim
-    without a limit. held: the verdict on a claim whose `paper` or `ours` is a text.
+    unit: "%" (deviations in points), or "x", "us" and so on (deviations as fractions). limit: the allowed deviation; None: the
+    default. held: True if the claim holds, for claims whose `paper` or `ours` is a text.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Claim:
 
     @property
     def off(self) -> float | None:
-        """The deviation: points for percentages, a fraction for other numbers; None without numbers."""
+        """The deviation, in points for percentages, otherwise as a fraction; None for claims without numbers."""
         if isinstance(self.paper, str) or isinstance(self.ours, str):
             return None
         return self.ours - self.paper if self.unit == "%" or not self.paper else self.ours / self.paper - 1
@@ -47,7 +47,7 @@ class Claim:
 
     @property
     def said(self) -> str:
-        """The verdict on a claim with a limit."""
+        """The verdict on a claim with a limit: "yes" or "no"; "" without a limit."""
         return "" if self.limit is None else "yes" if self.reproduced else "no"
 
     def number(self, value: float | str) -> str:
@@ -71,7 +71,7 @@ class Claim:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
-    """Return the claims with the verdicts on those that have a limit; without any limit, with all verdicts."""
+    """Return a table of the claims, with the verdicts on claims that have a limit. If none has a limit, show all verdicts."""
     limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {
         "claim": lambda c: c.what,

@@ -1,4 +1,4 @@
-"""All simulated studies in one run: `weft reproduce all`, and the verdicts on the papers' claims."""
+"""`weft reproduce all`: run all simulated studies, and show which of the papers' claims are reproduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Study:
-    """A study by its name on the command line. share: its share of the time of all studies."""
+    """A study. name: its name on the command line. share: the fraction of the time of all studies that it takes."""
 
     name: str
     module: ModuleType
@@ -39,7 +39,7 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Done:
-    """A study that ran. rows: the data of its tables and pictures."""
+    """A study that has been run. rows: the data for its tables and pictures."""
 
     study: Study
     records: list[Record]
@@ -47,7 +47,7 @@ class Done:
     claims: list[Claim]
 
     def draw(self, directory: Path) -> list[Path]:
-        """Write the study's pictures into a folder of its name."""
+        """Write the study's pictures into a folder that has the study's name."""
         title = self.study.module.notes(self.records)[0].partition(";")[0]
         drawn: list[Path] = self.study.module.draw(directory / self.study.name, self.rows, title)
         return drawn
@@ -87,7 +87,7 @@ def missed_table(found: Sequence[Done]) -> ResultTable:
 
 
 def verdicts_table(found: Sequence[Done]) -> ResultTable:
-    """Return a table of the number of claims that each study reproduces."""
+    """Return a table with the number of reproduced claims of each study."""
     columns: dict[str, Callable[[Done], str]] = {
         "study": lambda one: one.study.name,
         "claims": lambda one: str(len(one.claims)),

@@ -1,6 +1,6 @@
-"""FiCCO's claims of sections II to VI, with the numbers of a simulated or measured run.
+"""The claims of FiCCO's sections II to VI, compared with a simulated or measured run.
 
-The paper's text gives only the largest speedups of figures 12 to 14. Section IV is measured by `weft.studies.losses`.
+Of figures 12 to 14 the paper's text gives only the largest speedups. Section IV is measured by `weft.studies.losses`.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures 12 to 14.
 """
@@ -37,7 +37,7 @@ def _ideal_and_shard(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def _bell(rows: Sequence[GemmRow]) -> Claim:
-    """Judge the curve: the ideal rises with the ratio up to 1 and falls beyond."""
+    """Return the claim that the ideal speedup rises with the ratio GEMM / communication up to 1, and falls above 1."""
     rising = [row for row in rows if row.ratio < 1]
     falling = [row for row in rows if row.ratio > 1]
     rho = [spearman([row.ratio for row in part], [row.ideal for row in part]) for part in (rising, falling)]
@@ -79,7 +79,7 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield weft's own limits for the closed form's picks."""
+    """Yield weft's own requirements for the picks of the closed form."""
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [
             of for row in rows if row.gemm.name.startswith(begin) and (of := row.lost(row.closed, EIGHT)) is not None

@@ -1,4 +1,5 @@
-"""FiCCO's schedules by the paper's names, and a row of its evaluation: one GEMM's times by schedule.
+"""FiCCO's schedules by the paper's names, and the rows of its evaluation: each has the times of one GEMM by schedule.
+
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V and VI.
 """
@@ -13,13 +14,13 @@ from weft.bench.table_1 import GatheredGemm
 from weft.plan import AUTOTUNE
 
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
-"""The paper's shard overlap: one peer at a time, whole shards."""
+"""The paper's shard overlap: whole shards, sent to one peer after the other."""
 ASYNCTP, SERIAL, WEFT = "asynctp", "serial", "weft"
 NEAR = 0.03
 
 
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
-    """Return the candidate's name, with as many steps as ranks."""
+    """Return the name of the candidate with as many steps as ranks."""
     if by == "collective":
         return f"ficco_{shape}_collective[start={start},gemms={gemms},steps=0]"
     return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
@@ -50,11 +51,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "weft's choice": (WEFT,),
     "weft, autotuned": (AUTOTUNE,),
 }
-"""Kinds of overlap and their variants. For each GEMM, the fastest variant of a kind counts (figure 14)."""
+"""{kind of overlap: its variants}. For each GEMM, the fastest variant of a kind is used (figure 14)."""
 
 
 class GemmRows(list["GemmRow"]):
-    """The rows of a run. others: its records that are of no GEMM, by variant. mesh: True if it ran on the paper's topology."""
+    """The rows of a run. others: {variant: record} of records without a GEMM. mesh: True if it used the paper's topology."""
 
     others: Mapping[str, Record]
     mesh: bool = False
@@ -62,10 +63,10 @@ class GemmRows(list["GemmRow"]):
 
 @dataclass(frozen=True)
 class GemmRow:
-    """One GEMM, as it was run: N divided by the ranks, M possibly smaller.
+    """The results for one GEMM, with the sizes that were run: N divided by the ranks, M possibly reduced.
 
-    pick: the heuristic's pick, by the machine's file, or by the file of the paper's machine. ms: the milliseconds by variant,
-    with serial. closed: the closed form's pick, if it was recorded.
+    pick: the heuristic's pick, with the threshold of this machine, or of the paper's machine. ms: {variant: milliseconds},
+    including serial. closed: the closed form's pick, if it was recorded.
     """
 
     config: str

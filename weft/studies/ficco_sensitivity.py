@@ -1,7 +1,7 @@
-"""FiCCO's evaluation of table I with each assumed number of the machine 20% smaller and larger.
+"""A sensitivity analysis of FiCCO's evaluation of table I: each assumed number of the machine is made 20% smaller and larger.
 
-A number that changes no time of `_PROBE`, the smallest GEMM, by more than 0.1% is listed as one without effect, and not simulated
-further.
+A number that changes no time of `_PROBE`, the smallest GEMM, by more than 0.1% is reported as without effect, and not simulated
+for other GEMMs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE, _EFFECT = ("g14",), 1e-3
 
 
 def simulate(machine: Machine, ranks: int, topology: str | None, step: Callable[[str, float], None]) -> Record:
-    """Return the means and counts for each assumed number of `machine`. step: called with a share of this work."""
+    """Return the means and counts for each assumed number of `machine`. step: called with each piece of work and its fraction."""
     probe = _times(find_gemms(_PROBE), machine, ranks, topology)
     lines: list[list[Any]] = [["as it is", None, _summary(list(_rows(TABLE_1, machine, ranks, topology)))]]
     keys = [key for key in machine if machine[key].source == "assumed"]

@@ -126,7 +126,7 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """What skew depends on. The NIC's time for a message follows from figure 12 in each reading."""
+    """Return the skew for other interpretations of the model's numbers. For each, figure 12 gives the NIC's time per message."""
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):
         readings += [(_named(key, factor), numbers.scaled(key, factor)) for factor in (0.8, 1.2)]

@@ -2,18 +2,17 @@
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 to 4.3.
 
-A GPU pools bags at the rate of its memory, or as fast as its wavefronts' loads return (Little's law):
+A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' outstanding loads allow (Little's law):
+
 
     rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
 Contention is what figure 11 has beyond an occupancy of 75%, where more wavefronts in memory slow each other down.
-Slices are pooled one after the other. A remote slice goes to the NIC when it is pooled, and the NIC takes
+Slices are pooled one after the other. A pooled slice for another node is queued at the NIC, which takes
+
 
     slice / bandwidth + message
 
-for each, in order. A node's kernel ends when it has pooled all slices and its peer's last slice has arrived. Work-groups that
-send go on pooling (4.2). The baseline launches a kernel for each table, then the all-to-all, then a shuffle of its result (4.1). A
-kernel of few bags fills only a part of a GPU.
 
 Pooling a slice takes p, and the NIC takes n for it. If n > p, node 1 ends late in natural order by n - p for each of its slices, so
 skew is (n / p - 1) / 2. It is a difference of nearly equal times, and so sensitive to both.
@@ -39,7 +38,7 @@ _SLICES_SAVE = 0.55
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration of figures 10 to 14: <global batch | tables of a GPU>."""
+    """A configuration of figures 10 to 14. batch: the global batch size. tables: the number of tables of a GPU."""
 
     batch: int
     tables: int
@@ -57,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Times:
-    """The microseconds of the baseline's parts, and of the fused kernel on each node."""
+    """The times in us of the baseline's parts, and of the fused kernel on each node."""
 
     pooling: float
     exchange: float
@@ -70,7 +69,7 @@ class Times:
 
     @property
     def saved(self) -> float:
-        """The fraction of the baseline that the slowest node saves."""
+        """The fraction of the baseline's time that the fused kernel saves, on the slowest node."""
         return 1 - max(self.fused) / self.baseline
 
     @property
@@ -79,7 +78,7 @@ class Times:
 
 
 def rate(numbers: Numbers, occupancy: float) -> float:
-    """Return the bytes/us that a GPU pools with this fraction of its wavefronts."""
+    """Return the pooling rate of a GPU in bytes/us. occupancy: the fraction of its wavefronts that are active."""
     waves = occupancy * numbers["gpu.units"] * numbers["gpu.waves"]
     in_flight = waves * numbers["gpu.loads"] / numbers["memory.latency"]
     crowded = min(1.0, max(0.0, (occupancy - _CALM) / (_CROWDED - _CALM)))
@@ -99,7 +98,7 @@ def between_nodes(
     order: Order = "remote_first",
     occupancy: float = 0.0,
 ) -> Times:
-    """Return the times of two nodes with a GPU each. occupancy: of the fused kernel; 0: the paper's."""
+    """Return the times of two nodes with one GPU each. occupancy: of the fused kernel; 0: the paper's value."""
     sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
     exchange_us = numbers.us("nic.collective") + 1e6 * sent / numbers["nic.bandwidth"]
     pooled = rate(numbers, occupancy or numbers["gpu.occupancy"])
@@ -116,7 +115,7 @@ def between_nodes(
 
 
 def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
-    """Return when the last slice arrives: the NIC takes them in order, each when it is ready and the one before has left."""
+    """Return the time in us at which the last slice arrives. The NIC sends slices in order, each when it is ready."""
     bytes_us = 1e6 * slice_size * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"]
     each_us = bytes_us + numbers.us("nic.message")
     places = np.arange(len(ready_us))
@@ -146,7 +145,7 @@ def with_message(setting: Setting, numbers: Numbers) -> Numbers:
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:
-    """Return the times of GPUs of one node: zero-copy stores by a kernel for each table, which need no NIC and no shuffle."""
+    """Return the times of GPUs of one node. A kernel for each table stores zero-copy, without NIC and shuffle."""
     peers = setting.ranks - 1
     over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks
     exchange_us = numbers.us("nic.collective") + 1e6 * over_link / numbers["xgmi.bandwidth"]
@@ -157,7 +156,7 @@ def in_a_node(setting: Setting, numbers: Numbers) -> Times:
 
 
 def _tables_us(setting: Setting, numbers: Numbers) -> tuple[float, float]:
-    """Return the time to read rows by a kernel for each table, and the time of its launches."""
+    """Return (time of all tables' kernels, time of their launches) in us."""
     waves = setting.batch * numbers["model.dim"] / 64  # a wavefront for 64 columns of a bag
     filled = min(1.0, waves / (numbers["gpu.units"] * numbers["gpu.waves"]))
     return setting.vectors * bag_bytes(numbers) / rate(numbers, filled), setting.tables * numbers.us("gpu.launch")

@@ -1,13 +1,14 @@
-"""Decomposition and contention losses of one GEMM and its all-gather.
+"""Measurement of the decomposition and contention losses of one GEMM and its all-gather.
+
 
     decomposition loss  time of the pieces, one after the other and alone, divided by the time of the whole
     contention loss     time of the same pieces while the other side is busy, divided by their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-Each repetition runs every variant once, as lanes (`StudyLane`) with a fixed number of calls. To run concurrently, the GEMM and
-the all-gather are both repeated until both lanes take equally long. Only the time in which both lanes run counts; call timestamps
-give each lane's progress in it. The fraction of that time is recorded as `overlap`.
+Each repetition runs every variant once, as a lane (`StudyLane`) with a fixed number of calls. For concurrent runs, the numbers of
+calls are chosen such that the lanes of the GEMM and of the all-gather take equally long. Only the time in which both lanes run
+is used; timestamps of calls give the progress of each lane in this time. Its fraction of the whole is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
 
 
 class Side(AbstractContextManager["Side"], ABC):
-    """The memory of a rank for all-gathers. The constructor is collective.
+    """The memory of a rank for all-gathers: its shard of `nbytes`, symmetric memory for all shards, and ordinary memory for all
+    shards, which NCCL or gloo fills.
 
-    Every rank has a shard of `nbytes`, symmetric memory for all shards, and ordinary memory for all shards, which NCCL or gloo
-    fills. It is a context manager.
+    It is a context manager. Creating it is a collective call.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -94,7 +95,7 @@ class Side(AbstractContextManager["Side"], ABC):
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
-        """Gather once and compare every byte; raise RuntimeError if a byte is wrong. Collective."""
+        """Gather once and compare every byte. Raise `RuntimeError` if a byte is wrong. It is a collective call."""
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
@@ -118,7 +119,7 @@ class Side(AbstractContextManager["Side"], ABC):
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
     def start(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run `play` on all ranks at the same moment. Collective."""
+        """Run `play` on all ranks at the same moment. It is a collective call."""
         self.ranks.start_together()
         return self.play(lanes)
 
@@ -128,14 +129,14 @@ class Side(AbstractContextManager["Side"], ABC):
 
     @abstractmethod
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Start the lanes together. Return for each lane its start, and the end of each of its calls, in seconds of one clock."""
+        """Start the lanes together. Return for each lane [start, end of each call], in seconds of the same clock."""
 
 
 class CpuSide(Side):
-    """The side of a CPU process.
+    """The implementation for CPU processes.
 
-    An additional thread replaces the copy engine. The system runs it on an idle core if there is one. A copy by
-    `kernel` uses the compute threads. It alternates with the GEMM, so that both progress equally, relative to their work.
+    A copy by `dma` runs in an additional thread. A copy by `kernel` runs in the compute threads, alternately with the GEMM, so
+    that both complete the same fraction of their work.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -191,7 +192,7 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Play after a sleep kernel that is as long as the last enqueueing of the lanes, up to 50 ms."""
+        """Run the lanes after a sleep kernel that lasts as long as enqueueing them took last time, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -216,7 +217,7 @@ class CudaSide(Side):
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Return each lane's index as often as its count. The lane with the least relative progress comes next."""
+    """Return an interleaving: each lane's index as often as its count, always the lane with the least relative progress."""
     return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
 
@@ -231,7 +232,7 @@ def _in_a_row(moves: list[Call]) -> Call:
 PIECES = 8  # pieces of an all-gather, and of the concurrent GEMM
 WHOLE = "whole"
 CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
-_LEAST_CALLS = 3  # calls of each of two lanes
+_LEAST_CALLS = 3  # the fewest calls of each of two concurrent lanes
 _MOST_CALLS = 20_000
 _BALANCING = 2  # rounds of balancing two lanes
 _LOOK_S = 2e-3  # the shortest reliable measurement
@@ -257,9 +258,9 @@ def gather_beside(by: By, pieces: int = PIECES) -> str:
 
 _BESIDE = cut_name("rows", PIECES)  # the GEMM that runs concurrently with an all-gather
 PAIRS: tuple[tuple[By, int], ...] = (*((by, PIECES) for by in TRANSPORTS), ("dma", 1))
-"""All-gathers that run concurrently with that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as in shard-based
+"""The all-gathers that run concurrently with that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as in shard-based
 overlap (IV-D)."""
-# The baseline of each variant's loss. The whole GEMM and the all-gathers in one piece have none.
+# The baseline of each variant's loss. The undivided GEMM and the all-gathers in one piece have no baseline.
 BASELINES = (
     {cut_name(*cut): WHOLE for cut in CUTS}
     | {gather_name(by): gather_name(by, 1) for by in TRANSPORTS}
@@ -270,10 +271,10 @@ BASELINES = (
 
 @dataclass(frozen=True)
 class Found:
-    """The results of one GEMM, the same on every rank, by variant.
+    """The results of one GEMM by variant, equal on all ranks.
 
-    timings: a call is the sequence of all its pieces. overlap: for pairs, the smallest median fraction over ranks. errors:
-    the error of each split, by `check_cuts`.
+    timings: of a call, which is the sequence of all pieces. overlap: for concurrent lanes, the median fraction of time in which
+    both run, on the rank with the smallest. errors: the error of each split, from `check_cuts`.
     """
 
     timings: dict[str, Timing]
@@ -283,8 +284,10 @@ class Found:
 
 
 class MeasuringEffort(NamedTuple):
-    """The shortest duration of a lane, alone and concurrent, and the number of repetitions. One more repetition comes first and
-    is not counted."""
+    """The duration of measurements.
+
+    alone_s, beside_s: the shortest duration of a lane, alone and concurrent with another. repetitions: the number of repetitions
+    after a first one that is discarded."""
 
     alone_s: float
     beside_s: float
@@ -292,9 +295,9 @@ class MeasuringEffort(NamedTuple):
 
 
 def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: MeasuringEffort, step: Step) -> Found:
-    """Check and time one GEMM and the all-gather of its A. Collective. Raises RuntimeError if a result is wrong.
+    """Check and time one GEMM and the all-gather of its A. Raise `RuntimeError` if a result is wrong. It is a collective call.
 
-    `step` is called with two shares, whose sum is 1.
+    step: called with each piece of work and its fraction; the fractions sum to 1.
     """
     step(f"{gemm.name}: checking pieces against the whole", 0)
     matrices = Matrices(gemm, dtype, ranks)
@@ -326,8 +329,9 @@ def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: Measur
 def make_lanes(
     alone: dict[str, StudyLane], side: Side, effort: MeasuringEffort
 ) -> dict[str, tuple[StudyLane, StudyLane]]:
-    """Set the counts of lanes that run alone, and return the pairs of lanes that run concurrently, by the GEMM's variant.
-    Collective."""
+    """Set the number of calls of the lanes that run alone. Return {variant: pair of lanes that run concurrently}.
+
+    It is a collective call."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
@@ -347,8 +351,9 @@ def make_lanes(
 def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Return for each variant and repetition the seconds of a call, or for pairs the values of `together`. Each repetition starts
-    with another variant."""
+    """Return {variant: seconds of a call in each repetition, or for pairs the values of `together`}.
+
+    Each repetition starts with another variant."""
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
@@ -361,7 +366,7 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
-    """Return `together` for a play with enough overlap on every rank; raise RuntimeError if there is none."""
+    """Run two lanes concurrently, and return `together`. Raise `RuntimeError` if no attempt has enough overlap on every rank."""
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
         found = together(*marks)
@@ -376,9 +381,9 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
-    """Return the seconds of a call of each of two lanes while both ran, and the fraction of the time in which both ran.
+    """Return [seconds of a GEMM, seconds of an all-gather, while both lanes ran; fraction of the time in which both ran].
 
-    A lane is its start and the end of each call. Progress between two timestamps is assumed to be linear.
+    gemm, gather: [start, end of each call]. Progress between two timestamps is assumed to be linear.
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
@@ -389,7 +394,9 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Give more calls to the lane that ended first, by `marks`, then multiply both counts by `longer`. Collective."""
+    """Increase the number of calls of the lane that ended first, then multiply both numbers by `longer`. Collective call.
+
+    marks: for each lane [start, end of each call]."""
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
 
@@ -403,7 +410,7 @@ def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
 def _seconds(lane: StudyLane, side: Side) -> float:
     """Return the seconds of one call of `lane` alone, on the slowest rank.
 
-    The second of two plays counts. It follows one call that may have loaded a kernel or found memory cold.
+    It runs twice, and the second result is returned, because the first call may load a kernel or find memory cold.
     """
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
@@ -430,8 +437,8 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return the whole GEMM in `pieces` pieces of A: `rows`, each a separate GEMM, or `columns`, which accumulate into the
-        result."""
+        """Return a call that computes the GEMM in pieces of A. cut: "rows", each a separate GEMM, or "columns", which accumulate
+        into the result."""
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
             return _in_a_row([partial(torch.mm, a, self.b, out=out) for a, out in parts])
@@ -440,12 +447,11 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """Return the error of every split relative to the whole, the largest over ranks. Collective. Raises RuntimeError if an error
-    is too large.
+    """Return {split: its error relative to the undivided GEMM}, the maximum over ranks. It is a collective call.
 
-    Errors are root mean squares, relative to that of the whole's elements. The limit is eps x sqrt(accumulated pieces), because
-    each addition rounds the sum again, plus eps of fp32 x sqrt(K), because libraries add in fp32 in different orders. A missing
-    piece would cost at least 1 / sqrt(64) = 0.125.
+    Errors are root mean squares, divided by the root mean square of the undivided result. The limit is eps x sqrt(accumulated
+    pieces), because each accumulation rounds, plus fp32 eps x sqrt(K), because cuBLAS may sum in other orders. A missing piece
+    would cause an error of at least 1 / sqrt(64) = 0.125. Raise `RuntimeError` if an error is above the limit.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]

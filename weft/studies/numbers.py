@@ -1,4 +1,4 @@
-"""The numbers of a study's model, each with its unit and source, from a TOML file next to the study's module."""
+"""The numbers of a study's model, each with its unit and source, read from a TOML file in this folder."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Numbers:
 
     @property
     def assumed(self) -> list[int]:
-        """Return [assumed numbers, all numbers], as records have them."""
+        """Return [number of assumed numbers, number of all numbers], as stored in records."""
         return [len(list(self.of_source("assumed"))), len(self.quantities)]
 
 
 @cache
 def load_numbers(file: str) -> Numbers:
-    """Return the numbers of a file in this folder; raise `ValueError` for an unknown unit or source, or a value below 0."""
+    """Read the numbers of a file in this folder. Raise `ValueError` for an unknown unit or source, or a negative value."""
     data = parse_toml(files(__package__).joinpath(file).read_text(), file)
     name = data.pop("name")
     found = {f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()}

@@ -1,4 +1,4 @@
-"""The code that all studies share: common fields of simulated records, pictures, a page's block, and the note on its sources."""
+"""Helpers of all studies: common fields of simulated records, pictures, blocks of pages, and notes on sources."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Yield the axes of panels, one below the other, then write a PNG file into its folder, which is created if needed.
+    """Yield the axes of stacked panels; afterwards write the PNG file `path`. Its folder is created if needed.
 
-    Labels of logarithmic axes mention the scale.
+    " (log)" or similar is added to the labels of logarithmic axes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     plt = pyplot()
@@ -49,7 +49,7 @@ def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -
 def bars(
     axis: Any, labels: Sequence[str], groups: Mapping[str, Sequence[float]], colours: Sequence[str], base: float = 0.0
 ) -> list[Any]:
-    """Draw, at each label, a bar of each group that starts at `base`, and a line at 1; return the bars by group."""
+    """Draw a bar of each group at each label, from `base` on, and a line at 1. Return the bars of each group."""
     width, drawn = 0.8 / len(groups), []
     for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
         places = np.arange(len(labels)) + (i - (len(groups) - 1) / 2) * width
@@ -61,7 +61,7 @@ def bars(
 
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
-    """Return the fields that all records of one simulated run share."""
+    """Return the fields that are equal in all records of one simulated run."""
     quantities = list[Quantity](machine[key] for key in machine)
     return {
         **head_of(op, machine.name, [sum(one.source == "assumed" for one in quantities), len(quantities)]),
@@ -70,7 +70,7 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
-    """Return the fields of all simulated records. assumed: the number of assumed numbers of the machine, and of all."""
+    """Return the common fields of simulated records. assumed: [number of assumed numbers, number of all numbers]."""
     code = provenance()
     return {
         "op": op, "mode": "queued", "device": "simulated", "machine": machine, "run": uuid.uuid4().hex[:12],
@@ -81,7 +81,7 @@ def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
 
 
 def scaled(machine: Machine, key: str, factor: float) -> Machine:
-    """Return the machine with one number times `factor`; counts of at least 4 are rounded."""
+    """Return the machine with the number `key` multiplied by `factor`. Counts of at least 4 are rounded."""
     one = machine[key]
     value = one.value * factor
     whole = one.unit == "1" and one.value >= 4 and one.value == int(one.value)
@@ -90,8 +90,9 @@ def scaled(machine: Machine, key: str, factor: float) -> Machine:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """Return the model; raise `ValueError` for an unknown topology, an unsupported number of ranks, or a number that the file
-    lacks."""
+    """Return the model of a machine.
+
+    Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a missing number."""
     try:
         model = model_of(machine, ranks)
         if topology is not None:
@@ -103,7 +104,7 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
 
 
 def where(last: Record, ranks: str = "") -> str:
-    """Return the source of the numbers, as sentences. ranks: their numbers, if records differ."""
+    """Return sentences on the source of the numbers. ranks: the numbers of ranks as text, if they differ between records."""
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
         return f"Measured on {last['machine']}, {of} ranks, {last['dtype']}, queued; {at}."
@@ -111,7 +112,7 @@ def where(last: Record, ranks: str = "") -> str:
 
 
 def where_simulated(last: Record, of: str, more: str = "") -> str:
-    """Return the source of simulated numbers, as sentences. of: machines and dtype. more: a clause about the machine's file."""
+    """Return sentences on the source of simulated numbers. of: machines and dtype. more: a clause on the machine's file."""
     assumed, known = last["assumed"]
     return (
         f"Simulated: {of}; commit {last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} "
@@ -120,7 +121,7 @@ def where_simulated(last: Record, of: str, more: str = "") -> str:
 
 
 def block(first: Sequence[str], tables: Sequence[ResultTable], last: Sequence[str] = ()) -> str:
-    """Return a page's block, the text between its markers."""
+    """Return a block of a page: the text between two markers, with tables in Markdown."""
     parts = [*first]
     for table in tables:
         parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]

@@ -10,12 +10,12 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
 FC-1 and IP are GEMMs of these sizes in bf16, with weights in the layout of forward. The paper's GEMMs are in FP16, with weights
 that are not transposed.
 
-`simulated` returns records of a machine's model, with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
---preset t3` records a real machine, without the all-gather. Both give the same tables: the times of GEMM, reduce-scatter and
-all-gather, the speedup (figures 15, 16), and a count of the bytes through a GPU's memory (figure 18).
+`simulated` simulates a machine's model with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter --preset
+t3` measures a real machine, without the all-gather. Both lead to the same tables: the times of GEMM, reduce-scatter and
+all-gather, the speedup (figures 15, 16), and the bytes that a GPU's memory reads and writes (figure 18).
 
-T3 is hardware: a tracker that triggers copies, and memory that adds. Here tiles set signals, streams wait for them, and kernels
-add. So partial sums, which T3's memory would add, are read again.
+T3's hardware has a tracker that triggers copies, and memory that adds. In weft's software tiles set signals, streams wait for
+them, and kernels add. So partial sums, which T3's memory would add in place, are read again.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
 """
@@ -42,7 +42,7 @@ from weft.words import counted
 
 OP = "matmul_reduce_scatter"
 LAYERS = {"OP": 1, "FC-2": 4, "FC-1": 4, "IP": 3}
-"""k, in hidden sizes divided by the number of ranks."""
+"""{layer: k * ranks / hidden}"""
 
 
 class Network(NamedTuple):
@@ -60,14 +60,14 @@ NETWORKS = (
     Network("GPT-3", 12288, 2 * 1024, (32,), True), Network("PALM", 18432, 2 * 1024, (32,), True),
     Network("MT-NLG", 20480, 2 * 1024, (32,), True),
 )  # fmt: skip
-"""The networks of table 2; 12K, 18K and 20K are read as multiples of 1024."""
+"""The networks of table 2. 12K, 18K and 20K are interpreted as multiples of 1024."""
 
 PAPER = (
     "The paper simulates its hardware. Its speedups over serial, as geometric mean and maximum, are 20% and 39% for T3, 30% and "
     "47% for T3-MCA, and 35% and 50% for an ideal overlap (6.1). On the large networks those of T3-MCA are 29% and 35% (6.4). "
     "Memory traffic, including the all-gather, falls by 22% on average and by 36% at most (6.2)."
 )
-"""The numbers in the paper's text. The numbers of figures 15 to 20 are only in pictures."""
+"""The numbers in the paper's text. Other numbers of figures 15 to 20 are only in pictures."""
 
 
 _ABOVE = (
@@ -78,10 +78,10 @@ _ABOVE = (
 
 @dataclass(frozen=True)
 class SublayerRow:
-    """One sub-layer, as it was run.
+    """The results of one sub-layer.
 
-    gather_ms: 0 if it was not recorded. moved: bytes through memory, by kind, of serial and of the selected schedule; None for a
-    machine without a file.
+    gather_ms: 0 if it was not recorded. moved: ({kind: bytes of memory traffic} of serial, the same of the selected schedule);
+    None for machines without a file.
     """
 
     network: Network
@@ -112,10 +112,7 @@ class SublayerRow:
 
     @property
     def less_moved(self) -> float | None:
-        """The fraction of the serial schedule's bytes that is saved.
-
-        The all-gather is not counted: both schedules move the same bytes for it.
-        """
+        """The fraction of the serial schedule's memory traffic that is saved, not counting the all-gather."""
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 

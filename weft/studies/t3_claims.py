@@ -20,7 +20,7 @@ _LAYER_SPEEDUPS = {"t3": "T3", "t3-mca": "T3-MCA"}
 def claims(
     small: Sequence[HardwareRow], large: Sequence[HardwareRow], found: Mapping[str, Record], gpu: TrackingGpu
 ) -> Iterator[Claim]:
-    """Yield the claims. found: the records of figures, by their names."""
+    """Yield the claims. small, large: the rows of the small and large networks. found: {name of a figure: its record}."""
     yield from _shares([*small, *large], found["4"])
     yield _same_stages(gpu)
     yield from _splits(found["6"])

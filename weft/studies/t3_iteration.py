@@ -1,20 +1,22 @@
 """T3's whole iterations: training and the prompt phase of Transformers, from the times of their sub-layers (figures 4 and 19).
 
-The paper scales the breakdown of MLPerf's BERT on one MI210, which it does not give. Here an iteration is made from the
-simulated GEMMs and collectives:
+The paper scales a breakdown of MLPerf's BERT on one MI210, but does not publish it. Here an iteration consists of the simulated
+GEMMs and collectives:
+
 
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
-A GEMM without a collective takes the time of the GEMM of the same sizes that has a collective. The rest is a roofline of the
-operations of a Transformer without fused attention. Each operation reads and writes memory at the rate of table 1:
+A GEMM without a collective takes as long as the GEMM of equal sizes with a collective. The other operations of a Transformer
+(without fused attention) are estimated by a roofline: each reads and writes memory at the rate of table 1:
+
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], which no rank divides; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
-Backward has twice the passes of forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without a breakdown.
-The roofline gives less. `deviations` has both.
+Backward has twice as many passes as forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without a
+breakdown. The roofline gives less. `deviations` compares both assumptions.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and 6.4.
 """
@@ -33,12 +35,12 @@ from weft.studies.t3_sublayers import HardwareRow
 REST = 0.425
 RESTS = (0.2, 0.3, 0.4, REST, 0.45)
 SEQUENCE, HEAD = 1024, 128
-"""Tokens of a sequence (table 2), and the size of a head, which is assumed."""
+"""The number of tokens of a sequence (table 2), and the size of an attention head (assumed)."""
 PASSES = {"scores": 10, "hidden": 14, "mlp": 4}
-"""Reads and writes of a forward, assumed. scores: written, scaled, masked, softmax, dropout, read. hidden: dropout, residual and
-norm, twice."""
+"""The number of reads and writes in a forward pass, assumed. scores: written, scaled, masked, softmax, dropout, read. hidden:
+dropout, residual and norm, twice."""
 UPDATE_BYTES = 28
-"""Bytes of Adam's update of a parameter: four reads and three writes in fp32, assumed."""
+"""The bytes of Adam's update per parameter: four reads and three writes in fp32, assumed."""
 _TITLES = {"t3": "T3", "t3-mca": "MCA"}
 Phase = Literal["training", "prompt"]
 PHASES: tuple[Phase, Phase] = ("training", "prompt")
@@ -49,12 +51,13 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
     ("training", False): {"t3": (7, 9), "t3-mca": (10, 12)}, ("prompt", False): {"t3": (9, 12), "t3-mca": (12, 15)},
     ("training", True): {"t3-mca": (None, 12)}, ("prompt", True): {"t3-mca": (None, 14)},
 }  # fmt: skip
-"""(geometric mean, most) in percent, by phase and whether the networks are the large ones (6.3, 6.4)."""
+"""{(phase, True for the large networks): (geometric mean, maximum) in percent} (6.3, 6.4)."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The parts of a layer in us. rest: the other operations, by the roofline. saved: the saved time, by configuration."""
+    """The times of a layer's parts in us. rest: the operations estimated by the roofline. saved: the saved time, by
+    configuration."""
 
     name: str
     large: bool
@@ -65,9 +68,9 @@ class Iteration:
     rest: Mapping[str, float]
 
     def total(self, rest: float | None = None, times: float = 1.0) -> float:
-        """Return the time of the iteration.
+        """Return the time of the iteration in us.
 
-        rest: the fraction of the time that is not simulated; None takes `times` times the roofline."""
+        rest: the fraction of the time that the operations that are not simulated take; None: `times` times the roofline."""
         simulated = self.gemms + self.collectives
         return simulated + times * sum(self.rest.values()) if rest is None else simulated / (1 - rest)
 
@@ -77,7 +80,7 @@ class Iteration:
 
 
 def roofline_us(hidden: int, tokens: int, ranks: int, phase: Phase, gpu: TrackingGpu) -> dict[str, float]:
-    """Return the times in us of a layer's operations, by kind, without the GEMMs of its sub-layers."""
+    """Return {kind of operation: time in us} of a layer's operations other than the GEMMs of its sub-layers."""
     scores = tokens * SEQUENCE * hidden / HEAD / ranks
     flop = 4 * tokens * SEQUENCE * hidden / ranks
     attention = 2 * PASSES["scores"] * scores / gpu["memory.bandwidth"] + flop / (gpu.peak * gpu["gpu.efficiency"])
@@ -194,7 +197,7 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
 def deviations(
     rows: Mapping[bool, Sequence[HardwareRow]], rest: float | None = None, times: float = 1.0
 ) -> dict[str, float]:
-    """Return the deviations from the paper's speedups, in points. rest, times: as for `Iteration.total`."""
+    """Return the deviations from the paper's speedups in points. rest, times: see `Iteration.total`."""
     found = {}
     for (phase, large), paper in PAPER.items():
         of = list(iterations(rows[large], phase))  # type: ignore[arg-type]
@@ -209,7 +212,7 @@ def deviations(
 
 
 def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return the deviations with other assumptions about the operations that are not simulated."""
+    """Return a table of the deviations for other assumptions about the operations that are not simulated."""
     rows = {False: small, True: large}
     lines = [("as by the roofline", deviations(rows))]
     lines += [(f"{times:g} times the roofline", deviations(rows, times=times)) for times in (0.8, 1.2)]
@@ -226,7 +229,7 @@ def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> Re
 
 
 def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return the parts of iterations that are not simulated, as shares."""
+    """Return a table of each part's fraction of an iteration."""
     lines = [(phase, one) for phase in PHASES for rows in (small, large) for one in iterations(rows, phase)]
     columns: dict[str, Callable[[Any], str]] = {"iteration": lambda line: f"{line[0]}: {line[1].name}"}
     columns["GEMMs"] = lambda line: f"{line[1].gemms / line[1].total():.0%}"

@@ -1,12 +1,13 @@
-"""T3 on its own hardware: the paper's evaluation on the model of `weft.sim.memory_controller`.
+"""T3 on the paper's hardware: its evaluation, simulated by `weft.sim.memory_controller`.
 
-A sub-layer is a GEMM, its ring reduce-scatter and the all-gather of the sum. Five configurations (5.3):
+A sub-layer is a GEMM, its ring reduce-scatter, and the all-gather of the sum. There are five configurations (5.3):
+
 
     sequential   GEMM, reduce-scatter by a kernel, all-gather, one after the other
-    t3           the GEMM fused with the reduce-scatter, then the all-gather; the controller takes turns
-    t3-mca       the same, and the controller prioritises the GEMM by the paper's rules
+    t3           the GEMM fused with the reduce-scatter, then the all-gather; round-robin arbitration
+    t3-mca       the same, but the memory controller prioritises the GEMM by the paper's rules
     ideal        the longer of GEMM and reduce-scatter, each alone, then the all-gather
-    ideal+nmc    the same, where memory adds in the reduce-scatter
+    ideal+nmc    the same, with a reduce-scatter in which memory adds
 
 `simulated` returns records, from which the tables and pictures are made. `weft.studies.t3_figures` has the figures other than
 15, 16 and 18, and `weft.studies.t3_iteration` whole iterations.
@@ -44,12 +45,12 @@ from weft.studies.t3 import LAYERS, NETWORKS, Network
 Progress = Callable[[str, float], None]
 VARIANTS = ("sequential", "t3", "t3-mca", "ideal", "ideal+nmc")
 READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_reading}
-"""GPUs by the GB/s of a link in one direction: the two readings of the paper's "150 GB/s bi-directional"."""
+"""{GB/s of a link in one direction: GPU}, for both interpretations of the paper's "150 GB/s bi-directional"."""
 
 
 @dataclass(frozen=True)
 class HardwareRow:
-    """A sub-layer's times in us and bytes. moved: the moved bytes by configuration ("sequential" or "t3-mca") and kind."""
+    """The results of a sub-layer, in us and bytes. moved: {configuration ("sequential" or "t3-mca"): {kind: bytes}}."""
 
     network: str
     layer: str
@@ -86,7 +87,7 @@ class HardwareRow:
 
     @property
     def saved(self) -> float:
-        """The share of all accesses to memory that T3-MCA saves."""
+        """The fraction of all memory accesses that T3-MCA saves."""
         return 1 - sum(self.moved["t3-mca"].values()) / sum(self.moved["sequential"].values())
 
 
@@ -133,7 +134,7 @@ def rows_on(
 ) -> list[HardwareRow]:  # fmt: skip
     """Return the row of each sub-layer. Layers of equal sizes (FC-1 and FC-2) run once."""
     found: dict[tuple[HardwareGemm, int], HardwareRow] = {}
-    with ThreadPoolExecutor(2) as pool:  # runs release the interpreter
+    with ThreadPoolExecutor(2) as pool:  # simulations release the GIL
         todo = {(gemm, ranks): (network, layer, ranks, gemm) for network, ranks, layer, gemm in which}
         results = {key: pool.submit(row_of, *call, gpu, own_writes) for key, call in todo.items()}
         for key, result in results.items():
@@ -147,7 +148,7 @@ def _as(row: HardwareRow, layer: str) -> HardwareRow:
 
 
 def fields_of(row: HardwareRow) -> Record:
-    """Return a row as a record's fields, with a time for each configuration."""
+    """Return the fields of a record for a row, with the time of each configuration."""
     return {
         "config": row.name, "network": row.network, "layer": row.layer, "ranks": row.ranks, "variant": "t3-mca",
         "p50_ms": row.us("t3-mca") / 1e3, "row": asdict(row),
@@ -163,7 +164,7 @@ def row_from(record: Record) -> HardwareRow:
 
 
 def summary(rows: Sequence[HardwareRow]) -> dict[str, tuple[float, float]]:
-    """Return (geometric mean, most) of the speedups, by configuration."""
+    """Return {configuration: (geometric mean, maximum) of the speedups}."""
     found = {}
     for variant in VARIANTS[1:]:
         speedups = [row.speedup(variant) for row in rows]
@@ -172,7 +173,7 @@ def summary(rows: Sequence[HardwareRow]) -> dict[str, tuple[float, float]]:
 
 
 def claims(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> list[Claim]:
-    """Return every number of sections 6.1, 6.2 and 6.4, with the model's number."""
+    """Return the claims with numbers of sections 6.1, 6.2 and 6.4."""
 
     def percent(factor: float) -> float:
         return 100 * (factor - 1)

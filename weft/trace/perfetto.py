@@ -1,8 +1,8 @@
-"""Timelines as Chrome / Perfetto JSON, laid out like Kineto's, so that Perfetto and trace analysis tools read it.
+"""Timelines as Chrome / Perfetto JSON, in the layout of Kineto's traces. Open the file at https://ui.perfetto.dev.
 
-There is a process per rank (and per variant, if several timelines share a file), and a thread per lane. Spans are complete
-events ("X") in microseconds, of category `kernel`, or `gpu_memcpy` with a name starting with "Memcpy" if a span only moves
-bytes. A counter ("C") per rank sums the bytes that left it. Open the file at https://ui.perfetto.dev.
+There is a process for each rank (and for each variant, if a file has several timelines), and a thread for each lane. Spans are
+complete events ("X") in microseconds. Their category is `kernel`; spans that only move bytes have the category `gpu_memcpy` and a
+name that begins with "Memcpy". A counter ("C") for each rank shows the total of the bytes that it has sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from weft.trace.picture import bytes_sent
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Return the events of `timelines` (name of the variant -> its timeline); each starts at time 0. Raises ValueError if all
-    timelines are empty."""
+    """Return the events of all timelines. timelines: {name of the variant: timeline}; each is shifted to start at time 0.
+
+    Raise `ValueError` if all timelines are empty."""
     if not any(timelines.values()):
         names = ", ".join(map(repr, timelines))
         raise ValueError(
@@ -62,7 +63,7 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
 
 
 def write_trace(path: str | Path, timelines: Mapping[str, Timeline], **about: str) -> None:
-    """Write `timelines` as one trace file; `about` (machine, configuration) goes into its metadata."""
+    """Write `timelines` as one trace file. about: metadata, such as machine and configuration."""
     trace = {"schemaVersion": 1, "displayTimeUnit": "ms", **about, "traceEvents": trace_events(timelines)}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The picture of overlap: when each rank computes, when its bytes leave, and below it the total of bytes that have left.
+"""A picture of overlap: when each rank computes and sends, and below a curve of the total bytes sent.
 
-A serial schedule computes, then sends: its curve is flat and then steep. A fused one sends while it computes: its curve rises
-steadily ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
+A serial schedule computes, then sends: its curve is flat, then steep. An overlapped schedule sends while it computes: its curve
+rises steadily ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ _VARIANT_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
-    """Return times (us), and the total bytes that have left `rank` (None: all ranks) by then. A span's bytes leave at a constant
-    rate.
+    """Return (times in us, total bytes that `rank` has sent by then). rank: None for all ranks together.
 
-    Bytes that a rank fetches leave another rank, but count as the fetching rank's. The result starts with 0 bytes at the
-    timeline's start and ends at its end.
+    A span sends its bytes at a constant rate. Bytes that a rank gets from a peer count as its own. The curve covers the whole
+    timeline, and starts with 0 bytes.
     """
     spans = [s for s in timeline if rank is None or s.rank == rank]
     sending = [s for s in spans if s.bytes > 0]
     if not spans:
         return [], []
-    # Each span adds its rate from start to end. A span without duration gets a nanosecond.
+    # The slope of the curve increases by a span's rate at its start, and decreases at its end. Spans last at least 1 ns.
     edges: dict[float, float] = {min(s.start_us for s in spans): 0.0, max(s.end_us for s in spans): 0.0}
     for span in sending:
         end = max(span.end_us, span.start_us + 1e-3)
@@ -44,10 +43,10 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 
 
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Write a PNG with a panel per timeline (name of the variant -> its timeline), a row per lane, on one time axis, and the
-    bytes sent.
+    """Write a PNG with a panel for each timeline, a row for each lane, and the curves of bytes sent, on one time axis.
 
-    `title` describes the run; it becomes the file's description. Raises ValueError if a timeline is empty.
+    timelines: {name of the variant: timeline}. title: a description of the run; also stored as the file's description. Raise
+    `ValueError` if a timeline is empty.
     """
     for variant, timeline in timelines.items():
         if not timeline:
@@ -116,7 +115,7 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
 
 
 def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
-    """Return the spans of each lane of each rank, by its label, from top to bottom."""
+    """Return {label: spans} for each lane of each rank, from top to bottom."""
     return {
         f"rank {rank}  {lane}": [s for s in timeline if (s.rank, s.lane) == (rank, lane)]
         for rank in timeline.ranks()
@@ -125,9 +124,9 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
-    """Return spans by (colour kind, top edge within the row).
+    """Return {(kind of colour, top edge within the row): spans}.
 
-    If a span computes and sends at once, the lower half of its bar shows the sending.
+    If a span computes and sends at the same time, the lower half of its bar shows the sending.
     """
     found: dict[tuple[str, float], list[Span]] = {}
     for span in spans:
@@ -142,7 +141,7 @@ def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
-    """Return (start, width) in ms. Short spans are drawn a pixel wide, to be visible; bars that then touch are merged."""
+    """Return (start, width) of the bars in ms. Spans are drawn at least a pixel wide, and bars that touch are merged."""
     bars: list[list[float]] = []
     for span in sorted(spans, key=lambda s: s.start_us):
         end = max(span.end_us, span.start_us + pixel_us)

@@ -1,4 +1,4 @@
-"""Import of matplotlib, which only pictures need: it comes with the extra `weft[cli]`."""
+"""Import of matplotlib on demand. Only pictures need it; the extra `weft[cli]` installs it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, drawing into files; raise `ModuleNotFoundError` with the package to install if it is missing."""
+    """Return `matplotlib.pyplot` with a backend for files. Raise `ModuleNotFoundError` with the package to install."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:

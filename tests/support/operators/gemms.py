@@ -409,7 +409,7 @@ class AllGatherMatmulCall(Call):
             "rows": ({"rows": [5, 5]}, "rows=(5, 5)"),
             "schedule": ({"schedule": "shrad"}, "no schedule 'shrad'"),
             "no name": ({"schedule": ["serial"]}, "schedule=['serial'] is a list: pass the name of a schedule"),
-            "cannot": ({"A_shard": x[: 4 - rank], "rows": [4, 3], "schedule": shard}, "differ in size"),
+            "cannot": ({"A_shard": x[: 4 - rank], "rows": [4, 3], "schedule": shard}, "needs equal shards"),
             "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
             "no deadline": ({"deadline_s": float("nan")}, "deadline_s=nan must be positive"),
             "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),

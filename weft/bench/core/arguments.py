@@ -22,9 +22,9 @@ _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
 def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
-    """Return M, N, K of "M,N,K" or "MxNxK", and the suffix that starts at "-"; raise `ValueError` for any other text.
+    """Parse "M,N,K" or "MxNxK", with an optional suffix that starts with "-". Return (M, N, K, suffix).
 
-    also: further allowed forms, for the error message.
+    Raise `ValueError` for any other text. also: further allowed forms, for the error text.
     """
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
@@ -43,17 +43,17 @@ def check_file(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} is a folder: give a file")
     found = path.exists()
     if found and not path.is_file():
-        return  # a pipe or a terminal: opening it may block
+        return  # not a regular file: opening a pipe may block
     try:
         path.open("a").close()
     except OSError as error:
         raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from error
     if not found:
-        path.unlink(missing_ok=True)  # under torchrun other ranks try too
+        path.unlink(missing_ok=True)  # another rank may have removed it
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise `ValueError` unless files can be written into the folder, or the folder can be made. Create nothing."""
+    """Raise `ValueError` unless files can be written into the folder, or the folder can be created. Create nothing."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path} is a file: give a folder")
     nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())

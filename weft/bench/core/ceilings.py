@@ -1,4 +1,5 @@
-"""Ceilings of this machine: its best rates, measured on all ranks at once, in the same run as the results that they normalise.
+"""The peak rates of this machine, measured on all ranks at once, in the same run as the results that are compared with them.
+
 
 Memory bandwidth is that of a local copy, bytes read plus bytes written; on CPU, the better of a copy and of reading alone. Ranks
 share the memory bus, so all of them copy at the same time, with the threads that the benchmark gives them. Link bandwidth is that
@@ -20,20 +21,20 @@ from weft.runtime.scaled_matmul import scaled_matmul
 from weft.symm import SymmetricBuffer
 
 _REPETITIONS = 7
-_IN_A_ROW = 5  # on a GPU: a launch takes 2% of a copy of 1 GiB
+_IN_A_ROW = 5  # copies per measurement on GPUs, so that the launch time is negligible
 _GEMM = {"cuda": 8192, "cpu": 1024}
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of one rank; `link` is infinite for a single rank. `matmul`: FLOP/s, if measured."""
+    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite for a single rank. matmul: FLOP/s, or None."""
 
     memory: float
     link: float
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return the largest of the times, in ms, of these bytes through memory, bytes over the link, and FLOPs."""
+        """Return a lower bound in ms: the longest of the times for bytes of memory, bytes over the link, and FLOPs."""
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
     def __str__(self) -> str:
@@ -51,10 +52,10 @@ class Ceilings:
 def measure_ceilings(
     ranks: Ranks, buffer_bytes: int | None = None, matmul_dtype: torch.dtype | None = None
 ) -> list[Ceilings]:
-    """Return each rank's ceilings, on every rank. Collective.
+    """Measure the peak rates of all ranks; return them on every rank. It is a collective call.
 
-    It uses 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU) per rank, and as much symmetric memory, all freed before
-    return. The matmul rate is measured only if `matmul_dtype` is given."""
+    It temporarily uses 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU) per rank, and as much symmetric memory. The
+    matmul rate is measured only if `matmul_dtype` is given."""
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
     target = torch.zeros_like(source)
@@ -82,7 +83,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return the best of a few repetitions: a ceiling is the rate of the machine, not its rate while a neighbour is busy."""
+    """Return the shortest time of a few repetitions, to exclude disturbances by other processes."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

@@ -1,4 +1,4 @@
-"""Tables and a progress bar on the terminal: by rich, or plain lines on a GPU machine without rich."""
+"""Tables and a progress bar on the terminal, by rich if it is installed, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ except ImportError:
     Console = None  # type: ignore[assignment,misc]
 
 _ANY_WIDTH = 100_000
-_FEWER = 5  # after the first line, the factor between lines
+_FEWER = 5  # the factor by which the interval between progress lines grows
 
 
 def end_quietly() -> NoReturn:
-    """End with exit status 1 and no message after the reader closed the pipe (`| head`)."""
+    """Exit with status 1 and without a message, after the reader of stdout has closed the pipe (`| head`)."""
     _drop_output()
     sys.exit(1)
 
@@ -36,9 +36,10 @@ def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), section: int | None = None,
     optional: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print a table on stdout: the first column left, the others right, and a rule between different values of column `section`.
+    """Print a table on stdout. The first column is left-aligned, the others right-aligned.
 
-    A terminal that is too narrow omits `optional` columns, the last first. A pipe or file gets the full width.
+    section: the index of a column; a rule is drawn where its value changes. optional: columns that are omitted if the terminal is
+    too narrow, the last first. A pipe or file gets all columns.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -87,11 +88,10 @@ def has_bar() -> bool:
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yield `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
+    """Yield a function `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
 
-    The bar is on stderr and disappears at the end; print to stdout after it. If stderr is no terminal, print lines instead: one
-    per step, or with `every_s` only the first step after that many seconds, and then fewer and fewer. So short work prints
-    nothing.
+    The bar is on stderr and disappears at the end. If stderr is not a terminal, print a line for each step instead. With
+    `every_s`, the first line is printed after that many seconds, and the intervals grow, so that short work prints nothing.
     """
     if not shown:
         yield lambda what, share: None

@@ -9,11 +9,11 @@
   `queued` only omits the common start.
 - `graph`: a call captured in a CUDA graph and replayed many times in a row, as in decoding.
 
-Variants alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time, since a
-variant inherits the clock rate that its predecessor leaves. Repetitions continue while a difference that will be published
-is within twice its noise, up to a limit.
+All variants run in each repetition, because clocks, temperature and the load by other processes drift. Their order is random in
+each repetition, because a variant influences the clock rate of the next one. If a difference that will be published is within
+twice its noise, there are more repetitions, up to a limit.
 
-Timed results can be inspected: the last repetition passes on the output of each row's last call.
+Timed results can be checked: the last repetition passes the output of each row's last call to a callback.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ HARNESS = 4
 change in benchmarks/README.md."""
 
 Mode = Literal["single", "queued", "graph"]
-Call = Callable[[int], object]  # a call on the input set of this number
-
-_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU: sleeps may be longer than asked, hardly shorter
+Call = Callable[[int], object]  # a function that runs a variant on the input set with this number
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of current GPUs, so that sleeps are not shorter than requested
 _LONGEST_SLEEP_S = 0.2
-_MOST_CALLS = 20  # in a row
+_MOST_CALLS = 20  # the maximum number of calls in a row
 _MOST_REPLAYS = 12  # after more replays of NCCL graphs, a launch waits for the device
-_ATTEMPTS = 4  # to enqueue a row of calls before the sleep ends
-_LONGER = 4  # the largest factor on the repetitions while a difference is within its noise
+_ATTEMPTS = 4  # attempts to enqueue a row of calls before the sleep ends
+_LONGER = 4  # the largest factor by which repetitions increase while a difference is within its noise
 _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 
@@ -73,7 +72,7 @@ class Ranks:
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Return at the same moment on all ranks: they agree on a time slightly ahead (one host, one monotonic clock)."""
+        """Return at the same moment on all ranks. The ranks, which share one host and clock, wait until an agreed time."""
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
@@ -96,7 +95,7 @@ class Ranks:
 
         try:
             return symm_mem.rendezvous(symm_mem.empty(1, dtype=torch.int64, device=self.device), self.group.group_name)
-        except RuntimeError:  # devices without peer access start only as closely together as their hosts
+        except RuntimeError:  # without peer access only the hosts are synchronised
             return None
 
     def synchronize(self) -> None:
@@ -111,10 +110,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call.
+    """The time of one call, in milliseconds.
 
-    skew_ms: the median over repetitions of slowest minus fastest rank. host_us: on GPUs, the time that the call kept the host
-    busy, also the slowest rank's median. each_ms: the slowest rank's time in each repetition."""
+    skew_ms: the median over repetitions of slowest minus fastest rank. host_us: on GPUs, the microseconds that the call keeps the
+    host busy: the slowest rank's median. each_ms: the slowest rank's time in each repetition."""
 
     p20_ms: float
     p50_ms: float
@@ -167,17 +166,20 @@ def time_variants(
     advance: Callable[[float], None] = lambda share: None, before_last: Callable[[], None] = lambda: None,
     inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time `variants` alternately, on all ranks at once; every rank returns the same timings.
+    """Time `variants` alternately, on all ranks at once. Return {variant: timing}, equal on all ranks.
 
-    The slowest variant gets about `seconds`. All variants get the same number of `repetitions` (least, most), and calls cycle
-    through `input_sets`. For `graph`, a variant is the call that replays.
-
-    waiting: variants that synchronise with the device in each call.
-    claims: pairs of variants whose difference matters. While it is not clear, both are repeated up to `_LONGER` times as often.
-    advance: called after each repetition with its share of the whole.
-    before_last: called before the last repetition.
-    inspect: called in the last repetition, after each variant's row, in the same order on all ranks. It gets the
-        variant's name, the input set and the output of the row's last call.
+    Args:
+        variants: for mode "graph", functions that replay a graph.
+        input_sets: the number of input sets, through which calls cycle.
+        seconds: the approximate time for the slowest variant.
+        repetitions: (least, most); all variants get the same number.
+        waiting: the variants that synchronise with the device in each call.
+        claims: pairs of variants whose difference will be published. While it is within its noise, both are repeated more often,
+            at most `_LONGER` times as often.
+        advance: called after each repetition with its fraction of the whole.
+        before_last: called before the last repetition.
+        inspect: called in the last repetition after each variant's row, in the same order on all ranks. Its arguments are the
+            variant's name, the input set, and the output of the row's last call.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in variants.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
@@ -227,7 +229,7 @@ def _clear(a: Timing, b: Timing) -> bool:
 
 
 def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
-    """Run two rounds over all input sets (the first may compile or allocate); return the slowest rank's seconds of a call."""
+    """Call each input set twice, because the first call may compile or allocate. Return the slowest rank's seconds per call."""
     for _ in range(2):
         ranks.start_together()
         start = time.perf_counter()
@@ -290,7 +292,8 @@ class _QueueClock(_HostClock):
     """A row of calls after a sleep kernel.
 
     If the sleep ended on any rank before all calls were enqueued, the row is measured again after a longer sleep. The first row
-    has no sleep and so measures the time to enqueue. Calls that synchronise with the device would outlast any sleep.
+    has no sleep, to measure the time to enqueue. Calls that synchronise with the device get no sleep, because they would wait
+    for its end.
     """
 
     sleep_s: float = field(default=0.0, init=False)

@@ -1,8 +1,8 @@
-"""Checks and timings of variants, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
+"""Checks and timings of variants, for all operators: first calls, checks on poisoned memory, graph capture, timings.
 
-A variant is an implementation that computes the output of a workload. It is timed only after its output was compared with the
-float64 reference. The timed output is compared too: the last output of a row of calls, or of replays of a graph. The time of a
-wrong output is discarded.
+A variant is an implementation that computes the output of a workload. It is timed only after its output has been compared with
+the float64 reference. The last output of the timed calls, or of the replays of a graph, is compared too. If it is wrong, the time
+is discarded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch
 
 from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_variants
 
-Step = Callable[[str, float], None]  # (name of the current part, its finished share)
+Step = Callable[[str, float], None]  # (name of the current part of the work, progress since the last call)
 VariantCalls = Mapping[str, Callable[[int], torch.Tensor]]
-STEPS = 1  # steps of progress, besides one for each mode
-
-_BLOCK_BYTES = 128 << 20  # bytes in float64 while an output is compared
+STEPS = 1  # the number of progress steps in addition to one for each mode
+_BLOCK_BYTES = 128 << 20  # outputs are compared in blocks of this many bytes in float64
 
 
 class Workload(ABC):
@@ -40,21 +39,21 @@ class Workload(ABC):
 
     @abstractmethod
     def reference(self, which: int) -> Any:
-        """Return this rank's output for that input set, in float64 and two-dimensional. Collective."""
+        """Return this rank's expected output for input set `which`: fp64, two-dimensional. It is a collective call."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Return pairs of variants that run the same schedule: their difference is noise, not a claim."""
+        """Return {variant: variant that runs the same schedule}. Differences between such variants are noise."""
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
-        """Note the first call of variant `name`."""
+        """Called after the first call of variant `name`. Subclasses may override it."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Return the largest error that variant `name` may have, given all variants' errors."""
 
     def differs(self, name: str, how: str) -> str:
-        """Return the beginning of the message about a wrong variant."""
+        """Return the beginning of the error text for a wrong variant."""
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
@@ -78,7 +77,7 @@ class Workload(ABC):
 
 
 def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> float:
-    """Return the largest magnitude in `reference`, or in `output - reference`, computed in blocks of rows to save memory."""
+    """Return max(abs(reference)), or max(abs(output - reference)), computed in blocks of rows to save memory."""
     worst = 0.0
     rows = max(1, _BLOCK_BYTES // (8 * max(1, reference.shape[1])))
     for start in range(0, reference.shape[0], rows):
@@ -97,10 +96,10 @@ before it is checked."""
 
 @dataclass
 class Results:
-    """The results by variant or by (mode, variant); the same on every rank.
+    """The results by variant or by (mode, variant), equal on all ranks.
 
-    wrong: messages about variants that differ from the reference; they are not timed, or not in every mode. not_captured: the
-        reason for each variant that cannot be captured. graphs: captured calls, by input set.
+    wrong: error texts for variants that differ from the reference, and whose times are missing in some or all modes.
+    not_captured: {variant: why it cannot be captured}. graphs: {variant: captured call of each input set}.
     """
 
     errors: dict[str, float]
@@ -117,7 +116,7 @@ class Results:
 
 
 class Recorder:
-    """A recorder of calls in CUDA graphs. The graphs are replayed one after the other, so all share one memory pool."""
+    """Capture calls in CUDA graphs. Graphs are never replayed concurrently, so they share one memory pool."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -128,8 +127,9 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Call, which: int) -> Captured | str:
-        """Return (graph, the call's result), or the reason why it cannot be captured; the same decision on every rank.
-        Collective."""
+        """Return (graph, the call's result), or the reason why the call cannot be captured. It is a collective call.
+
+        If the capture fails on one rank, no rank returns a graph."""
         here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
         try:
@@ -137,7 +137,7 @@ class Recorder:
             with torch.cuda.stream(self.stream):
                 call(which)
             torch.cuda.synchronize(self.ranks.device)
-            # thread_local: the watchdog threads of a group may query their own streams meanwhile
+            # thread_local, because the watchdog threads of a group may query their own streams during the capture
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 output = call(which)
         except Exception as error:
@@ -153,9 +153,10 @@ def measure_variants(
     work: Workload, variants: VariantCalls, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check and time `variants`; also time the calls in `beside`, whose results are not checked. Collective.
+    """Check and time `variants`. It is a collective call.
 
-    `graph` mode omits variants that synchronise with the device.
+    beside: further calls to time, whose results are not checked. In mode "graph", variants that synchronise with the device are
+    omitted.
     """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(variants, work.ranks, work.called)
@@ -168,7 +169,7 @@ def measure_variants(
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
         """Return (times; errors of the last output of each variant's row)."""
         seen: dict[str, float] = {}
-        references: dict[int, Any] = {}  # all variants' last calls are on the same input set
+        references: dict[int, Any] = {}  # cached, because the last calls of all variants are on the same input set
 
         def inspect(name: str, which: int, output: Any) -> None:
             if name in variants:

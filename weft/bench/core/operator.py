@@ -33,7 +33,7 @@ Columns = Mapping[str, Callable[[Record], str]]
 class Measured:
     """The results of one configuration: a JSON-ready object per (variant, mode).
 
-    beside: timings of calls that are not variants. title, notes: of the table on the terminal. wrong: messages about variants
+    beside: timings of calls that are not variants. title, notes: for the table on the terminal. wrong: error texts for variants
     that were not timed because they differ from the reference.
     """
 
@@ -48,18 +48,20 @@ class Variants(Workload):
     """The data of one configuration and the variants that compute its output."""
 
     about: str
-    """A description of the configuration, besides its `name`."""
+    """A description of the configuration, shown after its `name`."""
     baselines: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def variants(self, wanted: Sequence[str]) -> tuple[VariantCalls, Mapping[str, Call], list[str]]:
-        """Return (variants, the baseline first; further calls to time; notes on omitted variants). wanted: names; empty for the
-        defaults."""
+        """Return (variants, the baseline first; further calls to time; notes on omitted variants).
+
+        wanted: the names of variants; empty for the default variants."""
 
     @abstractmethod
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
-        """Return the roofline time: the longer of memory time and compute time at the rates measured in this run. Return None if
-        bytes and FLOPs are not counted. Collective."""
+        """Return the roofline time in ms: the longer of memory time and compute time at the peak rates `ceilings`.
+
+        Return None if bytes and FLOPs are not counted. It is a collective call."""
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]
@@ -122,7 +124,7 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (the variant that selects its schedule, its baseline: NCCL / gloo and the computation, as a user writes them)."""
+        """Return (name of the variant that selects its schedule, name of its baseline: hand-written serial calls)."""
 
     @abstractmethod
     def taken(self, variant: str, mode: Mode) -> str:
@@ -142,9 +144,9 @@ class ChoosingVariants(Variants):
 
 
 class OperatorBenchmark(ABC, Generic[P]):
-    """The benchmark of an operator. P: its presets, which have names and become `Variants`; tables show their records.
+    """The benchmark of an operator. P: the class of its presets. Each preset becomes a `Variants`.
 
-    An operator that measures differently overrides the methods for measuring, showing and tables.
+    An operator that measures differently overrides the methods for measuring and for tables.
     """
 
     name: str
@@ -156,7 +158,7 @@ class OperatorBenchmark(ABC, Generic[P]):
     }
     baselines: tuple[str, ...] = ()
     columns: ClassVar[Columns] = {}
-    """Columns of the table of a configuration, besides the columns of all operators."""
+    """The columns of a configuration's table, in addition to those of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
     """Columns of that table that a narrow terminal omits, the last first."""
     optional: tuple[str, ...] = ()
@@ -197,7 +199,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return the cells below the headings `head`. All records of a configuration agree on them."""
+        """Return the cells of the columns `head`, which are equal in all records of a configuration."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
@@ -218,7 +220,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration. Calls that are not variants have times only."""
+        """Print a table of one configuration. For calls that are not variants it has only times."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:

@@ -15,9 +15,9 @@ from weft.bench.core.arguments import one_of
 from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
-"""fp8 operators that are planned and measured as another operator with `--dtype fp8`."""
+"""{fp8 operator: operator as which it is planned and measured, with `--dtype fp8`}"""
 LAYERS = "tensor_parallel"
-"""Layers that call several operators: measured as a whole, planned operator by operator."""
+"""The benchmark of layers that call several operators. Layers are planned operator by operator."""
 _STUDY = "inefficiency"
 """The study of the cost of overlap: it is measured, but it is not an operator."""
 _TRAINING = "embedding_training"
@@ -27,7 +27,7 @@ _HOMES = {
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""The modules of benchmarks that are not in a file of the same name."""
+"""{benchmark: its module}, for benchmarks that are not in a file of the same name."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:

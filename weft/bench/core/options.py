@@ -59,7 +59,7 @@ class BenchOptions:
             raise ValueError(f"modes={self.modes}: {self.op} on {self.device} supports only {', '.join(known)}")
         if self.seconds is not None and not 0 < self.seconds <= 3600:
             raise ValueError(
-                f"seconds={self.seconds} must be above 0 and at most 3600, for the slowest variant of a mode"
+                f"seconds={self.seconds} must be above 0 and at most 3600: it is the time to measure the slowest variant in a mode"
             )
         for field, why in op.refuses.items():
             if (value := getattr(self, field)) not in (None, ()):

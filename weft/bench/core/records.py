@@ -1,4 +1,4 @@
-"""Records: one JSON object per measured (configuration, variant, mode), with the data needed to trust and repeat it."""
+"""Records: a JSON object for each measured (configuration, variant, mode), with all data needed to repeat the measurement."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _MOST_BYTES = 256 << 20
 def common_fields(
     options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
 ) -> Record:  # fmt: skip
-    """Return the fields that all records of a configuration share, for every operator, besides `run`. roofline_ms: None if there
-    is none."""
+    """Return the fields, except `run`, that all records of a configuration have, for every operator.
+
+    roofline_ms: None if bytes and FLOPs are not counted."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
         "baseline": baseline, "roofline_ms": roofline_ms,
@@ -115,7 +116,7 @@ def understood() -> Iterator[None]:
 
 
 def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:
-    """Return, by key, the records of the key's last run, in their order; keys are in the order of first appearance."""
+    """Return {key: records of the key's latest run}, with keys in the order of first appearance."""
     found, runs = list(found), dict[Hashable, list[Record]]()
     last = {key(r): r["run"] for r in found}
     for r in found:

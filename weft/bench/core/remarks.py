@@ -1,5 +1,5 @@
-"""Remarks on tables, derived from the records alone. They say which differences are within their noise, how far one schedule
-differs from itself under another name, and which features other libraries ran without."""
+"""Remarks below tables, derived from the records: differences within their noise, differences between two names of the same
+schedule, and features of other libraries that were disabled."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
 
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
-    """Return the speed relative to `base`: "1.25x", in parentheses if within twice the noise, or if both are the same schedule.
+    """Return the speed relative to `base`, such as "1.25x"; "" if either record is missing.
 
-    The text is empty if either record is missing. Records without noise count as exact.
+    It is in parentheses if the difference is within twice its noise, or if `same` (both ran the same schedule). Records without
+    noise are treated as exact.
     """
     if not (one and base):
         return ""
@@ -32,7 +33,7 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
-    """Return the explanation of parentheses among the cells of `gain`."""
+    """Return the explanation of parentheses, if any of the cells made by `gain` has them."""
     some = [cell for cell in cells if cell]
     in_them = sum(cell.startswith("(") for cell in some)
     if not in_them:
@@ -44,7 +45,7 @@ def unclear(cells: Sequence[str]) -> list[str]:
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """Return how far the same schedule differs under two names."""
+    """Return a remark on the differences between variants that ran the same schedule."""
     if not pairs:
         return []
     off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]

@@ -1,7 +1,7 @@
-"""A benchmark run: it starts ranks or joins torchrun's, measures one configuration after the other, prints and records.
+"""A benchmark run: start ranks or use torchrun's, measure one configuration after the other, print and record the results.
 
-Ceilings are measured once, before anything else takes memory. A variant with wrong results is not timed; the run continues, and
-ends with an error that names it.
+Peak rates are measured once, first, while memory is free. A variant with wrong results is not timed. The run then continues, and
+ends with an error that names the variant.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ O = TypeVar("O")  # noqa: E741
 def bench(options: BenchOptions) -> list[Record]:
     """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
 
-    Rank 0 prints the tables and appends the records to `options.json`. Returns the records; under torchrun only on rank 0. Raises
-    WeftError at the end if a variant computed a wrong result.
+    Rank 0 prints the tables and appends the records to `options.json`. Return the records; under torchrun only on rank 0. Raise
+    `WeftError` at the end if a variant computed a wrong result.
     """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
@@ -98,7 +98,7 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
 
 def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
     """Return the ceilings of these ranks. Collective."""
-    # On a GPU a small copy would mostly measure its launch.
+    # Only on CPU: on a GPU, the time of a small copy is mostly its launch.
     size = 16 << 20 if options.quick and ranks.device.type == "cpu" else None
     return measure_ceilings(ranks, size, DTYPES[options.dtype] if operator(options.op).matmul else None)
 

@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
-"""A JSON object: the measurement of a (configuration, variant, mode), with the data needed to trust and repeat it."""
+"""A JSON object: the measurement of a (configuration, variant, mode). See `weft.bench.core.records`."""
 
 
 class ResultTable(NamedTuple):
@@ -19,9 +19,9 @@ class ResultTable(NamedTuple):
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
 ) -> ResultTable:
-    """Return a table with one line per row, followed by the lines of `last` (text by column name).
+    """Return a table with a line for each row, followed by the lines `last`, each {column: text}.
 
-    Columns that are empty in all of `rows` are omitted."""
+    columns: {name: function that returns the cell of a row}. Columns that are empty in all rows are omitted."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]
     lines = [*zip(*(cells[name] for name in shown), strict=True)]
@@ -29,7 +29,7 @@ def table(
 
 
 def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """Return the records of each configuration, by variant, in the order of first appearance."""
+    """Return {configuration: {variant: record}}, in the order of first appearance."""
     found: dict[str, dict[str, Record]] = {}
     for r in rows:
         found.setdefault(r["config"], {})[r["variant"]] = r
@@ -47,7 +47,7 @@ def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column left, the others right; escape bars inside cells."""
+    """Return a Markdown table with the first column left-aligned, the others right-aligned. Bars in cells are escaped."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
     return "\n".join([lines[0], "|---" + "|---:" * (len(header) - 1) + "|", *lines[1:]])
 

@@ -1,9 +1,10 @@
-"""`weft bench never-slower`: weft with its own choice of schedules against serial by hand, on shapes drawn from a seed.
+"""`weft bench never-slower`: compare weft, which chooses its schedules, with hand-written serial calls, on random shapes.
+
 
 - options: the command line
 - draw: shapes, a function of seed, operator and number, within the limits of the machine
 - measure: one shape on all ranks, a row for each mode
-- run: all shapes except those in the file, and suspects again
-- judge: verdicts on rows (below, overlapped, added microseconds)
+- run: all shapes except those already in the file; then a second measurement of suspects
+- judge: the verdict on the rows
 - page: the summary for the terminal, tables and a sentence for documents
 """

@@ -1,4 +1,5 @@
-"""Shapes drawn from a seed: a function of (seed, operator, number) and of the machine's limits, the same for every part of a run.
+"""Random shapes. A shape is a function of (seed, operator, number) and the machine's limits, so parts of a run agree on it.
+
 
     M        30%: 1 to 256, as in decoding; else 128 to 65536, log-uniform, half of them multiples of 128. For operators whose ranks
              have equal parts of the rows, M is rounded up to a multiple of the number of ranks
@@ -30,25 +31,24 @@ Drawn: TypeAlias = GemmShape | EmbeddingPreset
 EMBEDDING = "embedding_all_to_all"
 EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
 _EVEN = ("all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
-"""Operators that need equal numbers of rows on all ranks."""
+"""The operators that need equal numbers of rows on all ranks."""
 
 _MOST_US = 5000.0
 _MEMORY_SHARE = 0.25
-_UNKNOWN = (500e6, 2e6)  # FLOP and bytes in a microsecond, for an unknown GPU
+_UNKNOWN = (500e6, 2e6)  # (FLOP per us, bytes per us) of an unknown GPU
 _DECODE_SHARE = 0.3
 _ATTEMPTS = 100_000
 _ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
 _CHECKING = 2.4
-"""The float64 check may take this many times the bytes of a shape: 60% of the memory."""
+"""The float64 check may use this multiple of the limit on a shape's bytes, which is 60% of the memory."""
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of a type of device.
+    """The ranges of sizes for a type of device.
 
-    m, tokens, experts: the largest. decode: the largest number of rows of a decode step. nk, rows, dim, batch: (smallest,
-        largest).
-    sizes: the largest M, number of tokens and batch of `changing`.
+    m, tokens, experts: the largest value. decode: the largest number of rows of a decode step. nk, rows, dim, batch: (smallest,
+    largest) value. sizes: the largest M, number of tokens and batch in mode `changing`.
     """
 
     m: int
@@ -72,7 +72,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a draw for each rank: FLOPs of its GEMMs, bytes that pooling reads, bytes of inputs and of results in float64."""
+    """The limits of a shape on each rank: FLOPs of GEMMs, bytes that pooling reads, bytes of inputs and of float64 results."""
 
     device: str
     ranks: int
@@ -82,7 +82,7 @@ class Bounds:
 
 
 def bounds_here(device: str, ranks: int) -> Bounds:
-    """Return the bounds of this machine: 5 ms at the rates of its model, and a quarter of its memory. On CPU they are constants."""
+    """Return the limits for this machine: 5 ms at the rates of its model, and a quarter of its memory; on CPU, constants."""
     if device == "cpu":
         return Bounds(device, ranks, 1e8, 8e6, 64e6)
     machine = machine_of(torch.cuda.get_device_name())
@@ -99,9 +99,9 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return a shape of the largest size, and `count` different sizes up to it, or as many as exist.
+    """Return (shape of the largest size, `count` different sizes up to it, or all sizes if there are fewer).
 
-    Sizes are M, tokens of a rank, or samples of all ranks.
+    A size is M, the number of tokens of a rank, or the number of samples of all ranks.
     """
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
     most = sizes[(GemmShape, MoeShape, EmbeddingPreset).index(_made_by(op))]
@@ -137,7 +137,7 @@ def _first_fitting(
         one = drawn(rng, op, bounds)
         if fits(one, bounds):
             return one
-    raise ValueError(f"no shape of {op} fits {bounds}: free memory, or leave the operator out")
+    raise ValueError(f"no shape of {op} fits {bounds}: free memory, or omit the operator from --ops")
 
 
 def fits(drawn: Drawn, bounds: Bounds) -> bool:
@@ -165,7 +165,7 @@ def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return a lower bound on the busiest rank's cost, given the costs of tables that are not split."""
+    """Return a lower bound on the cost of the busiest rank. costs: of the tables, which are not split."""
     return max(max(costs), sum(costs) / ranks)
 
 

@@ -1,8 +1,10 @@
-"""The verdict on rows. A row is a record of one shape in one mode. It has the slowest rank's milliseconds of weft and of the
-baseline in each repetition, in which the two alternate. A row of `changing` has statistics over all sizes.
+"""The verdict on rows: is weft ever slower than serial?
+
+A row is the record of one shape in one mode. It has, for each repetition, the slowest rank's milliseconds of weft and of the
+baseline, which alternate. A row of mode `changing` has statistics over all sizes.
 
 A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
-second run. Single calls are judged by the microseconds that weft adds, `changing` by mean and 99th percentile.
+second run. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
 """
 
 from __future__ import annotations
@@ -25,10 +27,9 @@ GAINS_BELOW = 0.9
 """Overlap can gain if the ideal time is below this fraction of serial's."""
 OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
-"""Limits in us on the time that weft adds to a single serial call; the key is True if the schedule overlaps."""
+"""{True if weft's schedule overlaps: the most microseconds that weft may add to a single call}"""
 CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
-"""Limits for changing sizes: weft's mean time divided by serial's, and by how many milliseconds weft's 99th percentile
-may exceed serial's."""
+"""The limits for mode `changing`: weft's mean time / serial's, and weft's 99th percentile minus serial's in milliseconds."""
 
 _OF_REPETITIONS = 0.8
 _JUDGED = ("queued", "graph")
@@ -66,7 +67,7 @@ def is_suspect(row: Record) -> bool:
 
 
 def added_us(row: Record) -> float:
-    """Return by how many microseconds weft's median exceeds serial's."""
+    """Return weft's median minus serial's, in microseconds."""
     return 1e3 * (median(row["weft_ms"]) - median(row["serial_ms"]))
 
 
@@ -88,7 +89,7 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on all rows. Among rows with equal keys the last counts, separately for the first and the second run."""
+    """The verdict on all rows. Of rows with equal keys the last one is used, separately for the first and the second run."""
 
     rows: Sequence[Record]
 
@@ -124,7 +125,7 @@ class Verdict:
 
     @property
     def worst(self) -> list[Record]:
-        """The rows by speed relative to serial, the slowest first; single calls only if there are no others."""
+        """The rows sorted by speed relative to serial, the slowest first. If no mode is judged by speed, all timed rows."""
         return sorted(self.judged or self.timed, key=speed)
 
     @property
@@ -161,7 +162,7 @@ class Verdict:
 
     @property
     def mean_ideal_of_serial(self) -> float | None:
-        """The geometric mean of the ideal time over serial's, of rows for which serial was selected."""
+        """The geometric mean of ideal time / serial's time, over the rows for which serial was selected."""
         return geomean([ratio for row in self.serial if (ratio := ideal_ratio(row)) is not None])
 
     @property

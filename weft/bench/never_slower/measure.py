@@ -1,6 +1,6 @@
-"""The measurement of one randomly sampled shape on all ranks. It gives one row per mode.
+"""The measurement of one random shape on all ranks, with a row for each mode.
 
-The shared harness creates the inputs, checks the results and times the variants.
+The operators' benchmarks create the inputs, check the results and time the variants.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from weft.words import counted
 
 REPETITIONS = 5
 _SECONDS = {"cuda": 0.03, "cpu": 0.05}
-"""Seconds for the slowest variant of a mode."""
+"""The time in seconds to measure the slowest variant in a mode."""
 _WARM = {"cuda": 20, "cpu": 5}
-"""The number of warm-up sizes of `changing`."""
+"""The number of sizes in mode `changing` that are called to warm up."""
 _FP8 = (8, 9)
 """The lowest compute capability with fp8 GEMMs."""
 _LIMIT = 4.0
-"""Two rounded results may differ by this many times the allowed error of torch's own GEMM."""
+"""The limit on the difference of two rounded results, as a multiple of the allowed error of torch's GEMM."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: 
 
 
 def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
-    """Measure a shape. Collective; every rank returns the same times."""
+    """Measure a shape; return its rows, equal on all ranks. It is a collective call."""
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
     name, dtype = plain(item.op, None)
@@ -90,7 +90,7 @@ def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ran
 
 
 def _cannot(item: ShapeToMeasure, ranks: Ranks) -> str:
-    """Return the reason why an operator cannot run on this machine; empty if it can."""
+    """Return the reason why an operator cannot run on this machine; "" if it can."""
     fp8 = "scaled" in item.op and ranks.device.type == "cuda"
     if fp8 and torch.cuda.get_device_capability(ranks.device) < _FP8:
         return f"fp8 GEMMs need a GPU of compute capability {'.'.join(map(str, _FP8))}"
@@ -130,7 +130,7 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Call all sizes in sequence, alternating weft and serial, with a synchronisation after each call."""
+    """Measure mode `changing`: call each size by weft and by serial, with a synchronisation after each call."""
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -161,7 +161,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference relative to the largest element, without synchronising."""
+    """Return the largest difference / the largest element, as a tensor, without a device synchronisation."""
     if not one.numel():
         return torch.zeros((), dtype=torch.float64, device=one.device)
     largest = other.abs().max().double().clamp_min(1e-30)

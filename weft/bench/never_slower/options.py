@@ -20,18 +20,17 @@ SIZES = {"cuda": 1000, "cpu": 30}
 """The number of consecutive sizes in `changing`, by type of device."""
 
 _ABOUT = """
-Compare weft with NCCL (gloo) and cuBLAS called by hand: is it ever slower? Every forward operator, on shapes drawn from a seed.
-
-Each shape is checked against float64, then timed in turns with serial by hand, five times. A shape is below if weft runs at under
-0.98 of serial's speed in four of the five, and again when all such shapes are measured a second time. Shapes: M 1 to 65536, N and
-K 512 to 53248. A shape of more than 5 ms of GEMM, or a quarter of the memory, is drawn again. On CPU shapes are small.
+Test if weft is ever slower than hand-written calls of NCCL (gloo) and cuBLAS, called "serial". It measures every forward operator
+on random shapes. Each shape is checked against float64, then weft and serial are timed alternately, five times. A shape is below
+if weft runs at less than 0.98 of serial's speed in four of the five, and again in a second measurement. Shapes have M from 1 to
+65536, and N and K from 512 to 53248, but at most 5 ms of GEMM and a quarter of the memory. On CPU shapes are small.
 The exit status is 0 for any result; the last line is the verdict.
 """
 _EXAMPLES = """modes:
   queued    the host runs ahead of the device, as in training
   graph     captured in a CUDA graph and replayed, as in decoding; not on CPU, nor where an operator cannot be captured
-  single    a synchronisation after each call: counted in microseconds that weft adds
-  changing  sizes follow each other, none twice, each call synchronised: mean and 99th percentile
+  single    a synchronisation after each call; judged by the microseconds that weft adds
+  changing  another size in every call, each call synchronised; judged by mean and 99th percentile
 
 examples:
   weft bench never-slower                                  5 minutes on two GPUs
@@ -43,14 +42,14 @@ examples:
 
 
 def forward_operators() -> list[str]:
-    """Return the names of weft's operators that users call. `weft bench OP` measures operators that users have registered."""
+    """Return the names of weft's own forward operators. (`weft bench OP` also measures operators that users have registered.)"""
     own = [name for name in names() if name not in PROBLEMS or PROBLEMS[name].__module__.startswith("weft.")]
     return [name for name in own if name != LAYERS and not name.endswith("_gradients")]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. part: (i, n), the i-th of n equal parts of all shapes. sizes: the number of consecutive sizes in
+    """The options of a run. part: (i, n) for the i-th of n equal parts of all shapes. sizes: the number of sizes in mode
     `changing`."""
 
     ops: tuple[str, ...]

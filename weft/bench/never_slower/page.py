@@ -1,4 +1,4 @@
-"""Rows as text: the summary on the terminal, a table for documents, and the sentence of the README."""
+"""The results as text: a summary for the terminal, tables for documents, and a sentence for the README."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weft.words import counted, joined
 
 _WORST = 10
 _SPEEDS = ("queued", "graph")
-"""The modes whose factors are shown."""
+"""The modes for which the speed relative to serial is shown."""
 _HOW = {True: "overlapped", False: "serial"}
 
 
 def in_short(rows: Sequence[Record]) -> str:
-    """Return a summary of a shape's rows, for a line of progress."""
+    """Return a summary of a shape's rows, for a progress line."""
     found = []
     for row in rows:
         if row.get("error"):
@@ -62,7 +62,7 @@ def show(rows: Sequence[Record]) -> None:
 
 
 def verdict_of(verdict: Verdict) -> str:
-    """Return the verdict in one line."""
+    """Return the verdict as one line of text."""
     if not (verdict.timed or verdict.changing):
         return "nothing was measured"
     measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")

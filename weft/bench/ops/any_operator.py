@@ -396,7 +396,7 @@ class GemmOperator(OperatorBenchmark[S]):
 
 
 class AnyOperator(GemmOperator[GemmShape]):
-    """The benchmark of [m, k] @ [k, n] in some form. All such operators have its summary."""
+    """The benchmark of [m, k] @ [k, n] in some form. All operators with GEMMs use its summary lines."""
 
     variants, shape = MatmulVariants, GemmShape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012

@@ -229,7 +229,10 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 
 
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
-    """Return all presets, or those called `name` (several with commas), or the family before a slash: "fused-inter" is five."""
+    """Return the presets with these names, separated by commas; all presets if `name` is None.
+
+    The part of a name before the slash selects all presets with this part: "fused-inter" selects five. Raise `ValueError` for an
+    unknown name."""
     family = {preset: preset.split("/")[0] for preset in PRESETS}
     names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]
     if unknown := [part for part in names if part not in {*family, *family.values()}]:

@@ -263,7 +263,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def fbgemm_kernel(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return FBGEMM's module for tables of these shapes. They are views of its memory: `split_embedding_weights()`."""
+    """Return FBGEMM's module for tables of these shapes. `split_embedding_weights()` of the module returns the tables."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice

@@ -1,4 +1,5 @@
-"""FiCCO's GEMMs (`weft.bench.table_1`) as shapes of all_gather_matmul: their names, and their reduction until they fit.
+"""FiCCO's GEMMs (`weft.bench.table_1`) as presets of all_gather_matmul, reduced to fit this machine.
+
 
     g1 ... g16, s1 ... s16      a GEMM of table I, or a synthetic one: N over the ranks, M halved until it fits
     g1-m4                       with a quarter of M, on every machine the same

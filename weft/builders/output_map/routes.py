@@ -308,7 +308,7 @@ class Routes:
         if twice:
             self._refuse(rank, place, f"it is written twice, by {said}: remove one of them")
         if own and not any(e.how == "local" for e in entries):
-            self._refuse(rank, place, f"it belongs to this rank but is not kept: add local({c})")
+            self._refuse(rank, place, f"it belongs to this rank but stays nowhere: add local({c})")
         if not entries and self.computes(rank, place):
             self._refuse(
                 rank,

@@ -25,11 +25,11 @@ def require_multiple(name: str, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """fp8 operands with fp32 scales: ys[i] = (x * its scales) @ (ws[i] * its scales) + bias[i].
+    """fp8 operands with fp32 scales: ys[i] = (x * x_scale) @ (ws[i] * w_scale[i]) + bias[i].
 
-    by "tensor": one scale for a whole matrix; a rank's own x_scale applies to all of x. "row": one scale for each row of x, and
-    for each column of a weight. out: the dtype of each y. biased: True for each y with a bias. fast: True for each y that is
-    accumulated fast (and less exactly).
+    by: "tensor": one scale per matrix; each rank applies its own x_scale to all of x. "row": a scale for each row of x and each
+    column of a weight. out: the dtype of each y. biased: for each y, True if it has a bias. fast: for each y, True for cuBLAS's
+    fast accumulation, which is less accurate.
 
     Input buffers, beside the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and for
     each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
@@ -121,10 +121,10 @@ class AllGatherMatmul(Problem):
         return self.name if self.scaled is None else "all_gather_scaled_matmul"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse schedules of more than 32 ranks that cut shards into W pieces, or whose ranks compute different parts.
+        """False, for more than 32 ranks, for schedules that cut shards into W pieces, or whose ranks compute different parts.
 
-        Planning them takes longer than planning all others together: each rank sends a thousand pieces or more, which hosts cannot
-        issue in time, or each rank has to be simulated.
+        Planning such schedules would take longer than planning all others together: each rank sends more than a thousand
+        pieces, or each rank has to be simulated.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")
@@ -136,15 +136,16 @@ class AllGatherMatmul(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """The problem without M, and M of a shard. Problems with uneven shards are families of their own."""
+        """(the problem without M, the rows of a shard). A problem with uneven shards is its own family."""
         if len(set(self.rows)) > 1:
             return self, 0.0
         return replace(self, rows=(1,) * self.world_size), float(self.rows[0])
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """The problem without M, and M of the largest shard. Uneven shards are measured separately, because other schedules
-        send them."""
+        """(the problem without M and whether shards are uneven, the rows of the largest shard).
+
+        Uneven shards are measured separately, because they have other schedules."""
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 
     def resized(self, size: float) -> AllGatherMatmul:

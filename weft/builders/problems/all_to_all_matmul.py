@@ -1,4 +1,4 @@
-"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there."""
+"""MoE dispatch + GEMM: send tokens to the ranks of their experts, and multiply them there."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class AllToAllMatmul(ExpertsProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse FiCCO's schedules by columns for 16 bits and for more than 8 ranks, and W pieces of a shard for more than 32.
+        """False for `ficco_2d` with 16-bit dtypes and more than 8 ranks, and for schedules with W pieces on more than 32 ranks.
 
-        The former round at every step, too often for 16 bits. For many ranks, planning these schedules takes longer than planning
-        all others together, and each rank sends thousands of small pieces."""
+        `ficco_2d` rounds at every step, which costs too much accuracy in 16 bits. On many ranks, schedules with W pieces send
+        thousands of small pieces, and planning them takes longer than planning all others together."""
         if candidate.pieces_grow and self.world_size > 32:
             return False
         return candidate.builder != "ficco_2d" or ITEM_BYTES[self.dtype] > 2 or self.world_size <= 8

@@ -1,4 +1,4 @@
-"""Embedding pooling + all-to-all: each rank sums the bags of its own tables, for the ranks that own the samples."""
+"""Embedding pooling + all-to-all: each rank pools its own tables, and sends the vectors to the ranks that own the samples."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from weft.builders.problem import Problem
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
-_MOST_SAMPLES = 1024  # the largest number of a rank's samples for which schedules are selected
+_MOST_SAMPLES = 1024  # schedules are selected for at most this many samples per rank
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAllToAll(Problem):
-    """Pooled embeddings of all tables, sent to the ranks of their samples. Each table is on one rank.
+    """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one rank.
+
 
     slots: for each rank, (first column of out, columns) of each of its tables, in ascending order of columns. rows_read: the
-    average number of rows per bag of each slot, in the same order; empty: one row each.
+    average number of rows per bag of each slot, in the same order; (): one row per bag.
 
     Buffers:
 
-        bags     in, [sum(batch_sizes), slots]: an element stands for the ids of a bag; a rank has the ids of its own slots
+        bags     in, [sum(batch_sizes), slots]: an element represents the ids of a bag; a rank has the ids of its own slots
         tables   in, [most rows read, columns]: the tables of all slots side by side; a rank has its own tables. A region has as
                  many rows as a bag reads on average, whichever rows the bag reads
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
@@ -124,15 +125,14 @@ class EmbeddingAllToAll(Problem):
 
     @staticmethod
     def size_of(batch_sizes: tuple[int, ...]) -> float:
-        """Return the number of samples of a rank, as a size of the family.
+        """Return the size of the family: the largest number of samples of a rank, at most `_MOST_SAMPLES`.
 
-        An uneven batch counts as an even batch of its largest part. Beyond the limit, time grows in proportion to the samples,
-        whatever the schedule."""
+        For larger numbers the time of all schedules grows in proportion, so the choice does not change."""
         return float(min(max(batch_sizes), _MOST_SAMPLES))
 
     def resized(self, size: float) -> EmbeddingAllToAll:
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse candidates with parameters: order and slice size are the caller's choice."""
+        """True for candidates without parameters: order and slice size are chosen by the caller."""
         return not candidate.parameters

@@ -1,4 +1,4 @@
-"""The base of both MoE operators: the number of tokens, per rank and per expert."""
+"""The base class of both MoE problems: the number of tokens per rank and per expert."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from weft.schedule.steps import ITEM_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem(Problem):
-    """Tokens of each rank and the experts that they are for.
+    """The numbers of tokens of each rank, and of their experts.
+
 
     experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
     splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known only at
-    run time. Empty: the same number for each expert. most: the largest number of tokens that a rank may send to the experts of
-    one other rank. exact: the host reads the number of rows of the result. Otherwise the caller has passed a number, and the host
-    does not wait."""
+    run time. (): equally many for each expert. most: the largest number of tokens that a rank may send to the experts of one
+    other rank. exact: True if the host reads the number of rows of the result. False if the caller passes a number, so that the
+    host does not wait."""
 
     world_size: int
     experts: int
@@ -82,7 +83,8 @@ class ExpertsProblem(Problem):
         bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
-        """M: tokens of a rank, counted once for each of their experts; routing is even. [K, N]: an expert's weights.
+        """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's weights.
+
 
         weft plan all_to_all_matmul --shape 8192,14336,4096 --option experts=8
 

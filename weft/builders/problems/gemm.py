@@ -1,4 +1,4 @@
-"""The base of operators that multiply [m, k] @ [k, n] on every rank and communicate the products."""
+"""Base classes of problems that multiply [m, k] @ [k, n] on every rank and communicate the products."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from weft.schedule.regions import SUMMED
 
 @dataclass(frozen=True, slots=True)
 class RowsProblem(Problem):
-    """A problem of m rows, which ranks divide."""
+    """A problem with m rows, which are divided among the ranks."""
 
     m: int
 
     @property
     def parts(self) -> int:
-        """The number of parts into which ranks divide m."""
+        """The number of parts into which m is divided."""
         return self.world_size
 
     @property
@@ -28,7 +28,7 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """The problem without M, and the rows of a part."""
+        """(the problem without M, the number of rows of a part)"""
         return replace(self, m=self.parts), float(-(-self.m // self.parts))
 
     def resized(self, size: float) -> Self:
@@ -40,7 +40,7 @@ class GemmProblem(RowsProblem):
     """A GEMM on every rank, whose products are communicated."""
 
     supports: ClassVar[str] = "reduced"
-    """The operation that the dtype must support, for messages."""
+    """The operation that the dtype must support, for the error text."""
     n: int
     k: int
     dtype: str

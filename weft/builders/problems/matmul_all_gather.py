@@ -1,4 +1,4 @@
-"""GEMM + all-gather: each rank's product on all ranks."""
+"""GEMM + all-gather: all ranks get every rank's product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllGather(GemmProblem):
-    """y = all ranks' x @ w, one below the other; with `columns` side by side.
+    """y = concatenation of all ranks' x @ w along rows, or with `columns` along columns.
+
 
     Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
     for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather after its producer).
@@ -49,7 +50,7 @@ class MatmulAllGather(GemmProblem):
 
     @property
     def parts(self) -> int:
-        """1: every rank has m rows of its own."""
+        """1, because m is the number of rows of each rank."""
         return 1
 
     @property

@@ -12,7 +12,8 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllGatherGradients(MatmulAllGather):
-    """grad_x = own @ wt and grad_w = xt @ own. own: this rank's part of the sum over ranks of g, where its product lay in y.
+    """grad_x = own @ wt and grad_w = xt @ own, where `own` is this rank's block of the sum of g over all ranks.
+
 
     Input buffers: g [ranks * m, n], with `columns` [m, ranks * n]; the transposed x and w, xt [k, m] and wt [n, k].
     Output buffers: grad_x [m, k] and grad_w [k, n].

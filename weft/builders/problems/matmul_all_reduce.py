@@ -13,11 +13,10 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(GemmProblem):
-    """y = the sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual, and its RMSNorm.
+    """y = sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual; optionally also its RMSNorm.
 
-    normed = y / sqrt(the mean of a row's squares + eps) * norm. bias, residual: True if it is added.
-    eps: the epsilon of the norm; None: no
-    norm.
+    normed = y / sqrt(mean(y^2 over a row) + eps) * norm. bias, residual: True if it is added. eps: of the norm; None: no norm.
+
 
     Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
     Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and

@@ -1,4 +1,4 @@
-"""GEMM + MoE combine: rows times the weights of their experts, and back to the ranks of their tokens."""
+"""GEMM + MoE combine: multiply rows by their experts' weights, and send them back to the ranks of their tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllToAll(ExpertsProblem):
-    """MoE combine: multiply the rows that arrived at a rank's experts with the experts' weights, and return every row
-    to the rank that it came from.
+    """MoE combine: multiply the received rows by their experts' weights, and return every row to the rank that sent it.
 
-    exact: the host reads the number of tokens; otherwise the caller passed a number, and the host waits for nothing.
+    exact: True if the host reads the number of rows of the result. False if the caller passes it, so that the host does not wait.
 
-    Buffers, of which the last is the output:
+    Buffers; the last is the output:
+
 
         h         [rows that arrived, k]       by local expert, and then by source rank
         received  [ranks, experts] int64       the number of these rows

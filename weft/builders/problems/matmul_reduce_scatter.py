@@ -1,4 +1,4 @@
-"""GEMM + reduce-scatter: the sum of all ranks' products, each rank's rows on that rank."""
+"""GEMM + reduce-scatter: each rank gets its rows of the sum of all ranks' products."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class MatmulReduceScatter(GemmProblem):
         return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, reduced, {self.rows} rows to each, {self.dtype}"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse tracked GEMMs with a short K, and two builders. `pulled` accumulates into a peer's sums and was not timed on GPUs;
-        `collective` is for ranks on several hosts."""
+        """False for tracked GEMMs with a short K, for `pulled`, which was not timed on GPUs, and for `collective`, which is for
+        ranks on several hosts."""
         short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
         return candidate.builder not in ("pulled", "collective") and not short
 

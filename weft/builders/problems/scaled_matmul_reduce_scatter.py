@@ -1,4 +1,4 @@
-"""Scaled fp8 GEMM + reduce-scatter: the sum of all ranks' products, each rank's rows on that rank."""
+"""Scaled fp8 GEMM + reduce-scatter: each rank gets its rows of the sum of all ranks' products."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft.words import counted
 class ScaledMatmulReduceScatter(MatmulReduceScatter):
     """y = this rank's rows of the sum of all ranks' (x * its scales) @ (w * its scales) + bias.
 
-    x and w are fp8. The products travel and are reduced in `dtype`. by "tensor": one scale for all of x, one for all of w. "row":
-    one scale for each row of x, and for each column of w. biased: True if each rank's product has a bias. fast: True if the GEMM
-    accumulates fast (and less exactly).
+    x and w are fp8. The products are sent and reduced in `dtype`. by: "tensor": one scale for x and one for w. "row": a scale for
+    each row of x and each column of w. biased: True if each rank's product has a bias. fast: True for cuBLAS's fast accumulation,
+    which is less accurate.
 
     Input buffers: x [m, k], w [k, n]; x_scale [1, 1] or [m, 1] and w_scale [1, 1] or [1, n], in fp32; with `biased`
     bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: the same as of `MatmulReduceScatter`, for unscaled

@@ -1,4 +1,5 @@
-"""Topologies as TOML files, so that models show their links and sources.
+"""Topologies as TOML files. Every number has a unit and a source, as in machine files:
+
 
     name = "two hosts of four GPUs"
     shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/links.py
@@ -8,8 +9,9 @@
     unit = "1"
     source = "datasheet"
 
-A name with a size needs no file. `torus:16x8` has rows of 16 and columns of 8, and `hosts:4x8` has 4 hosts of 8 GPUs. `ring:8`,
-`mesh:8` and `switch:8` have 8 GPUs. Such a topology refuses any other number of ranks.
+A name with a size needs no file, and requires exactly this number of ranks. `torus:16x8` has rows of 16 GPUs and columns of 8,
+`hosts:4x8` has 4 hosts of 8 GPUs, and `ring:8`, `mesh:8` and `switch:8` have 8 GPUs.
+
 
 Numbers that the file lacks are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
 are linked directly.
@@ -41,15 +43,15 @@ _SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
     "torus": (torus, (*_PAIRS, "torus.columns")),
     "hosts": (hosts, (*_PORTS, "nic.usable", "nic.latency", "hosts.gpus")),
 }
-"""The builder and the numbers of each shape. Missing latencies are 0."""
+"""{shape: (function that builds the topology, keys of its numbers)}. Missing latencies are 0."""
 
 
 _SIZED = {"torus": ("torus:COLUMNSxROWS", "torus.columns", 0), "hosts": ("hosts:HOSTSxGPUS", "hosts.gpus", 1)}
-"""The form of a name with a size, the number of the file that it sets, and the place of this number in the name."""
+"""{shape: (form of a name with sizes, key of the number that a size gives, index of this size in the name)}"""
 
 
 def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
-    """Return (shape, its sizes) of a name such as `torus:16x8`; None for other names. `ValueError` if the size is wrong."""
+    """Return (shape, sizes) of a name such as `torus:16x8`; None for names without a size. Raise `ValueError` for a wrong size."""
     shape, colon, size = str(name).partition(":")
     if not colon or shape not in _SHAPES:
         return None
@@ -72,7 +74,7 @@ def ranks_of(name: str | Path) -> int | None:
 
 
 def known_topologies() -> tuple[str, ...]:
-    """Return the names that `load_topology` knows without a path."""
+    """Return the names of the topology files that come with weft."""
     return known_files("topology")
 
 
@@ -80,7 +82,8 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     """Return the topology `name` (see `known_topologies`), with a size or not, or the topology in the TOML file at that path, of
     these machines. A JSON file is an InfraGraph (`weft.hw.topology.infragraph`), which has all its numbers itself.
 
-    Raises `ValueError` for a file that is not a topology, `KeyError` for a number that neither the file nor the machine has.
+    name: one of `known_topologies`, a name with a size, or the path of a TOML file. Raise `ValueError` if the file is not a
+    topology, and `KeyError` for a number that neither the file nor the machine has.
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name)

@@ -92,7 +92,7 @@ def read_infragraph(path: str | Path) -> Wiring:
         with contextlib.redirect_stdout(io.StringIO()):
             service.set_graph(content.decode())
     except Exception as error:  # the package raises its own, and those of yaml and networkx
-        raise UnreadableError(f"{path} is no InfraGraph Infrastructure: {error}") from error
+        raise UnreadableError(f"{path} is not a valid InfraGraph infrastructure: {error}") from error
     graph = service.get_networkx_graph()
     return _wiring(str(path), list(graph.nodes(data="type")), list(graph.edges(data=True)))
 

@@ -1,11 +1,11 @@
-"""Links between ranks: nodes, the links between them, and the routes of bytes from one rank to another.
+"""Topologies: nodes, links, and the routes of bytes between ranks.
 
-Nodes are numbers: the ranks first, then switches. A link has one direction. A flow shares the bandwidth of each link of its
-route, and the latencies of these links add up.
+Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a link. The
+latency of a route is the sum of its links' latencies.
 
-A route has the fewest links. On a torus it goes along the row first ("dimension-ordered"). Half way around a ring of even size,
-both ways are equally long: half of the bytes take each, as adaptive routers send them, but no faster than over one link. On other
-topologies a route leaves each node by the link that is listed first.
+A route has as few links as possible. On a torus it goes along the row first (dimension-ordered routing). If two ranks are half a
+ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive routing, but the
+transfer is no faster than one link. On other topologies, if several links are on shortest routes, the first in the list is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 @dataclass(frozen=True)
 class Link:
     kind: str
-    at: int  # distinguishes links of a kind: usually their rank
+    at: int  # distinguishes links of the same kind: usually the rank that the link belongs to
     source: int
     target: int
     bytes_per_us: float
@@ -36,7 +36,9 @@ Route: TypeAlias = tuple[Link, ...]
 
 
 class Paths(NamedTuple):
-    """The routes of a flow, and its latency and rate alone. It is no faster than one link, even over several routes."""
+    """The routes between two ranks, and the latency and bandwidth of a transfer that runs alone.
+
+    Even with several routes, the bandwidth is at most that of one link."""
 
     routes: tuple[Route, ...]
     latency_us: float
@@ -45,11 +47,11 @@ class Paths(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The links between `ranks` ranks, each with a unique name. Without links, ranks reach each other with no latency, at any
-    rate.
+    """The links between `ranks` ranks. Without links, transfers take no time.
 
-    dims: the sizes of a grid of ranks whose lines are alike, such as (GPUs of a host, hosts); rank 1 is next to rank 0 along the
-    first. Collectives may go along one dimension after the other. torus: each line is a ring, of links "row" and "column".
+    dims: the sizes of a grid of ranks, such as (GPUs per host, hosts). Along each dimension all lines are equal; ranks are
+    numbered along the first dimension first. Collectives may use one dimension after the other.
+    torus: True if each line is a ring, of links "row" or "column".
     """
 
     ranks: int
@@ -59,17 +61,17 @@ class Topology:
     _routes: dict[int, dict[int, Route]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paths: dict[tuple[int, int], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """A cache of what others derive from this topology, by their keys."""
+    """A cache for other modules: what they derive from this topology, by keys of their own."""
 
     def routes(self, source: int, target: int) -> tuple[Route, ...]:
-        """Return the routes, which carry equal parts of a flow. From a rank to itself a route has no links.
+        """Return the routes from `source` to `target`, which carry equal parts of a transfer. A rank's route to itself is empty.
 
         Raise `ValueError` if there is no route.
         """
         return self.paths(source, target).routes
 
     def paths(self, source: int, target: int) -> Paths:
-        """Return the routes with what a flow over them can do. Raise `ValueError` if there is no route."""
+        """Return the routes with their latency and bandwidth. Raise `ValueError` if there is no route."""
         found = self._paths.get((source, target))
         if found is None:
             routes = self._found(source, target)
@@ -128,20 +130,20 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """The smallest rotation of the ranks under which the topology looks the same: 1 if all ranks see the same, `ranks`
-        if no two do.
+        """The smallest rotation of the ranks under which the topology is unchanged: 1 if it looks the same from all ranks.
 
-        Rotated by the period, every route becomes the route of the rotated ranks, over equally fast links of the same kinds.
+        It is `ranks` if no smaller rotation exists. A rotation by the period maps each route to the route of the rotated ranks,
+        over equally fast links of the same kinds.
         """
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
         return next((turn for turn in turns if self._is_same(turn)), self.ranks)
 
     def _is_same(self, turn: int) -> bool:
-        """True if rotated links are equally fast links of the same kinds, between rotated nodes.
+        """True if a rotation by `turn` maps each link to an equally fast link of the same kind, between the rotated nodes.
 
-        Ranks must also list their links in the same order, so that routes of equal length are chosen alike.
+        The links must also be in the same order on each rank, so that the same route of several shortest routes is taken.
         """
-        moved: dict[int, int] = {}  # where each switch goes
+        moved: dict[int, int] = {}  # switch -> rotated switch
         for link in self.links:
             other = self._by_place.get((link.kind, (link.at + turn) % self.ranks))
             if other is None or (other.bytes_per_us, other.latency_us) != (link.bytes_per_us, link.latency_us):
@@ -154,7 +156,7 @@ class Topology:
 
 
 def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
-    """Return (sign, step, number of links) of the shortest ways around a ring."""
+    """Return (sign, step, number of links) of each shortest route along a ring of `ring` ranks."""
     up, down = distance % ring, -distance % ring
     if up == down and up and ring > 2:
         return [("+1", 1, up), ("-1", -1, down)]
@@ -163,9 +165,10 @@ def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Wiring:
-    """A topology for any number of ranks: one of the functions below, and its arguments after the number of ranks.
+    """A topology for any number of ranks.
 
-    ranks: the only number of ranks that it has, or 0 for any."""
+    builder: one of the functions below. numbers: its arguments after the number of ranks. ranks: the only allowed number of
+    ranks; 0: any."""
 
     builder: Callable[..., Topology]
     numbers: tuple[float, ...] = ()
@@ -179,12 +182,12 @@ class Wiring:
         return _built(self, ranks)
 
     def scaled(self, factor: float) -> Wiring:
-        """Return the wiring with all links, also those between hosts, `factor` times as fast."""
+        """Return the wiring with the bandwidth of all links, including links between hosts, multiplied by `factor`."""
         rates = (0, 2) if self.builder is hosts else (0,)
         return replace(self, numbers=tuple(n * factor if i in rates else n for i, n in enumerate(self.numbers)))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """Return the wiring with a rank's links, its first number, at least as fast as `bytes_per_us`."""
+        """Return the wiring with a bandwidth of at least `bytes_per_us` for each rank's links."""
         if not self.numbers:
             return self
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
@@ -200,23 +203,23 @@ def unlimited(ranks: int) -> Topology:
 
 
 def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return all ranks on one switch. A rank's port limits the total that it sends, and the total that it receives."""
+    """Return a topology of all ranks on one switch. A rank's port limits its total sending and its total receiving rate."""
     return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)
 
 
 def mesh(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return two links between every two ranks, one in each direction."""
+    """Return a full mesh: links between every two ranks, one in each direction."""
     pairs = ((rank, d) for rank in range(ranks) for d in range(1, ranks))
     return Topology(ranks, tuple(Link(f"to +{d}", r, r, (r + d) % ranks, bytes_per_us, latency_us) for r, d in pairs))
 
 
 def ring(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return links to the previous and to the next rank."""
+    """Return a ring: links from each rank to the previous and to the next rank."""
     return torus(ranks, bytes_per_us, latency_us, ranks)
 
 
 def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
-    """Return a ring along each row of `columns` ranks and along each column. Routes go along the row first."""
+    """Return a torus: a ring along each row of `columns` ranks, and along each column. Routes go along the row first."""
     if ranks % columns:
         raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks} ranks: use a multiple of {columns}")
     links = []
@@ -232,9 +235,9 @@ def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> T
 def hosts(
     ranks: int, bytes_per_us: float, latency_us: float, nic_bytes_per_us: float, nic_latency_us: float, gpus: int
 ) -> Topology:
-    """Return hosts of `gpus` ranks, each host with a switch. Every rank also has its own NIC on one network of all hosts."""
+    """Return hosts of `gpus` ranks, each host with a switch. Every rank also has a NIC on the network that joins all hosts."""
     links, network = [], ranks + -(-ranks // gpus)
-    for rank in range(ranks):  # the host's switch comes first, so routes within the host take it
+    for rank in range(ranks):  # the links of the host's switch are first, so that routes within a host take them
         for kind, hub, rate, us in (
             ("", ranks + rank // gpus, bytes_per_us, latency_us),
             ("NIC ", network, nic_bytes_per_us, nic_latency_us),

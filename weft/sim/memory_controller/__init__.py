@@ -1,15 +1,15 @@
-"""A model of T3's hardware: a GPU whose memory controller tracks updates, triggers copies, adds, and arbitrates.
+"""A simulator of T3's hardware: a GPU whose memory controller tracks updates, triggers copies, adds, and arbitrates.
 
-The fluid engine of `weft.sim` has speeds and no queues, and T3's arbitration is about queues. Here bytes move through them:
+The fluid engine of `weft.sim` has no queues, but T3's arbitration is about queues. So this simulator models the queues:
 
-    work-groups     on each unit: read slabs of their operands (ahead by double buffering), compute, and write their tile
-    LLC             slabs and tiles, the least recently used first out; T3's output goes past it
-    controller      the GEMM's reads and stores, and the ring's reads and updates, arbitrated into a channel's queue
-    memory          serves that queue in order; a near-memory update takes twice the time of a store
-    tracker         counts the updates of each wavefront's piece, whoever makes them; the last starts its copy
-    link            sends pieces one after another; the peer, which is alike, sends the same at the same time
+    work-groups     run on each compute unit: they read slabs of operands (double-buffered), compute, and write their tile
+    LLC             caches slabs and tiles, with LRU replacement. T3's output bypasses it
+    controller      arbitrates the GEMM's reads and stores, and the ring's reads and updates, into a channel's queue
+    memory          serves this queue in order. A near-memory update takes twice as long as a store
+    tracker         counts the updates of each wavefront's piece, from the GEMM and from peers. The last update starts the copy
+    link            sends pieces one after another. The peer is identical, and sends the same at the same time
 
-Accesses are spread evenly over the channels, so one queue stands for all.
+Accesses are spread evenly over the memory channels, so one queue represents all channels.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4 and 5. `t3.toml` has the
 source of every number.

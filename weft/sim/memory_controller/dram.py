@@ -1,13 +1,13 @@
-"""A channel of the simulated HBM2, command by command: how fast memory is for the accesses of a GEMM and of a ring.
+"""A simulation of one HBM2 channel, DRAM command by DRAM command: its bandwidth for the accesses of a GEMM and of a ring.
 
-The model of the controller serves a channel's queue at one effective rate, which is derived from the paper's reduce-scatters.
-This checks that rate, and the time of a near-memory update, from the timings of the DRAM: banks that open rows, bank groups with
-a longer delay between columns, a bus that turns from reads to writes, and a controller that takes ready columns first
-(FR-FCFS) and writes in batches.
+The simulator of the memory controller (`run`) serves a channel's queue at one effective rate, derived from the paper's
+reduce-scatters. This file checks that rate, and the time of a near-memory update, against DRAM timings. It models banks with open
+rows, the longer delay between columns of a bank group, and the bus turnaround from reads to writes. The controller is FR-FCFS
+and writes in batches.
 
-Source of timings, queues and address bits: Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
-Energy-Efficient DRAM System for GPUs", 2017, as in table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap
-of Compute & Collectives"; CCDWL is that table's.
+Timings, queues and address bits are those of Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
+Energy-Efficient DRAM System for GPUs", 2017. Table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
+Compute & Collectives" uses the same source, and adds CCDWL.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import random
 from typing import Literal, NamedTuple, TypeAlias
 
 CCD, CCDL, CCDWL, RRD, RCD, RAS, RP, RC, CL, WL, CDLR, WR, RTPL = 1, 2, 4, 4, 14, 33, 14, 47, 14, 2, 3, 12, 4
-"""Clocks of 1 ns. CCDL: from column to column of a bank group, CCDWL: the same after a near-memory update."""
+"""DRAM timings in clocks of 1 ns. CCDL: between columns of a bank group. CCDWL: the same after a near-memory update."""
 BANKS, GROUPS, ATOM, CHUNK, ROW = 16, 4, 32, 256, 2048
-"""Bytes: of a column access, of a channel's part of consecutive addresses, and of an open row."""
+"""Banks, bank groups; then in bytes: a column access (ATOM), a channel's part of consecutive addresses (CHUNK), an open row."""
 QUEUE, HIGH, LOW = 64, 56, 32
 READ_TO_WRITE, WRITE_TO_READ = CL + 1 + 2 - WL, WL + 1 + CDLR
 
@@ -32,16 +32,16 @@ class Access(NamedTuple):
 
 
 def access(op: Op, address: int) -> Access:
-    """Return the access to a channel's own address: every second chunk is in the next bank, a row has eight chunks of a bank."""
+    """Return the access to an address within the channel. Chunks alternate between two banks; a row has eight chunks."""
     chunk = address // CHUNK
     bank = (chunk & 1) | ((chunk >> 4) & 7) << 1
     return Access(op, bank, address // (BANKS * ROW))
 
 
 def cycles(accesses: list[Access]) -> int:
-    """Return the clocks in which a channel makes these accesses, which enter its queues in order."""
+    """Return the number of clocks that a channel needs for these accesses, which enter its queues in order."""
     coming = iter(accesses)
-    queues: dict[bool, list[Access]] = {False: [], True: []}  # by whether they write
+    queues: dict[bool, list[Access]] = {False: [], True: []}  # {is a write: accesses}
     entering = next(coming, None)
     open_row, opened, closable = [-1] * BANKS, [-RC] * BANKS, [0] * BANKS
     group_free, last_open = [0] * GROUPS, -RRD
@@ -82,12 +82,12 @@ def cycles(accesses: list[Access]) -> int:
 
 
 def _stream(op: Op, start: int, count: int) -> list[Access]:
-    """Return accesses to consecutive addresses of a channel."""
+    """Return `count` accesses to consecutive addresses of a channel."""
     return [access(op, start + i * ATOM) for i in range(count)]
 
 
 def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
-    """Return accesses to runs of `length` bytes at random addresses."""
+    """Return `count` accesses, in runs of `length` bytes at random addresses."""
     rng, found = random.Random(seed), list[Access]()
     while len(found) < count:
         start = rng.randrange(1 << 18) * length
@@ -105,7 +105,7 @@ def _mixed(*streams: list[Access], run: int = CHUNK // ATOM) -> list[Access]:
 
 
 def patterns(count: int = 3000) -> dict[str, list[Access]]:
-    """Return the accesses of a channel by their source. A slab's row of an operand has 64 bytes, a tile's row 512."""
+    """Return {name: accesses of a channel}. An operand's slab has rows of 64 bytes, a tile has rows of 512 bytes."""
     away = 1 << 26
     return {
         "last step of a reduce-scatter: two reads, one store": _mixed(
@@ -131,5 +131,5 @@ def update_ratio(count: int = 3000) -> float:
 
 
 def rate(accesses: list[Access], channels: int = 32) -> float:
-    """Return the bytes/s of all channels."""
+    """Return the bandwidth of all channels in bytes/s."""
     return len(accesses) * ATOM * channels / (cycles(accesses) * 1e-9)

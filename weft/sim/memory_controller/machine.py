@@ -1,4 +1,4 @@
-"""The numbers of T3's GPU, each with its unit and source."""
+"""The parameters of T3's GPU, each with its unit and source."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib.resources import files
 from weft.hw.quantity import UNITS, Quantity
 
 SOURCES = ("paper", "simulator", "datasheet", "derived", "assumed")
-"""simulator: the configuration of Accel-Sim's V100, which the paper uses for what its table 1 does not give."""
+"""The allowed sources. simulator: Accel-Sim's V100 configuration, which the paper uses for parameters that table 1 lacks."""
 
 _COUNTS = (
     "gpu.units", "gemm.tile_tokens", "gemm.tile_features", "gemm.slab", "gemm.ahead", "gemm.per_unit", "gemm.raster_columns",
     "memory.channels", "memory.queue", "memory.stores", "tracker.ways", "tracker.wavefronts", "copies.block",
 )  # fmt: skip
-"""Numbers that count something, and are at least 1."""
+"""The parameters that are counts, of at least 1."""
 _MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores_low", "gemm.raster_turns")
 
 
@@ -63,7 +63,7 @@ class TrackingGpu:
         return int(self[key])
 
     def with_values(self, values: Mapping[str, float]) -> TrackingGpu:
-        """Return this GPU with other values, in the units of the present values."""
+        """Return this GPU with some values replaced. values: in the units of the present values."""
         for key in values:
             self[key]
         changed = {
@@ -72,7 +72,7 @@ class TrackingGpu:
         return replace(self, quantities=changed)
 
     def scaled(self, key: str, factor: float) -> TrackingGpu:
-        """Return this GPU with a number times `factor`; counts are rounded."""
+        """Return this GPU with the value of `key` multiplied by `factor`. Counts are rounded."""
         value = self.quantities[key].value * factor
         return self.with_values(
             {key: max(1, round(value)) if self.quantities[key].unit == "1" and value >= 4 else value}
@@ -80,7 +80,7 @@ class TrackingGpu:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of the whole GPU."""
+        """The peak rate of the whole GPU in FLOP/s."""
         return self["gpu.units"] * self["gpu.clock"] * self["gpu.flop_per_clock"]
 
 
@@ -100,6 +100,6 @@ def t3_gpu() -> TrackingGpu:
 
 
 def other_reading() -> TrackingGpu:
-    """Return the paper's GPU with 150 GB/s in each direction, and the rate of memory that 6.1.1 then gives."""
+    """Return the paper's GPU with 150 GB/s in each direction, and the memory bandwidth that section 6.1.1 then implies."""
     gpu = t3_gpu()
     return gpu.with_values({"link.bandwidth": 150, "memory.effective": 2 * gpu["memory.effective"] / 1e12})

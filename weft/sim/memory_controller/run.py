@@ -1,7 +1,7 @@
-"""Runs of the memory controller: a GEMM alone, a GEMM fused with a ring, and the ring's collectives alone.
+"""Simulations of the memory controller: a GEMM alone, a GEMM fused with a ring, and the ring's collectives alone.
 
-The GEMM's tiles are in the order of production, and an output map says what becomes of them: each row of the map is a tile.
-So `ring_reduce_scatter(gemm.tiles(gpu), world)`, from which the schedules for GPUs are made too, is what runs here.
+An output map gives the destination of each tile of the GEMM: a row of the map is a tile, in the order of computation. So
+`ring_reduce_scatter(gemm.tiles(gpu), world)`, from which schedules for GPUs are built too, can be simulated here.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4 and 5.
 """
@@ -20,7 +20,7 @@ from weft.sim.memory_controller.machine import TrackingGpu
 
 Arbitration: TypeAlias = Literal["round_robin", "compute_first", "mca"]
 OwnWrites: TypeAlias = Literal["after_reads", "alternating", "watermarks", "in_order"]
-"""The controller's policy for the GEMM's stores while the GEMM reads. watermarks: the simulator's queue of stores."""
+"""The controller's policy for the GEMM's stores while the GEMM also reads. watermarks: a write queue as in Accel-Sim."""
 
 _CACHED, _ADDED, _REMOTE, _STORED = range(4)
 BYTES_PER_ELEMENT = 2
@@ -37,7 +37,7 @@ class HardwareGemm:
     def __post_init__(self) -> None:
         if min(self.tokens, self.features, self.k) < 1:
             raise ValueError(
-                f"tokens={self.tokens}, features={self.features}, k={self.k}: there is nothing to multiply; give at least 1 each"
+                f"tokens={self.tokens}, features={self.features}, k={self.k}: nothing to multiply; each must be at least 1"
             )
 
     @property
@@ -57,7 +57,8 @@ class HardwareGemm:
         return rows * columns
 
     def order(self, gpu: TrackingGpu) -> list[tuple[int, int]]:
-        """Return (row, column) of each tile in the order of production: blocks of columns, forth and back along the tokens."""
+        """Return (row, column) of each tile in the order of computation: blocks of columns, along the tokens in alternating
+        directions."""
         (rows, columns), wide = self.grid(gpu), gpu.count("gemm.raster_columns")
         found = []
         for block, first in enumerate(range(0, columns, wide)):
@@ -69,14 +70,15 @@ class HardwareGemm:
 
 @dataclass(frozen=True, slots=True)
 class ControllerRun:
-    """The result of a run of the memory controller. Times in us, bytes through the GPU's memory.
+    """The result of a simulation. Times are in us. Bytes are those that the GPU's memory reads and writes.
 
-    us: until the last access. gemm_us: until the last work-group ended; 0 without a GEMM.
-    busy: the share of time in which memory works.
-    tracker_most: most entries in use. tracker_stall_us: time in which a work-group waited for an entry.
-    threshold: the entries above which MCA held the ring back; 0: none. intensity: the share of the first stage in which memory
-    worked for the GEMM. waiting_most: most bytes of the ring that waited for the controller.
-    bins: bytes (GEMM reads, GEMM writes, ring reads, ring writes) of each bin of time, if asked for.
+    us: the time of the last access. gemm_us: the time at which the last work-group ended; 0 without a GEMM.
+    busy: the fraction of time in which memory was busy.
+    tracker_most: the maximum number of tracker entries in use. tracker_stall_us: the time in which a work-group waited for one.
+    threshold: the queue length above which MCA held the ring back; 0: it did not.
+    intensity: the fraction of the first stage in which memory served the GEMM.
+    waiting_most: the maximum number of the ring's bytes that waited for the controller.
+    bins: (GEMM reads, GEMM writes, ring reads, ring writes) in bytes for each time bin, if bin_us was given.
     """
 
     us: float
@@ -100,7 +102,7 @@ class ControllerRun:
 
 
 def alone(gemm: HardwareGemm, gpu: TrackingGpu, *, bypass: bool = False, bin_us: float = 0.0) -> ControllerRun:
-    """Return the run of a GEMM without communication. bypass: its output is stored past the last-level cache."""
+    """Simulate a GEMM without communication. bypass: its output bypasses the last-level cache."""
     setup = _with_gemm(gemm, gpu, "round_robin", "watermarks", bin_us)
     setup.chunk = [0] * gemm.tiles(gpu)
     setup.output, setup.copied, setup.expected = [_STORED if bypass else _CACHED], [0], [0]
@@ -112,22 +114,22 @@ def fused(
     gemm: HardwareGemm, output: OutputMap, world: int, gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks", bin_us: float = 0.0, coarse: float = 1.0,
 ) -> ControllerRun:  # fmt: skip
-    """Return the run of a GEMM whose output goes where a reduce-scatter's map sends it: one GPU of `world`, all alike.
+    """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs. output: the reduce-scatter's map.
 
-    A remote-mapped tile goes from the work-groups to the link. Memory adds all others, and the tracker counts the GEMM's and
-    the peer's updates alike; the last one starts the copy of a dma-mapped piece. What this GPU sends at some time, its peer
-    sends too: it arrives here after the link's latency. A map with several targets has a link to each, which share
-    `link.bandwidth`. Without copies nothing is triggered, and the tracker has no entries.
+    A remote-mapped tile goes from the work-groups to the link. Memory adds all other tiles. The tracker counts the updates of the
+    GEMM and of peers. The last update of a dma-mapped piece starts its copy. Whatever this GPU sends, its peer sends at the same
+    time, and it arrives here after the link's latency. If the map has several targets, there is a link to each, and they share
+    `link.bandwidth`. If the map has no copies, the tracker is not used.
 
-    coarse: entries of a queue that are simulated as one. The queues hold the same bytes.
+    coarse: simulate this many queue entries as one, with the same bytes.
 
-    Raises `ValueError` for an unknown arbitration, for a map of other rows than the GEMM's tiles, and for ranks that
-    are not alike.
+    Raise `ValueError` if the arbitration is unknown, if the map's rows differ from the number of tiles, or if ranks differ by
+    more than their position in the ring.
     """
     routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
     if not routes.alike:
         raise ValueError(
-            "the ranks' maps differ in more than positions in the ring, so one GPU cannot represent all: use fused_on_all"
+            "the ranks' maps differ by more than the position in the ring, so one GPU cannot represent all: use fused_on_all"
         )
     setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
     return _run(_mapped(setup, routes, 0, one_for_all=True))
@@ -137,7 +139,7 @@ def fused_on_all(
     gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks",
 ) -> list[ControllerRun]:  # fmt: skip
-    """Simulate all ranks together, with a map for each rank, and return their runs. Unlike in `fused`, maps may differ."""
+    """Simulate all ranks, with a map for each; return their results. Unlike in `fused`, the ranks' maps may differ."""
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
         _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
@@ -169,10 +171,7 @@ def _routes(
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Put a rank's routes into a setup.
-
-    one_for_all: simulate only this rank; its own sends stand for those of an identical peer.
-    """
+    """Add a rank's routes to a setup. one_for_all: simulate only this rank; its sends represent those of an identical peer."""
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
     output, copied, expected, lands, peer, link = [], [], [], [], [], []
@@ -201,24 +200,24 @@ def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_
 def reduce_scatter(
     total: float, world: int, gpu: TrackingGpu, *, near_memory: bool = False, units: int = 0
 ) -> ControllerRun:
-    """Return the run of a ring reduce-scatter of `total` bytes on each rank, without a GEMM.
+    """Simulate a ring reduce-scatter of `total` bytes on each rank, without a GEMM.
 
-    A kernel adds chunk by chunk: each step reads a rank's own chunk and the arrived one, and sends the sum; the last sum is
-    written. near_memory: copies send each piece as soon as memory has added to it. units: those of the kernel, if that limits it.
+    In each step a kernel reads the rank's own chunk and the arrived chunk, and sends the sum. It writes the last sum.
+
+    near_memory: memory adds instead of a kernel, and copies send each piece when it has been added. units: the compute units of
+    the kernel; 0: they are not a limit.
     """
     return _ring(total, world, gpu, copies=1 if near_memory else 2, update=near_memory, units=units)
 
 
 def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) -> ControllerRun:
-    """Return the run of a ring all-gather whose result has `total` bytes."""
+    """Simulate a ring all-gather whose result has `total` bytes. units: see `reduce_scatter`."""
     return _ring(total, world, gpu, copies=1, update=False, units=units)
 
 
 def _ring(total: float, world: int, gpu: TrackingGpu, *, copies: int, update: bool, units: int) -> ControllerRun:
     if world < 2 or total <= 0:
-        raise ValueError(
-            f"{total:g} bytes on {world} ranks: there is nothing to send; give at least 2 ranks and 1 byte"
-        )
+        raise ValueError(f"{total:g} bytes on {world} ranks: nothing to send; use at least 1 byte and 2 ranks")
     setup = _memory(gpu, 0.0)
     setup.arbitration, setup.own_writes, setup.made, setup.copies = 0, 0, True, copies
     setup.arrival = 2 if update else 1
@@ -277,7 +276,7 @@ def _with_gemm(
     setup.b_slab = BYTES_PER_ELEMENT * gemm.features / columns * depth
     order = gemm.order(gpu)
     setup.a, setup.b = [row for row, _ in order], [column for _, column in order]
-    # All tiles have equal shares of the output, so that chunks are equal. A ragged tile takes the time of a whole one.
+    # All tiles get equal parts of the output, so that chunks are equal. A partial tile takes as long as a full tile.
     setup.bytes = [gemm.out_bytes / (rows * columns)] * (rows * columns)
     setup.sets, setup.ways = gpu.count("tracker.sets"), gpu.count("tracker.ways")
     setup.wavefronts, setup.block = gpu.count("tracker.wavefronts"), gpu.count("copies.block")
@@ -295,8 +294,8 @@ def _run_all(setups: Sequence[_core.ControllerSetup]) -> list[ControllerRun]:
         groups, left = int(found["groups"]), int(found["pieces_left"])
         if groups < len(setup.chunk) or left:
             raise RuntimeError(
-                f"{groups} of {len(setup.chunk)} work-groups ended, and {left} pieces of the output are incomplete: updates wait "
-                f"for one another"
+                f"deadlock: {groups} of {len(setup.chunk)} work-groups ended, and {left} pieces of the output are incomplete, "
+                f"because updates wait for each other"
             )
         us = max(found["end_ns"], found["gemm_ns"]) / 1e3
         runs.append(ControllerRun(
