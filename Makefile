@@ -117,6 +117,7 @@ docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables,
 	$(BIN)/python docs/speedups.py
 	$(BIN)/python docs/reproduction.py
 	$(BIN)/python docs/hosts_page.py
+	$(BIN)/python docs/torchrec_page.py
 
 release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
 	$(INSTALL) cibuildwheel build
