@@ -7,6 +7,7 @@ and the grid.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,15 @@ from triton.runtime.jit import JITFunction
 from weft import _core
 from weft.runtime.cuda.kernel_call import direct_program, loaded
 
-_programs: dict[tuple[Any, ...], _core.StreamProgram | None] = {}
+
+class _Programs(threading.local):
+    """The programs of this thread. The autograd engine's threads launch too, and a program runs in one thread at a time."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], _core.StreamProgram | None] = {}
+
+
+_programs = _Programs()
 
 
 def launch(
@@ -40,10 +49,10 @@ def launch(
             aligned = aligned << 1 | (address % 16 == 0)  # a compiled kernel may rely on it
     if isinstance(kernel, JITFunction):  # the interpreter has no handles
         device = torch._C._cuda_getDevice()
-        known = device, aligned, *key
-        if known not in _programs:
-            _programs[known] = _program(kernel, torch.device("cuda", device), arguments, warps, constants)
-        if program := _programs[known]:
+        known, programs = (device, aligned, *key), _programs.known
+        if known not in programs:
+            programs[known] = _program(kernel, torch.device("cuda", device), arguments, warps, constants)
+        if program := programs[known]:
             program.run(0, 1, (*grid, *places), (torch._C._cuda_getCurrentRawStream(device),))
             return
     kernel[*grid, 1](*arguments, num_warps=warps, **constants)

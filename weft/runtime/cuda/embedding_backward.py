@@ -240,7 +240,7 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
         chunks = len(table)
         of_tile = max(1, _OWNER_TILE // width)
         grid = -(-samples // _OWNER_ROWS), -(-chunks // of_tile)
-        given = grad, send, table, samples, grad.stride(0) // width, chunks
+        given = grad, send, keep_for_graphs(table), samples, grad.stride(0) // width, chunks
         launch(device_code.by_owner_kernel, grid, given, WIDTH=width, ROWS=_OWNER_ROWS, CHUNKS=of_tile)
     return send
 
