@@ -63,7 +63,7 @@ def test_errors_on_every_rank(pool: Pool) -> None:
             ("another", "RefusedError", "pass the same object to prefetch"),
             ("bad", "RefusedError", "rank 1: "),
             ("bound", "RefusedError", "max_ids=1"),
-            ("global", "RefusedError", "exchanges no ids"),
+            ("global", "RefusedError", "exchange no ids"),
             ("parts", "RefusedError", "row-wise or data-parallel tables"),
         ):
             assert found[name][0] == kind, (name, found[name])

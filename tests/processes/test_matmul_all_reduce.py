@@ -73,7 +73,11 @@ def test_a_pinned_schedule_that_cannot_do_a_shape_is_named_with_what_to_pass(poo
                 "[4, 8] @ [8, 0]",
                 "a size is 0, so there is nothing to multiply",
             ),
-            ("few rows", "[2, 8] @ [8, 3]", "rows of a rank's part (1) cannot be cut into 2 pieces"),
+            (
+                "few rows",
+                "[2, 8] @ [8, 3]",
+                "rows of a rank's part (1) cannot be cut into 2 pieces: a piece would be empty",
+            ),
         ):
             assert found[what] == (
                 "RefusedError: ranks 0, 1: schedule 'two_shot[chunks=2,by=dma,add=gemm]' does not support "

@@ -168,7 +168,7 @@ def test_layers_of_other_options_are_named() -> None:
         assert f"only on rank 3 Layer({wrong[0]})" in text
     text = layered("a", "C", "a").made.heard(3, layered("a", "D", "a").made.news())
     assert "only here Layer(C), and only on rank 3 Layer(D)" in text
-    assert "in another order" in layered("a", "b").made.heard(3, layered("b", "a").made.news())
+    assert "in a different order" in layered("a", "b").made.heard(3, layered("b", "a").made.news())
 
 
 def test_a_layer_without_a_collective_may_be_called_alone() -> None:

@@ -124,7 +124,7 @@ def test_the_users_placement_is_taken_as_it_is():
     ("arguments", "words"),
     [
         ({"placement": [0]}, ["placement", "1 entry", "2 tables"]),
-        ({"placement": {"t0": 0}}, ["placement", "leaves out", "'t1'"]),
+        ({"placement": {"t0": 0}}, ["placement", "lacks", "'t1'"]),
         ({"placement": {"t0": 0, "t1": 0, "u": 1}}, ["placement", "'u'", "t0, t1"]),
         ({"placement": [0, 2]}, ["'t1'", "rank 2", "0 to 1"]),
         ({"placement": [0, "row"]}, ["placement", "'t1'", "'row'", "0 to 1"]),
@@ -134,7 +134,7 @@ def test_the_users_placement_is_taken_as_it_is():
         ({"placement": "01"}, ["placement='01'", "one entry per table"]),
         ({"rows_read": [1.0, -2.0]}, ["'t1'", "rows_read=-2.0", "0 or more"]),
         ({"rows_read": [float("nan"), 1.0]}, ["'t0'", "nan"]),
-        ({"rows_read": {"t1": 1.0}}, ["rows_read", "leaves out", "'t0'"]),
+        ({"rows_read": {"t1": 1.0}}, ["rows_read", "lacks", "'t0'"]),
         ({"world_size": 0}, ["world_size=0"]),
     ],
 )

@@ -181,7 +181,7 @@ def _scale_of_rows(
         # A rank with one row sees such a scale as row-wise. So it must be row-wise on this rank too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
-        f"A_scale has shape {tuple(shape)}: pass one element, or a scale for each row, as {tuple(of_rows(extent))} or "
+        f"A_scale has shape {tuple(shape)}: pass one element, or one scale per row, {tuple(of_rows(extent))} or "
         f"{tuple(of_rows(sum(sizes)))}"
     )
 
