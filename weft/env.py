@@ -18,8 +18,9 @@ def deadline_s() -> float:
 
 
 def setup_deadline_s() -> float:
-    """`WEFT_SETUP_DEADLINE_S`: the longest wait while ranks set up memory or connections, in seconds (default 20). No
-    rank computes or compiles meanwhile. If `WEFT_DEADLINE_S` is set, it is an upper bound.
+    """`WEFT_SETUP_DEADLINE_S`: the longest wait while ranks set up memory or connections, in seconds (default 20).
+    If ranks may be compiling meanwhile, the deadline of calls applies instead. If `WEFT_DEADLINE_S` is set and shorter,
+    it applies to set-up, too.
     """
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
@@ -41,8 +42,9 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 compares tensors that must be equal on all ranks (bias, residual) in every call (default
-    0). On GPUs it also compares tables of counts, and each call's operator and source line. The host waits for tensors
-    and tables. The other checks take some microseconds per call. Calls from different lines end the group.
+    0). On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source
+    line. To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call.
+    If ranks call from different lines, the group fails.
     """
     return _is_on("WEFT_CHECK_CALLS")
 
@@ -87,8 +89,8 @@ def world_size() -> int:
 
 def push_gradients() -> bool:
     """`WEFT_PUSH_GRADIENTS`: 1 replaces NCCL's all-to-all of embedding gradients by a kernel that stores them into the
-    memory of the tables' owners (default 0). For GPUs of one host. Set the same value on all ranks. Results have the
-    same bits.
+    memory of the tables' owners (default 0). For GPUs of one host. Set the same value on all ranks. The results
+    are bitwise equal with and without it.
     """
     return _is_on("WEFT_PUSH_GRADIENTS")
 

@@ -253,7 +253,10 @@ def test_a_table_for_each_operator_and_a_sentence() -> None:
     ]
     assert "(the last record)" not in found
     assert "seed 89614071" in found
-    assert "says:a -->On 2 x NVIDIA H100, 1 seed drew 4 shapes of 2 operators. The baseline is NCCL and cuBLAS" in found
+    assert (
+        "says:a -->4 random shapes of 2 operators (1 seed) were measured on 2 x NVIDIA H100. The baseline is NCCL and cuBLAS"
+        in found
+    )
     assert "1 of the 4 shapes (25.0%) ran below 0.98x of the baseline's speed, as queued calls" in found
     assert found.endswith(document[document.index("<!-- never-slower:later") :])  # stays empty until it is recorded
     assert rewrite(found, {"a": rows}) == found

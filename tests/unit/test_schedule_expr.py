@@ -125,7 +125,7 @@ def test_what_has_no_value_says_so() -> None:
 def test_what_differs_between_ranks_is_no_comparison() -> None:
     """Python makes True or False of it when the schedule is written, and a step would be on all ranks or on none."""
     with pytest.raises(
-        TypeError, match=r"rank differs between ranks, so it has no truth value here; .* lookup\(\(0, 1\), RANK\)"
+        TypeError, match=r"rank has no truth value while the schedule is being written\. .* lookup\(\(0, 1\), RANK\)"
     ):
         bool(RANK)
     with pytest.raises(TypeError, match=r"index=False must be an integer or an expression"):

@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: give at least 1 rank, and sizes"),
     "no engine": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, engines=0),
-        "engines=0 must be an int of at least 1: the number of copy engines",
+        "engines=0: pass the number of chunks to send concurrently, an int of at least 1",
     ),
     "no such way to add": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, add="atomics"),  # type: ignore[arg-type]

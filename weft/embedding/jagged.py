@@ -161,7 +161,9 @@ class KeyedJaggedTensor:
 
     def weights(self) -> torch.Tensor:
         if self._weights is None:
-            raise ValueError("this KeyedJaggedTensor has no weights: call weights_or_none(), which returns None then")
+            raise ValueError(
+                "this KeyedJaggedTensor has no weights: call weights_or_none(), which returns None instead of raising"
+            )
         return self._weights
 
     def weights_or_none(self) -> torch.Tensor | None:

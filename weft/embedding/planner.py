@@ -131,7 +131,7 @@ def plan_tables(
         ("world_size", world_size),
     ):
         if not (isinstance(number, int | float) and math.isfinite(number) and number > 0):
-            raise ValueError(f"{name}={number!r} must be above 0")
+            raise ValueError(f"{name}={number!r} must be above 0 and finite")
     shares = dict(row_shares or {})
     names = {table.name for table in alone.tables}
     for name, given in shares.items():

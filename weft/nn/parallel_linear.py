@@ -231,7 +231,7 @@ class RowParallelLinear(ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Apply bias, residual and norm after the collective. bias: for this rank's positions."""
+        """Add bias and residual to `y`, then apply norm. The gradient of bias is summed over ranks."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)

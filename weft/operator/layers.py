@@ -120,7 +120,7 @@ def _telling(method: F, last: bool) -> F:
 
 
 def _is_fake(x: Any) -> bool:
-    """True for a traced call: peers take no part in it."""
+    """True if the call is being traced, so `x` or its local tensor is a FakeTensor. Peers do not run a traced call."""
     return isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 

@@ -106,7 +106,9 @@ def scaled_matmul_reduce_scatter(
             check_tensor("bias", bias)
         check_reduction("reduce_op", reduce_op)
         if result_scale is not None:
-            raise ValueError("result_scale is not supported: pass None, and scale B_scale, or the result")
+            raise ValueError(
+                "result_scale is not supported: pass None, and apply the scale to B_scale or to the result"
+            )
         if not isinstance(out_dtype, torch.dtype) or out_dtype not in _OUT:
             raise ValueError(
                 f"out_dtype={out_dtype}: use one of {', '.join(map(str, _OUT))}, in which the ranks' products can be reduced"

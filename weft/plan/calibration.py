@@ -148,7 +148,7 @@ class Calibration:
         return changed
 
     def save(self) -> Path:
-        """Save the calibration for `find`, and return its path. One rank does this."""
+        """Save the calibration where `find` looks for it, and return the path. Call this on one rank only."""
         path = store.path_of("calibration", self.machine, self.world_size)
         store.write(path, asdict(self))
         return path

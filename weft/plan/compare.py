@@ -79,7 +79,7 @@ class Comparison:
         ]
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table with a time."""
+        """Return a row of the table for each schedule that has a time."""
         return [
             (row.name, decimal_us(row.us), _factor(row.speedup), "" if row.exposed_us is None else decimal_us(row.exposed_us),
              _factor(row.over_bound))

@@ -134,7 +134,8 @@ class Expr:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self.text} differs between ranks, so it has no truth value here; do not use it in if, and, or, not: {_PER_RANK}"
+            f"{self.text} has no truth value while the schedule is being written. "
+            f"Do not use it in if, and, or, not: {_PER_RANK}"
         )
 
     def __eq__(self, other: object) -> bool:

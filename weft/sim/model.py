@@ -391,7 +391,8 @@ class Model:
 def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
     """Return the time in us of `count` bytes, from a curve of points (bytes, us) sorted by bytes.
 
-    It is interpolated log-log linearly. Below the first point it is constant. Above the last point the rate is constant.
+    Between points, log(us) is linear in log(bytes). Below the first point the time is constant. Above the last point
+    the time is proportional to `count`.
     """
     sizes, times = np.array(curve, float).T
     if count > sizes[-1]:

@@ -220,7 +220,11 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 
 
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
-    """Group the items of the schedule of three ranks into blocks: the steps for its two peers are adjacent and of equal kinds."""
+    """Group a lane's items in the schedule of three ranks into blocks.
+
+    Adjacent items for the first and the second peer form one block if their kinds and signals are equal. Every other
+    item forms a block of its own.
+    """
     at = 0
     while at < len(items):
         peers = next((end for end in range(at, len(items)) if not _of_peer(items[end])), len(items)) - at

@@ -1,4 +1,4 @@
-"""Evaluation of a kernel's tiles for many ranks at once: operand sizes, sets, and bytes read.
+"""Evaluation of a kernel's tiles for many ranks at once: operand sizes, `Set` steps, and bytes read.
 
 A kernel may have thousands of tiles on each of dozens of ranks. Most numbers repeat from tile to tile or are equal on all ranks.
 Such numbers are evaluated and counted once.

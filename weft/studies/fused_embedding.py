@@ -126,7 +126,10 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return the skew for other interpretations of the model's numbers. For each, figure 12 gives the NIC's time per message."""
+    """Return the model's percentages for several readings of its numbers.
+
+    In each reading, the NIC's time per message is fitted to figure 12 again.
+    """
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):
         readings += [(_named(key, factor), numbers.scaled(key, factor)) for factor in (0.8, 1.2)]

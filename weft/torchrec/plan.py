@@ -136,7 +136,9 @@ def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, wor
         return RowWise()
     if sharding.sharding_type == "column_wise":
         if len(set(ranks)) != len(ranks) or len(ranks) != len(shards):
-            raise ValueError(f"{at}: ranks={ranks} for {len(shards)} parts of columns: plan one part on each rank")
+            raise ValueError(
+                f"{at}: ranks={ranks} for {len(shards)} column shards: plan each shard on a different rank"
+            )
         placed = sorted(
             zip((shard.shard_offsets[1] for shard in shards), ranks, shards, strict=True), key=lambda p: p[0]
         )

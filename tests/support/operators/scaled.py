@@ -280,7 +280,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
                 "bias with out_dtype=torch.float32 is not supported by fp8 GEMMs: use torch.bfloat16",
             ),
             "result scale": (
-                {"result_scale": scale}, "result_scale is not supported: pass None, and scale B_scale, or the result"
+                {"result_scale": scale}, "result_scale is not supported: pass None, and apply the scale to B_scale or to the result"
             ),
             "no out": (
                 {"out_dtype": None},

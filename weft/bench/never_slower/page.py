@@ -207,7 +207,8 @@ def sentence(rows: Sequence[Record]) -> str:
     found = "No shape" if not below else f"{below} of the {shapes} shapes ({below / shapes:.1%})"
     found = f"{found} ran below {NEVER_BELOW}x of the baseline's speed, as {' or as '.join(modes)}"
     return (
-        f"On {rows[-1]['machine']}, {counted(len(seeds), 'seed')} drew {counted(shapes, 'shape')} of {operators}. The baseline is "
+        f"{counted(shapes, 'random shape')} of {operators} ({counted(len(seeds), 'seed')}) were measured on "
+        f"{rows[-1]['machine']}. The baseline is "
         f"{baseline}, called one after the other; both sides run as {' and '.join(modes)}. {found}. "
         f"The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
         f"{times(speed(slowest))}."

@@ -1,4 +1,6 @@
-"""T3's output maps: the map as a value (`map`), its routes between ranks (`routes`), and the schedule made from them (`steps`).
+"""T3's output maps, which list the destination of each chunk of a GEMM's output.
+
+`map` has the maps, `routes` derives the routes between ranks, and `steps` builds the schedule.
 
 `matmul_reduce_scatter` and `matmul_all_reduce` have schedules that are made from maps.
 """

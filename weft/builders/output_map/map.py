@@ -180,7 +180,7 @@ def schedule_of(
             "it cannot add to arriving chunks. Use add='reduce'"
         )
     if not isinstance(engines, int) or engines < 1:
-        raise ValueError(f"engines={engines!r} must be an int of at least 1: the number of copy engines")
+        raise ValueError(f"engines={engines!r}: pass the number of chunks to send concurrently, an int of at least 1")
     if len(maps) != p.world_size:
         raise ValueError(f"{len(maps)} maps were given for world_size={p.world_size}: give one map for each rank")
     first = maps[0]

@@ -56,9 +56,10 @@ def compile_streams(context: Context, timed: bool) -> StreamItems:
 class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
-    program, items: what a run issues. sizes: by copy, the device address of the three numbers of a copy by kernel with
-        dynamic size. ahead: by lane, the reader of sizes that waits only after the GEMMs are issued. scratch: by lane,
-        memory for partial sums.
+    program, items: what a run issues.
+    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}.
+    ahead: {lane: its `ReadAhead`, whose host wait comes after the GEMMs are issued}.
+    scratch: {lane: memory for partial sums}.
     """
 
     def __init__(self, context: Context, timed: bool) -> None:

@@ -77,6 +77,6 @@ def _require_nothing_lost(schedule: Schedule) -> None:
         if len(lanes) > 1 and not all(lanes.values()):
             names = " and ".join(f"lane {lane} of rank {rank}" for rank, lane in lanes)
             raise ScheduleError(
-                f"schedule {schedule.name}: {names} add to {buffer} of rank {owner}, and kernels on several streams would lose "
-                "updates: use one lane, or only copies by kernel"
+                f"schedule {schedule.name}: {names} add to {buffer} of rank {owner}, so updates could be lost: "
+                "add on one lane only, or add only with copies by kernel, which are atomic"
             )

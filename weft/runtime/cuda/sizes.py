@@ -98,11 +98,11 @@ class HostRead:
 
 
 class ReadAhead:
-    """A read by the host after it has issued the steps that depend on the buffer: `begin`, GEMMs, `settle`.
+    """A read of dynamic sizes for which the host waits only after it has issued the GEMMs.
 
-    Outputs are allocated with space for more rows than last time, and are cut. If that is not enough, they are
-    allocated again and the GEMMs are issued again. The operands of the GEMMs stay valid until their lane signals that
-    they may be overwritten.
+    `begin` allocates outputs with space for more rows than last time. Then the GEMMs are issued. `settle` waits for the
+    sizes and slices the outputs to the arrived rows. If an output is too small, `settle` allocates a larger one and
+    issues the GEMMs again. Their operands are still valid, because the lane allows peers to overwrite them only later.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
