@@ -1,7 +1,7 @@
-"""Fused embedding + all-to-all: the evaluation of the paper on a model of its machines; records, tables and pictures.
+"""Fused embedding + all-to-all: the paper's evaluation on a model of its machines, with records, tables and pictures.
 
 `weft.studies.fused_embedding_model` models two nodes, and four GPUs of one node (figures 10 to 14). `weft.studies.dlrm_iteration`
-models the training pass on 128 nodes (figure 15). The numbers are those of `fused_embedding.toml`.
+models the training pass on 128 nodes (figure 15). `fused_embedding.toml` has the numbers.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4 and 4.
 """
@@ -50,7 +50,7 @@ def our_numbers() -> Numbers:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return a record for each figure, and one each for the poolings, the parts of an iteration, and the sensitivity."""
+    """Return records of all figures, the poolings, the parts of an iteration, and the sensitivity."""
     numbers = our_numbers()
     common = {
         **head_of("embedding_all_to_all", numbers.name, numbers.assumed), "study": STUDY, "dtype": "fp32",
@@ -118,15 +118,15 @@ def _parts(numbers: Numbers) -> Record:
 def _sensitivity(numbers: Numbers) -> Record:
     lines: list[list[Any]] = [["as it is", None, headline(numbers)]]
     for key in (*numbers.of_source("assumed", "derived"), "memory.contention"):
-        for factor in (0.5, 2) if key == "scale.columns" else (0.8, 1.2):  # a torus has whole rows
+        for factor in (0.5, 2) if key == "scale.columns" else (0.8, 1.2):  # the number of columns must divide the nodes
             lines.append([key, factor, headline(numbers.scaled(key, factor))])
-    # Another reading of table 2: 200 Gb/s of a node, over its four links.
+    # Another interpretation of table 2: a node's 200 Gb/s are shared by its four links.
     lines.append(["scale.bandwidth", 0.25, headline(numbers.scaled("scale.bandwidth", 0.25))])
     return {"figure": "sensitivity", "lines": lines}
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return the skew for other interpretations of the model's numbers. For each, figure 12 gives the NIC's time per message."""
+    """Return the skew for other values of the model's numbers. For each, the NIC's time per message is fitted to figure 12."""
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):
         readings += [(_named(key, factor), numbers.scaled(key, factor)) for factor in (0.8, 1.2)]
@@ -155,7 +155,7 @@ PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
 
 
 def headline(numbers: Numbers) -> dict[str, float]:
-    """Return the model's percentages of all claims."""
+    """Return {claim: the model's percentage}."""
     between = [between_nodes(one, numbers).saved for one in BETWEEN]
     within = [in_a_node(one, numbers).saved for one in WITHIN]
     us = {of: max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES}
@@ -178,7 +178,7 @@ def is_mine(record: Record) -> bool:
 
 
 def rows_of(records: Sequence[Record]) -> dict[str, Record]:
-    """Return the last run's records by figure; raise `ValueError` if there is none."""
+    """Return {figure: record} of the last run; raise `ValueError` if there are no records."""
     mine = [record for record in records if is_mine(record)]
     if not mine:
         raise ValueError("no records of fused embedding: run weft reproduce fused-embedding --json FILE")
@@ -213,7 +213,7 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
 
 
 def _where(surface: Record, gain: float) -> str:
-    """Return, for each number of samples, the fewest tables of a node with at least this gain, as samples x tables."""
+    """Return, for each number of samples, the fewest tables per node with at least this gain, as "samples x tables"."""
     found = []
     for i, samples in enumerate(surface["samples"]):
         enough = [tables for tables, line in zip(surface["tables"], surface["gains"], strict=True) if line[i] >= gain]
@@ -339,7 +339,7 @@ def _iteration_table(record: Record) -> ResultTable:
 
 
 def conclusions(rows: Mapping[str, Record]) -> list[str]:
-    """Return a sentence on the number of reproduced claims, and on the assumption that the means depend on."""
+    """Return sentences on the number of reproduced claims, and on the assumption that determines the means."""
     found = claims(rows)
     met = [claim.what for claim in found if claim.reproduced]
     return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]
@@ -362,7 +362,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), conclusions(rows))
 
