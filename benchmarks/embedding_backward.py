@@ -31,7 +31,7 @@ from weft.runtime.cuda import embedding_backward, embedding_runs
 
 DEVICE = torch.device("cuda", 0)
 SIZES = list(itertools.product((256, 512, 1024, 2048), (8, 16, 32, 48)))
-"""(elements of a group, programs of one warp for each SM)."""
+"""(elements per group, one-warp programs per SM)."""
 
 
 def milliseconds(call: Callable[[], object]) -> float:

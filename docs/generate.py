@@ -116,7 +116,7 @@ def _full(value: Any) -> str:
     text = f"```python\n{_signature(value)}\n```\n\n{_markdown(inspect.getdoc(value) or '', set(parameters))}\n"
     if inspect.isclass(value):
         fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-        # Members of base classes that the reference does not show belong to the class.
+        # Show members of undocumented base classes with the class.
         hidden = [base for base in value.__mro__[1:] if base.__module__.startswith("weft.nn.") and not _is_shown(base)]
         members = {n: m for of in (*reversed(hidden), value) for n, m in vars(of).items()}
         methods = {

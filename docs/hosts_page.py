@@ -38,7 +38,7 @@ SHAPES: dict[str, Callable[[int], dict[str, int]]] = {
     "matmul_all_gather": lambda ranks: {"M": 1024, "N": 4096, "K": 8192},
     "embedding_all_to_all": lambda ranks: {"M": 1024 * ranks, "N": 128, "K": 32, "tables": 8 * ranks},
 }
-"""The sizes of each operator by the number of ranks, as `weft plan` takes them."""
+"""{operator: function from the number of ranks to sizes for `weft plan`}."""
 
 
 # --- measured curves ---

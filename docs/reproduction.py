@@ -153,7 +153,7 @@ PAPERS = {
         "The study is [PGAS embedding retrieval](studies/pgas.md).",
     ),
 }  # fmt: skip
-"""Titles, claims and sentences on the studies, by the keys of `reproduction.toml`."""
+"""{key in `reproduction.toml`: (title, claims, sentence on the study)}."""
 
 
 # --- the page ---
@@ -190,7 +190,7 @@ def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:
     """Raise `ValueError` for a name of two claims, a claim that lacks a needed reason, or a reason without a claim."""
     names = [claim.what for claim in claims]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{paper}: several claims have the name {twice[0]!r}: name what differs")
+        raise ValueError(f"{paper}: several claims have the name {twice[0]!r}: give each claim its own name")
     if bare := [claim.what for claim in claims if not claim.reproduced and claim.what not in why]:
         raise ValueError(f"{paper}: not reproduced, without a reason in {REASONS.name}: {'; '.join(bare)}")
     if unknown := sorted(set(why) - set(names)):

@@ -40,7 +40,7 @@ from weft.studies.pages import bars, block, figure, head, model_for, where
 
 CLOSED = "closed form"
 TABLES = {"table-1": "g", "synthetic": "s"}
-"""The first letter of the GEMMs of each table."""
+"""{table: first letter of its GEMMs' names}."""
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (

@@ -31,7 +31,7 @@ from weft.studies.pages import block, figure, head_of, where_simulated
 
 STUDY = "fused_embedding"
 BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
-"""Figure 10's axis labels are only in a picture. These are the presets fused-inter of weft's benchmark."""
+"""The presets fused-inter of weft's benchmark, because the paper shows figure 10's configurations only in a picture."""
 WITHIN = tuple(Setting(b, t, 4) for b in (512, 1024, 2048, 4096) for t in (64, 256))
 ONE = Setting(1024, 256)
 """The configuration of figures 11 and 12."""
@@ -41,8 +41,8 @@ ORDERS: tuple[Order, Order] = ("natural", "remote_first")
 POOLINGS = (5.5, 10, 20, 35, 70)
 SAMPLES, TABLES = tuple(2**i for i in range(6, 13)), tuple(2**i for i in range(7))
 REAL, REAL_SMALL = (512, 7), (64, 7)
-"""Samples and tables of each of 128 nodes: 856 tables, those of Meta's public traces of 2021 (facebookresearch/dlrm_datasets), and
-65,536 or 8,192 samples in all."""
+"""(samples, tables) per node, on 128 nodes. The 856 tables are those of Meta's public traces of 2021
+(facebookresearch/dlrm_datasets). All nodes together have 65,536 or 8,192 samples."""
 
 
 def our_numbers() -> Numbers:
@@ -151,7 +151,7 @@ PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
     "within_most": ("zero-copy in a node of four: time below, most", "4.3, figure 14", 35, None),
     "scale": ("training pass shorter on 128 nodes (ours: 856 tables, 65,536 samples)", "4.4, figure 15", 10, None),
 }
-"""Claims, sections, percent, and the allowed points, by the keys of `headline`. Figure 12 "saturates beyond 64"."""
+"""{key of `headline`: (claim, section, percent, tolerance in points)}. Figure 12 "saturates beyond 64"."""
 
 
 def headline(numbers: Numbers) -> dict[str, float]:

@@ -306,7 +306,7 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
      {f"GEMM in {PIECES} pieces, during an all-gather / alone": gemm_beside,
       "all-gather, during that GEMM / alone": gather_beside}),
 )  # fmt: skip
-"""Name; order of GEMMs; label of that order; groups; for each panel, its title and the variant of a group."""
+"""(name, order of GEMMs, label of this order, groups, {panel's title: function from a group to its variant})."""
 
 
 def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:

@@ -36,7 +36,7 @@ from weft.studies.t3_sublayers import VARIANTS, rows_on, sublayers, summary
 MEGABYTES = (6, 12, 24, 48, 96, 192)
 SPLITS = ((80, 80), (72, 8), (64, 16))
 PAPER_SPLITS = {(80, 80): (0.0, 0.0, 1.67), (72, 8): (0.41, None, 1.18), (64, 16): (0.07, 0.21, 1.49)}
-"""Figure 6, from the text of 3.2.1: by compute units of (GEMM, all-reduce), both slowdowns (all-reduce, GEMM) and the speedup."""
+"""Figure 6, from the text of 3.2.1: {(GEMM's units, all-reduce's units): (all-reduce slowdown, GEMM slowdown, speedup)}."""
 MORE_UNITS = 2
 
 

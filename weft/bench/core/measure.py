@@ -32,7 +32,7 @@ class Workload(ABC):
     input_sets: int
     dtype: torch.dtype
     waiting: Collection[str] = ()
-    """Variants that synchronise with the device in each call: they are neither enqueued ahead nor captured."""
+    """Variants that synchronise with the device in each call. They are neither enqueued ahead nor captured."""
     claims: Collection[tuple[str, str]] = ()
     """(variant, baseline) pairs with published differences. They are repeated until the difference exceeds its noise."""
 
@@ -89,8 +89,8 @@ def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> flo
 
 
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
-"""A graph and its output. The output lives as long as the graph: graphs share one pool, and another graph would reuse its memory
-before it is checked."""
+"""A graph and its output. Keep the output until it is checked: graphs share a memory pool, so another graph would reuse its
+memory."""
 
 
 @dataclass

@@ -160,7 +160,7 @@ class OperatorBenchmark(ABC, Generic[P]):
     columns: ClassVar[Columns] = {}
     """The columns of a configuration's table, in addition to those of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """Columns of that table that a narrow terminal omits, the last first."""
+    """The columns of this table that a narrow terminal omits, the last first."""
     optional: tuple[str, ...] = ()
     """Columns of the table of several configurations that a narrow terminal omits."""
     head: tuple[str, ...] = ()

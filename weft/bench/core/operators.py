@@ -1,7 +1,7 @@
 """The list of operators that every command shows, and the lookup of their benchmarks.
 
-This module has only names, and imports an operator's module on demand. So `--help` does not import torch. Each operator's module
-checks its own options.
+This module has only names, and imports an operator's module on demand. So `--help` does not import torch. Each
+operator's module checks its own options.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from weft.bench.core.arguments import one_of
 from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
-"""{fp8 operator: operator as which it is planned and measured, with `--dtype fp8`}"""
+"""{fp8 operator: the operator that replaces it in plans and measurements, with `--dtype fp8`}"""
 LAYERS = "tensor_parallel"
 """The benchmark of layers that call several operators. Layers are planned operator by operator."""
 _STUDY = "inefficiency"
-"""The study of the cost of overlap: it is measured, but it is not an operator."""
+"""The study of the cost of overlap, which can be measured but is not an operator."""
 _TRAINING = "embedding_training"
-"""A training step of embeddings: forward, backward and update. It is measured as a whole, and planned as its forward."""
+"""An embedding training step: forward, backward and update. Benchmarks measure all of it; plans cover only the forward."""
 _HOMES = {
     LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.losses:OPERATOR",
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""{benchmark: its module}, for benchmarks that are not in a file of the same name."""
+"""{benchmark: module:object}, for benchmarks whose module has another name."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:

@@ -12,7 +12,7 @@ from weft.bench.core.tables import Record, times
 from weft.words import counted
 
 MULTICAST_M = 2048
-"""Up to this M, torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, if the machine has it."""
+"""Up to this M, torch's fused_all_gather_matmul(return_A=False) uses NVLink multicast if available."""
 
 _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 

@@ -131,13 +131,13 @@ class ExpertVariants(GemmVariants):
     beside = (GEMM, GEMM_EACH, EXCHANGE)
     sent_columns: ClassVar = "k"
     ahead: ClassVar[str]
-    """The baseline for graphs, which can be captured."""
+    """The baseline of mode "graph", which CUDA graphs can capture."""
     arrived: Sequence[torch.Tensor]
-    """The rows at this rank's experts, by expert and then by source."""
+    """The rows at this rank's experts, [rows, k], by expert and then by source rank."""
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """(received, sent) tensors of the exchange alone."""
     most: int | None = None
-    """The largest number of tokens of any call, if it changes."""
+    """The largest number of tokens of any call; None if all calls have the same number."""
 
     def draw(self) -> None:
         ranks, shape = self.ranks, self.config

@@ -44,7 +44,7 @@ from weft.words import counted
 
 GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
-"""An operator selects the same schedule for single calls as for queued ones."""
+"""The modes with their own schedules. Single calls use the schedule of queued calls."""
 NEVER_BELOW = 0.98
 """The fraction of the baseline's speed that counts as not slower."""
 Variant = Callable[[int], torch.Tensor]
@@ -66,9 +66,9 @@ class GemmVariants(ChoosingVariants):
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
     """The baselines of each variant that selects its schedule; its main baseline comes first."""
     rules: ClassVar[tuple[str, ...]] = ()
-    """Variants that select by another rule than the default (`weft.plan.use`); they run only if named."""
+    """Variants with a selection rule other than the default (`weft.plan.use`); they run only if named."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """The calls that are timed but are not variants; all records have their times."""
+    """Calls that are timed but are not variants. All records have their times."""
 
     def __init__(self, spec: Spec[Any], shape: GemmShape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
@@ -295,7 +295,7 @@ class GemmOperator(OperatorBenchmark[S]):
     variants: type[GemmVariants]
     shape: type[S]
     shapes_of: ClassVar[str] = ""
-    """The operator whose shapes it uses, if it has no own shapes."""
+    """The operator whose shapes this benchmark uses; empty if it has its own."""
     columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
     def __init__(self, spec: Spec[Any], variants: type[GemmVariants] | None = None) -> None:

@@ -39,7 +39,7 @@ class TrainingData(EmbeddingData):
     """Tables, inputs, and the gradient of this rank's pooled vectors for each input set."""
 
     fbgemm: Any = None
-    """FBGEMM's module, whose memory the tables are; None without it, and on a rank without tables."""
+    """FBGEMM's module, which owns the tables' memory; None without FBGEMM and on ranks without tables."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, with_fbgemm: bool) -> None:
         self.with_fbgemm = with_fbgemm

@@ -60,7 +60,7 @@ BASELINES = (DETERMINISTIC, FBGEMM, TORCH)
 _SAMPLED = 64  # checked rows per table: this many that occur, and as many drawn from all rows
 _BY_OTHERS = {DETERMINISTIC, FBGEMM}
 _STEPS = 2  # steps of a check; the second step starts with nonzero states
-_CHUNK_BYTES = 128 << 20  # float64 gradients per block while expected rows are computed
+_CHUNK_BYTES = 128 << 20  # bytes of float64 gradients per block of the reference
 _ZIPF = 1.05
 _SHORT = {"grid-64x200k-d256-b4096-l32": "64x200k", "grid-128x100k-d128-b1024-l20": "128x100k"}
 

@@ -32,9 +32,9 @@ from weft.timeline import Timeline
 BASELINE = "embedding_bag"
 PER_TABLE = "per-table"
 CHOOSES = "weft"
-"""The operator as users call it, which selects its transport (`transport="auto"`)."""
+"""The operator with its default `transport="auto"`, which selects the transport."""
 _OUTPUT_BUFFERS = 1  # no caller keeps a result across calls
-_CHUNK_BYTES = 128 << 20  # float64 rows per block while the reference is computed
+_CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
 
 
 class EmbeddingData(Workload):
@@ -123,7 +123,7 @@ def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Te
 
 
 Pool = Callable[[int], torch.Tensor]
-"""A function that returns this rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
+"""A function of an input set's number. It returns this rank's pooled vectors, [global batch, local columns], contiguous."""
 
 
 class SerialVariant:
@@ -292,8 +292,9 @@ class FusedVariant:
 
 
 Variant = SerialVariant | FusedVariant
-"""A variant computes the output of an input set, [local batch, sum of D], on the current stream. `traced`, on CPU, records the
-spans of a call in a timeline, on the monotonic clock that all ranks share."""
+"""A variant computes the output of an input set, [local batch, sum of D], on the current stream.
+
+`traced` (CPU only) records the spans of a call in a timeline, on the monotonic clock that all ranks share."""
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
     BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,

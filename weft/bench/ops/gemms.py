@@ -24,17 +24,17 @@ from weft.builders import Candidate, NotApplicableError, candidates, described, 
 from weft.schedule import ITEM_BYTES, Compute, Schedule
 
 BASELINE, WEFT, OWN_SERIAL = "serial", "weft", "weft-serial"
-"""Variants: the baseline, the operator with its own choice, and its serial schedule if pinned."""
+"""Variants: the baseline, the operator with its selected schedule, and its pinned serial schedule."""
 ALL = "all"
 CPU_GROUP = "cpu"
 """The group of shapes that run on CPUs by default; the other groups run on GPUs."""
 
 Problems = Sequence[tuple[Any, str]]
-"""Descriptions of the calls of a shape, each with the suffix of its variants."""
+"""The problems of a shape's calls, each with the suffix of its variants."""
 
 _SYMMETRIC = "-symmetric"
 MEMORY_SHARE = 0.5
-"""The share of free memory for the schedules of one run: each keeps its buffers."""
+"""The fraction of free memory for the schedules of a run. Each schedule keeps its buffers."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ModelSizes(NamedTuple):
     length: int
     """The length of the sequence, over all ranks."""
     whole: bool = False
-    """True if each rank has the whole sequence between blocks: no sequence parallelism."""
+    """True without sequence parallelism: each rank has the whole sequence between blocks."""
 
     @property
     def head_dim(self) -> int:
