@@ -1,7 +1,7 @@
 """A run of `weft bench never-slower`: measure all shapes of its part that the file lacks, then repeat suspects.
 
-Rank 0 draws the shapes, reads the file, decides, and broadcasts. If all ranks fail at a shape with the same type of error and the
-group is alive, the error becomes a row, and the run continues. Otherwise the run ends. The same command with `--json` then
+Rank 0 draws the shapes, reads the file, decides, and broadcasts. If all ranks fail at a shape with the same type of error, and the
+group is alive, the run records the error as a row and continues. Otherwise the run ends. The same command with `--json` then
 continues after this shape.
 """
 
