@@ -1,11 +1,16 @@
-"""The cost of calls with a new number of rows: first calls of all_gather_matmul with random M, and their memory.
+"""The time and memory of first calls of all_gather_matmul with random M.
 
     python benchmarks/any_size.py [--ranks 2] [--device cuda] [--calls 1000] [--json FILE]
 
-After `--warm` calls of random M come `--calls` more, each followed by a synchronisation. A call whose M is new is a first call.
-Every result is compared with the product in float64 of a few of its rows and columns. Then the last M are called again, for the
-time of a steady call. At last `--sizes` different M follow each other, `--passes` times, beside the collective and the GEMM by
-hand. One JSON object is appended to FILE.
+The steps:
+
+1. Make `--warm` calls with random M.
+2. Time `--calls` calls, each with a synchronisation. A call with a new M is a first call. A few rows and columns of each result
+   are compared with the product in float64.
+3. Repeat the last M, for the time of a steady call.
+4. Time `--sizes` different M in `--passes` passes, alternating with NCCL's all-gather and torch.mm called by hand.
+
+It appends one JSON object to FILE.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize(device)
 
     def call(m: int) -> tuple[float, float]:
-        """Return (milliseconds with the synchronisation after it, without it)."""
+        """Return (milliseconds with the synchronisation, milliseconds without)."""
         shard = x[: m // world]
         synchronize()
         dist.barrier(group)
@@ -65,7 +70,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         return 1e3 * took, 1e3 * host
 
     def by_hand(m: int) -> float:
-        """Return milliseconds of an all-gather and a GEMM, with the synchronisation after them."""
+        """Return milliseconds of an all-gather, a GEMM and a synchronisation."""
         shard = x[: m // world]
         synchronize()
         dist.barrier(group)
@@ -78,7 +83,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         return 1e3 * (time.perf_counter() - start)
 
     def passes() -> list[dict[str, float]]:
-        """Return for each pass over the sizes the slowest rank's mean and median, and the mean by hand."""
+        """Return, for each pass over the sizes, the slowest rank's mean and median, of weft and by hand."""
         sizes = random.Random(given.seed + 1).sample(range(1, given.most // world + 1), given.sizes)
         found = []
         for _ in range(given.passes):

@@ -1,9 +1,9 @@
-"""The times of the kernels of embeddings' backward alone, on one GPU: the sort of ids and its parts, and the update by tile sizes.
+"""The times of the embedding backward's kernels on one GPU: the sort of ids and its parts, and the update for each tile size.
 
     python benchmarks/embedding_backward.py [--json FILE] [--preset pgas-weak,dcnv2-zipf1.05] [--sizes]
 
-One rank's tables and ids of `weft bench embedding_training` on two ranks; the median of nine runs. --sizes: also other sizes of the
-update's groups and grids. One JSON object a preset is appended to FILE.
+Tables and ids are those of one rank of `weft bench embedding_training` on two ranks. Times are medians of nine runs. --sizes also
+times other group and grid sizes of the update. It appends one JSON object per preset to FILE.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.runtime.cuda import embedding_backward, embedding_runs
 
 DEVICE = torch.device("cuda", 0)
 SIZES = list(itertools.product((256, 512, 1024, 2048), (8, 16, 32, 48)))
-"""(elements of a group, programs of one warp for each SM)."""
+"""(elements per group, one-warp programs per SM)."""
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -48,7 +48,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def measured(name: str, all_sizes: bool) -> dict[str, float]:
-    """Return milliseconds by part."""
+    """Return {part: milliseconds}."""
     preset = TRAINED[name]
     free = torch.cuda.mem_get_info(DEVICE)[0]
     scale = fitting_scale(replace(preset, indices=Zipf(0)), 2, torch.float32, table_bytes=0.6 * free)

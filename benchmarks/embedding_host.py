@@ -1,9 +1,9 @@
-"""The host's time in a training step of embeddings, by function of Python and by operation of torch and CUDA, on two ranks.
+"""The host time of an embedding training step on two ranks, by Python function and by torch and CUDA operation.
 
     python benchmarks/embedding_host.py [--device cuda] [--tables 26,128] [--rule SGD] [--nondeterministic]
 
-Batches are small, so that the host is what a step waits for. Rank 0's figures: microseconds of a step without a profiler, the
-functions with the most time of their own under cProfile, and the operations with the most time under torch's profiler.
+Batches are small, so the host limits a step. It prints rank 0's microseconds per step without a profiler. Then it lists the
+functions with the most own time under cProfile, and the operations with the most time under torch's profiler.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measured(
     steps()
     said = [f"{tables} tables: {min(steps() for _ in range(5)):.0f} us a step, rank {group.rank()} of {group.size()}"]
     profile, text = cProfile.Profile(), io.StringIO()
-    with torch.autograd.set_multithreading_enabled(False):  # backward on this thread, where the profiler sees it
+    with torch.autograd.set_multithreading_enabled(False):  # run backward on this thread, so that the profiler sees it
         said.append(f"with backward on the caller's thread: {min(steps() for _ in range(5)):.0f} us")
         profile.runcall(steps)
     pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(30)

@@ -1,15 +1,15 @@
-"""The time that a step of a recommendation model waits for its ids, and the part of it that `prefetch` hides.
+"""The time that a recommendation model's step waits for the exchange of ids, and the fraction that `prefetch` hides.
 
     torchrun --nproc-per-node 2 benchmarks/embedding_prefetch.py [--json FILE] [--quick]
 
-Every rank trains an embedding module and a dense layer on twenty batches in turn, in three ways that alternate:
+Every rank trains an embedding module and a dense layer, cycling through twenty batches. Three variants alternate:
 
-    plain        the module distributes the ids of a batch in its call
-    prefetch     it has begun to in the step before
-    distributed  every rank has its tables' ids of the global batch already: the least that a step can take
+    plain        the module distributes a batch's ids in its call
+    prefetch     the module starts to distribute a batch's ids in the preceding step
+    distributed  the lower bound: every rank already has its tables' ids of the global batch
 
-exposed = plain - distributed; hidden = (plain - prefetch) / exposed. Milliseconds of a step, the slowest rank's median of rounds.
-All three leave the same tables, which is checked. On CPU ranks shapes are small.
+exposed = plain - distributed; hidden = (plain - prefetch) / exposed. Times are milliseconds per step, the slowest rank's median
+over rounds. All variants must leave equal tables. On CPU, shapes are small.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.nn import ShardedEmbeddingBagCollection
 
 BATCHES, ROUNDS = 20, 5
-CASES = {  # tables in all, rows, D, local batch, mean ids a bag (uniform in 1 .. 2L - 1)
+CASES = {  # tables of all ranks, rows, D, local batch, mean ids per bag L (uniform in 1 .. 2L - 1)
     "dcnv2-like 26 x 1M x 128, B 8192, L 10": (26, 1_000_000, 128, 8192, 10),
     "one-hot 26 x 1M x 128, B 16384": (26, 1_000_000, 128, 16384, 1),
     "wide 256 x 100k x 64, B 2048, L 20": (256, 100_000, 64, 2048, 20),
@@ -42,7 +42,7 @@ SMALL = {"small 6 x 1k x 16, B 64, L 3": (6, 1000, 16, 64, 3)}
 
 
 def batches_of(case: tuple[int, ...], source: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (ids, lengths) of the samples of rank `source`."""
+    """Return (ids, lengths) of each batch of rank `source`; lengths is [tables * local batch]."""
     tables, rows, _, batch, mean = case
     generator, found = torch.Generator().manual_seed(7 + source), []
     for _ in range(BATCHES):
@@ -81,7 +81,7 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
         return KeyedJaggedTensor(names, ids, lengths=lengths)
 
     def joined(which: int) -> KeyedJaggedTensor:
-        """Return this rank's features of all ranks' samples."""
+        """Return this rank's features for the samples of all ranks."""
         lengths, ids = [], []
         of_source = [of[which] for of in of_all]
         cuts = [torch.cat([n.new_zeros(1), n.view(tables, batch).sum(1).cumsum(0)]).tolist() for _, n in of_source]
@@ -148,9 +148,9 @@ def run(
     calls: int,
     beside: dict[str, Any] | None = None,
 ) -> None:
-    """Measure all cases by `measure(case, device, control, calls)` on this rank; rank 0 prints them and appends records.
+    """Run `measure(case, device, control, calls)` for all cases on this rank. Rank 0 prints a table and appends records.
 
-    about: the text of --help. beside: further fields of a record.
+    about: the text of --help. beside: additional fields of each record.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Inject faults on GPUs: bash benchmarks/gpu_chaos.sh OUT [options of python -m tests.chaos]. A call takes less than 590 s. If cases
-# are left, the same command continues, if OUT/chaos.jsonl still exists. It uses two GPUs, or two ranks on one GPU.
+# remain, run the same command again; it continues from OUT/chaos.jsonl. It uses two GPUs, or two ranks on one GPU.
 #
 # It has the requirements of gpu_check.sh, without pytest. It writes OUT/chaos.jsonl (the record), OUT/wrong-*/ (traces of wrong
 # cases) and OUT/chaos.txt (the printed text, with the tables last). It exits with 1 if any case is wrong.

@@ -4,13 +4,13 @@
 # --op selects the benchmark: embedding_all_to_all (the default), all_gather_matmul or all_to_all_matmul. Tests cover all operators.
 # Ranks share GPUs if there are fewer GPUs than ranks. A call takes less than 590 s.
 #
-# It needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. It needs no
-# network and no .venv. It writes OUT/doctor.txt, OUT/tests.txt, OUT/gpu-tests.json (results of the tests: append the file to
+# It needs python3 (or PYTHON=...) with torch, Triton and pytest. The build needs a C++ compiler, cmake, ninja and nanobind. It needs
+# neither network nor .venv. It writes OUT/doctor.txt, OUT/tests.txt, OUT/gpu-tests.json (results of the tests: append the file to
 # benchmarks/results/h200-tests.json), OUT/bench-NAME.txt and OUT/*.jsonl. It continues after a failure, and then exits with 1. In a
 # copy without .git, records take the commit from benchmarks/.commit (make commit-note, before the copy).
 # WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
-# WEFT_BENCH_S (default 110; operators with a GEMM: 165): the most seconds that a part of the benchmark may take; its finished
-# records stay.
+# WEFT_BENCH_S (default 110; operators with a GEMM: 165): the time limit in seconds for a part of the benchmark. Finished records are
+# kept.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 usage="usage: gpu_check.sh OUT [--op embedding_all_to_all|all_gather_matmul|all_to_all_matmul] [--tests-only|--bench-only]"
@@ -45,7 +45,7 @@ fail() {
   failed=1
 }
 
-# Print the seconds that a step may take: at most its own limit $1, and at most the seconds left to the whole call.
+# Print the time limit of a step in seconds: $1, or the time left for the whole call if less.
 at_most() {
   local left=$((575 - SECONDS))
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
@@ -62,8 +62,8 @@ run_file() {
   return $status
 }
 
-# Run the tests of all operators. Six processes take files in turn: ranks wait for each other and for compilers more than for GPUs.
-# test_gpu_operators.py, the largest file, is taken test by test. What measures the machine runs alone, before the others.
+# Run the tests of all operators. Six processes share a queue of files, because ranks wait more for each other and for compilers than
+# for GPUs. Tests of test_gpu_operators.py, the largest file, are queued one by one. Tests that measure the machine run first, alone.
 tests() {
   local operators=tests/multigpu/test_gpu_operators.py measures=tests/multigpu/test_gpu_self_calibration.py junits=() file
   local files=(tests/multigpu/test_gpu_{four,norms,tensor_parallel}.py)  # the slowest files
@@ -114,7 +114,7 @@ bench_embedding_all_to_all() {
   bench gpu-fp32.jsonl --ranks "$ranks" --preset dcnv2,criteo-kaggle --mode queued --variants $few,put
 }
 
-# The largest shapes run last, in calls of their own: such a shape takes as long as ten others.
+# The largest shapes run last, each in its own call, because such a shape takes as long as ten others.
 bench_all_gather_matmul() {
   bench matmul-bf16.jsonl --ranks "$ranks" --preset measured,llama-3-8b,mixtral-8x7b --seconds 0.15
   bench matmul-bf16.jsonl --ranks "$ranks" --preset llama-3-70b,llama-3-405b --seconds 0.1

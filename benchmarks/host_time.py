@@ -1,10 +1,10 @@
-"""The host time of a call: wall time of a call in a row of 1,000 without synchronisation, with shorter work on the device.
+"""The host time per call: wall time of 1,000 calls in a row without synchronisation, whose device work is shorter.
 
     python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--samples 512] [--json FILE] [--profile]
 
-It times an embedding module and GEMM operators at small shapes, and for comparison the code that a user would write
-with NCCL. The module has 26 tables of D 64 and takes 512 samples per rank, in global batches, cycling through 50. It
-reports the slowest rank's median of five alternating rows, and appends one JSON object to FILE.
+It times an embedding module and GEMM operators at small shapes, and equivalent code written by hand with NCCL. The module has 26
+tables of dimension 64, takes 512 samples per rank as a global batch, and cycles through 50 batches. Times are the slowest rank's
+median of five alternating rows. It appends one JSON object to FILE.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPETITIONS = 5
 
 
 def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[str, Callable[[int], Any]]:
-    """Return the calls by name; each takes the number of the call, and its result is dropped."""
+    """Return {name: call}. A call takes its number; its result is dropped."""
     group = dist.group.WORLD
     assert group is not None
     tables = [EmbeddingBagConfig(ROWS, DIM, f"t{i}", [f"f{i}"]) for i in range(TABLES)]
@@ -96,7 +96,7 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
 
 
 def _products(world: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
-    """Return operators after a GEMM, with weft's choice and serial, beside the same by hand. Inputs of 50 calls have different
+    """Return operators that start with a GEMM: weft's choice, weft's serial schedule, and by hand. 50 inputs have distinct
     addresses."""
     group, (m, n, k) = dist.group.WORLD, (512, 1024, 1024)
     xs = [torch.randn(m, k // world, device=device).to(dtype) for _ in range(BATCHES)]

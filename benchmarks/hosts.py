@@ -1,12 +1,13 @@
-"""GEMMs and collectives between two hosts, which this machine plays: flat gloo by hand beside weft in two levels.
+"""GEMMs and collectives between two hosts emulated on this machine: flat gloo by hand, and weft's two-level collectives.
 
     python benchmarks/hosts.py --ranks 4 --rate 1gbit
 
-Two network namespaces are joined by a link of that rate (`tc tbf`). torchrun starts `--ranks` ranks on each. The ranks measure the
-link's rate and round trip first. Then for each operator gloo by hand, weft's choice and the two levels without overlap take turns.
-For experts and embeddings the ways are one by one (exchange, computation), and the data of the other host first. The result of
-each call is checked.
-A line has the slowest rank's median, and the bytes that one host sends in one call.
+A link of the given rate (`tc tbf`) joins two network namespaces. torchrun starts `--ranks` ranks in each. The ranks first measure
+the link's rate and round trip. Then variants of each operator alternate: gloo by hand, weft's choice, and the two-level collectives
+without overlap. Experts and embeddings have other variants: "one by one" exchanges and then computes; "far first" starts with the
+other host's data. The result of each call is checked.
+
+A line has the slowest rank's median, and the bytes that one host sends per call.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def rank(given: argparse.Namespace) -> None:
-    """Measure on this rank; the first one prints."""
+    """Measure on this rank; rank 0 prints."""
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
@@ -90,7 +91,7 @@ def rank(given: argparse.Namespace) -> None:
 
 
 def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
-    """Compare gloo by hand, weft's choice and two levels without overlap."""
+    """Compare gloo by hand, weft's choice, and two-level collectives without overlap."""
     import weft
     from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
 
@@ -133,12 +134,12 @@ def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
 
 
 def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> None:
-    """Compare the ways of embedding_all_to_all: four tables of dimension 64 on each rank, fp32."""
+    """Compare the variants of embedding_all_to_all: four fp32 tables of dimension 64 on each rank."""
     _compare_ways(f"embedding, bags of {bag}", _embedding_call(group, batch, bag), calls)
 
 
 def _embedding_call(group: dist.ProcessGroup, batch: int, bag: int) -> Callable[..., torch.Tensor]:
-    """Return a call of four tables of dimension 64 on each rank, fp32."""
+    """Return a call on four fp32 tables of dimension 64 on each rank."""
     import weft
 
     world = group.size()
@@ -150,12 +151,12 @@ def _embedding_call(group: dist.ProcessGroup, batch: int, bag: int) -> Callable[
 
 
 def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> None:
-    """Record embeddings over ratios of link time to pooling time, and over slice sizes, with and without the far samples first."""
+    """Record embeddings for several ratios of link time to pooling time, and several slice sizes, in all orders of samples."""
     from weft.runtime.cpu.embedding_far_first import FarFirst
     from weft.runtime.two_ways import TwoWays
 
-    far_samples = batch // group.size()  # of one rank
-    link_s = (group.size() // 2) * (batch // 2) * 4 * 64 * 4 / rate  # a host's tables, the other host's samples
+    far_samples = batch // group.size()  # per rank
+    link_s = (group.size() // 2) * (batch // 2) * 4 * 64 * 4 / rate  # one host's tables, for the other host's samples
 
     def run(call: Callable[..., torch.Tensor], pieces: int, far_last: bool) -> torch.Tensor:
         kept = FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other
@@ -194,7 +195,7 @@ def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> No
 
 
 def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
-    """Record times of collectives beside predictions from the measured link: bytes that leave a host, and half round trips."""
+    """Record times of collectives, and predictions from the measured link: bytes that leave a host plus half round trips."""
     from weft import symm
     from weft.runtime.collectives import all_gather_by_torch
     from weft.runtime.links import measure_links
@@ -229,7 +230,7 @@ def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> 
 
 
 def _pooling_s(call: Callable[..., torch.Tensor]) -> float:
-    """Return the slowest rank's median time of pooling in one pass."""
+    """Return the slowest rank's median seconds of pooling in one pass."""
     import weft
 
     found = []
@@ -242,7 +243,7 @@ def _pooling_s(call: Callable[..., torch.Tensor]) -> float:
 def _timed_in_turns(
     ways: dict[str, Callable[[], torch.Tensor]], calls: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Return for each way the slowest rank's times, and the differences between the first and the last rank to end."""
+    """Return, for each variant, the slowest rank's seconds, and the seconds between the first and the last rank's end."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     wanted = next(iter(ways.values()))()
     for way in ways.values():
@@ -268,7 +269,7 @@ def _record(record: dict[str, Any]) -> None:
 
 
 def _experts(group: dist.ProcessGroup, tokens: int, hidden: int, wide: int, calls: int) -> None:
-    """Compare the ways of experts: four on each rank, and `tokens` tokens of all ranks, spread evenly, fp32."""
+    """Compare the variants of experts: four per rank, fp32, with the `tokens` tokens of all ranks spread evenly."""
     import weft
 
     world, each = group.size(), 4
@@ -277,7 +278,7 @@ def _experts(group: dist.ProcessGroup, tokens: int, hidden: int, wide: int, call
     w, back = torch.randn(each, hidden, wide) / hidden**0.5, torch.randn(each, wide, hidden) / wide**0.5
     _, received = weft.all_to_all_matmul(x, w, splits, group=group, return_received=True)
     h = torch.randn(int(received.sum()), wide, generator=torch.Generator().manual_seed(dist.get_rank()))
-    order = torch.arange(len(h)).view(world, each, -1).transpose(0, 1).flatten()  # by expert, for rows as they arrive
+    order = torch.arange(len(h)).view(world, each, -1).transpose(0, 1).flatten()  # to the order of experts
 
     def multiplied(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.cat([part @ of_expert for part, of_expert in zip(rows.chunk(each), w, strict=True)])
@@ -307,7 +308,7 @@ def _experts(group: dist.ProcessGroup, tokens: int, hidden: int, wide: int, call
 def _compare_ways(
     op: str, call: Callable[[], torch.Tensor], calls: int, by_hand: Callable[[], torch.Tensor] | None = None
 ) -> None:
-    """Compare weft's choice for a call with each of the two ways, and with gloo by hand if it is given."""
+    """Compare weft's choice with "one by one", "far first", and `by_hand` if given."""
     from weft.runtime.two_ways import TwoWays
 
     choose, ways = TwoWays.takes_other, []
@@ -331,7 +332,7 @@ def _compare_ways(
 
 
 def _measure_link(peer: int) -> float:
-    """Return the rate in bytes per second between the first ranks of both hosts. Print it, and the round trip."""
+    """Return the bytes per second between the first ranks of both hosts. Print the rate and the round trip."""
     data, one = torch.ones(16 << 20, dtype=torch.uint8), torch.ones(1)
     trips = [_timed(lambda: _ping(one, one, peer)) for _ in range(20)]
     took, trip = _timed(lambda: _ping(data, one, peer)), statistics.median(trips)
@@ -365,7 +366,7 @@ def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: in
     wanted = variants[first]()
     times: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, float] = {}
-    for call in variants.values():  # weft's first call measures
+    for call in variants.values():  # weft's first call autotunes
         torch.testing.assert_close(call(), wanted, rtol=1e-4, atol=1e-3)
     for _ in range(calls):
         for name, call in variants.items():
@@ -384,7 +385,7 @@ def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: in
 
 
 def _sent_bytes() -> int:
-    """Return the bytes that this host has sent over the link, headers included."""
+    """Return the bytes that this host has sent over the link, including headers."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith("weft0:"))
     return int(line.split(":")[1].split()[8])

@@ -1,10 +1,10 @@
-"""The times of a producer's kernels alone, on one GPU, beside torch's: sums of several ranks' products, and tracked GEMMs of few
-tiles, which several programs share.
+"""The times of single kernels on one GPU, compared with torch: sums of several ranks' products, and tracked GEMMs with few tiles,
+which several Triton programs share.
 
     python benchmarks/kernels.py [--json FILE]
 
-Each is captured twenty times in a row and replayed; the median of fifteen replays. Every result is compared with float64 first.
-One JSON object is appended to FILE.
+Every result is first compared with float64. Then a CUDA graph of twenty launches is replayed. Times are medians of fifteen replays,
+in microseconds per launch. It appends one JSON object to FILE.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GEMMS = [
     (16, 8192, 4096), (64, 8192, 4096), (128, 4096, 8192), (256, 4096, 8192), (512, 4096, 4096), (256, 2048, 16384),
     (1024, 2048, 8192), (512, 8192, 4096), (2048, 8192, 4096),
 ]  # fmt: skip
-"""(M, N, K); the result is scattered to two ranks."""
+"""(M, N, K); results are scattered to two ranks."""
 RANKS = 2
 
 
@@ -52,10 +52,10 @@ def microseconds(call: Callable[[], object], times: int = 20) -> float:
 
 
 def require_close(found: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
-    """Raise unless the error against float64 is at most twice torch's."""
+    """Raise AssertionError unless the largest error is at most twice torch's (`usual`), both against `exact` in float64."""
     error, of_library = (float((y.double() - exact).abs().max()) for y in (found, usual))
     if not error <= 2 * of_library + 1e-6:
-        raise AssertionError(f"off by {error}, and the library by {of_library}")
+        raise AssertionError(f"largest error {error}; torch's is {of_library}")
 
 
 def stream() -> int:
@@ -124,7 +124,7 @@ def of_gemm(m: int, n: int, k: int) -> dict[str, Any]:
             made.launch(x, w, y.data_ptr())
             require_close(y, exact, usual)
             if first is not None and not torch.equal(first, y):
-                raise AssertionError("two launches do not agree to the bit")
+                raise AssertionError("two launches of the same GEMM differ bitwise")
             first = y.clone()
         times.append(microseconds(lambda made=made: made.launch(x, w, y.data_ptr())))  # type: ignore[misc]
     return {

@@ -1,11 +1,11 @@
-"""weft's embedding module beside TorchRec's, module for module: forward, and forward + backward + fused SGD.
+"""weft's embedding module compared with TorchRec's: forward, and forward + backward + fused SGD.
 
     torchrun --nproc-per-node 2 benchmarks/torchrec_modules.py [--json FILE] [--quick]
 
-Both have the same tables on the same ranks, table-wise, and get twenty batches in turn, each as a new KeyedJaggedTensor of local
-samples. `DistributedModelParallel` shards TorchRec's module, which runs FBGEMM's kernels: torchrec and fbgemm_gpu must be
-importable. Variants alternate; milliseconds are the slowest rank's median of rounds. Outputs are compared before, and tables
-after all steps: both have learned the same.
+Both modules have the same table-wise sharding and cycle through twenty batches. Each batch is a new KeyedJaggedTensor of local
+samples. `DistributedModelParallel` shards TorchRec's module, which runs FBGEMM's kernels; it needs torchrec and fbgemm_gpu. The
+modules alternate. Times are the slowest rank's median of rounds, in milliseconds. Outputs are compared before the timing, and
+tables after it.
 """
 
 from __future__ import annotations

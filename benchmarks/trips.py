@@ -1,10 +1,10 @@
-"""The length of a call's trip through weft: the files and folders that it enters, for readers of the code.
+"""The files and folders of weft that a call enters: a measure of how hard the code is to follow.
 
     python benchmarks/trips.py [--files]
 
-Steady calls run on two CPU ranks. A schedule goes from its builder to a run on modelled GPUs (`tests/unit/modelled_gpus.py`). The
-Python functions of weft that run on any thread of rank 0 count, native code does not. A trip turns back if a function calls one
-of a higher layer (docs/architecture.md), such as a spec's hook or a callback.
+It traces steady calls on two CPU ranks, and a schedule from its builder to a run on modelled GPUs
+(`tests/unit/modelled_gpus.py`). It counts Python functions of weft on all threads of rank 0, but no native code. It also counts
+calls into a higher layer (docs/architecture.md), such as a spec's hook or a callback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGE = ROOT / "weft"
 
 
 class Trip(NamedTuple):
-    """files: in the order of entry. back: calls of a higher layer, as (caller's file, file)."""
+    """files: the entered files, in order. back: calls into a higher layer, as (caller's file, called file)."""
 
     files: list[str]
     functions: int
@@ -49,7 +49,7 @@ def layers() -> dict[str, int]:
 
 
 class Walk:
-    """Recorder of the functions of weft that run in a call. It also records threads that start after it was made."""
+    """A recorder of weft's functions that run in a call, on this thread and on threads started after its construction."""
 
     def __init__(self) -> None:
         self._height, self._on = layers(), False
@@ -123,8 +123,9 @@ def calls(rank: int, world: int) -> dict[str, Trip]:
 
 
 def to_gpus() -> Trip:
-    """Return the trip of a schedule from its builder through checks and the compiler to a run on modelled GPUs, which stand in
-    for streams, launches of kernels, NCCL and cuBLAS."""
+    """Return the trip of a schedule through builder, checks, compiler, and a run on modelled GPUs.
+
+    Modelled GPUs replace streams, kernel launches, NCCL and cuBLAS."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
     import modelled_gpus
     import pytest

@@ -1,16 +1,17 @@
-"""Two versions of weft on one machine, alternating: if a change made any recorded shape slower, and weft against serial.
+"""Compare two versions of weft on one machine: is a recorded shape slower than before, or slower than serial?
 
     python benchmarks/two_trees.py OTHER_TREE --json FILE [--only SUBSTRING] [--drawn 40] [--seconds 500]
 
-Each tree has its own ranks on the same GPUs. For every shape they alternate, five times each: first calls, then rows of
-calls in each mode (queued after a sleep kernel, graph, single). Each tree also times NCCL's collective and cuBLAS's
-GEMM, which are the same in both: their difference between the trees is noise. Shapes: all of `benchmarks/shapes` that
-were recorded on 2 ranks (bf16 and fp8 gathers, experts with `max_rows`, dense embeddings), and `--drawn` random
-gathers. For these, with seed 20261123, M is log-uniform in 64 to 32768. N and K are multiples of 64, log-uniform in 512
-to 16384.
+Each tree runs its own ranks on the same GPUs. The trees alternate for every shape, five times each: first calls, then rows of calls
+in each mode (queued after a sleep kernel, graph, single). Each tree also times NCCL's collective and cuBLAS's GEMM. These are the
+same in both trees, so their difference is noise.
 
-A shape counts as below a bar if it is below in at least four of five repetitions. Only public operators are called, so any two
-versions that have them can be compared. FILE becomes one JSON object, with milliseconds of all repetitions.
+Shapes are all of `benchmarks/shapes` that were recorded on 2 ranks (bf16 and fp8 gathers, experts with `max_rows`, dense
+embeddings), and `--drawn` random gathers (seed 20261123). For random gathers, M is log-uniform in 64 to 32768; N and K are
+multiples of 64, log-uniform in 512 to 16384.
+
+A shape counts as below a bar if at least four of five repetitions are below it. The script calls only public operators, so it can
+compare any two versions that have them. It writes one JSON object to FILE, with the milliseconds of all repetitions.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def shapes(drawn: int) -> list[dict[str, Any]]:
         m, n, k = size(64, 32768, 2), size(512, 16384, 64), size(512, 16384, 64)
         found[f"drawn {m}x{n}x{k}"] = {"kind": "bf16", "m": m, "n": n, "k": k}
     cost = {name: s.get("m", 1) * s.get("n", 1) * s.get("k", 1) for name, s in found.items()}
-    return [{"name": name, **found[name]} for name in sorted(found, key=lambda name: cost[name])]  # short ones first
+    return [{"name": name, **found[name]} for name in sorted(found, key=lambda name: cost[name])]  # cheap shapes first
 
 
 # --- a rank of one tree ---
@@ -155,7 +156,7 @@ def experts(shape: dict[str, Any], device: Any, group: Any) -> tuple[Calls, Any]
     def call() -> Any:
         return weft.all_to_all_matmul(tokens, w, splits, group=group, max_rows=bound, capacity=tokens.shape[0])
 
-    # The first rows of the result: all ranks' rows for this rank's first expert with any rows, in the order of ranks.
+    # The first rows of the result: the rows of all ranks, in rank order, for this rank's first expert that has any.
     firsts = [torch.cat([torch.zeros(1, dtype=torch.int64), of.cumsum(0)]) for of in counts]
     expert = next(e for e in range(local) if sum(int(of[rank * local + e]) for of in counts))
     g = rank * local + expert
@@ -230,7 +231,7 @@ def worker(given: argparse.Namespace) -> None:
         turn += 1
 
     def row(call: Callable[[], Any], mode: str, calls: int, host_ms: float) -> tuple[float, float]:
-        """Return (device or wall milliseconds a call, milliseconds a call of the host)."""
+        """Return (device or wall milliseconds per call, host milliseconds per call)."""
         if mode == "single":
             took = []
             for _ in range(calls + 1):
@@ -258,7 +259,7 @@ def worker(given: argparse.Namespace) -> None:
     with open(f"{given.meet}-{given.who}{given.rank}.jsonl", "w") as out:
         for shape in (s for s in shapes(given.drawn) if given.only in s["name"]):
             my_turn()
-            # Both trees stop at the same shape: the first tree decides.
+            # The first tree decides, so that both trees stop at the same shape.
             if given.who == "a" and given.rank == 0:
                 turns.set(f"go{shape['name']}", "0" if time.monotonic() > stop_at else "1")
             if turns.get(f"go{shape['name']}") == b"0":

@@ -1,4 +1,4 @@
-// Requirements on a copy of `rows` rows of `width_bytes`, a pitch apart. All copies use them.
+// The checks that all copies of `rows` rows of `width_bytes` bytes, one pitch apart, share.
 #pragma once
 #include <cstdint>
 

@@ -8,9 +8,8 @@
 // Terms. A *slot* is one block of output columns (a feature pooled from a table of this rank). A *slice* is a run of
 // up to `slice_size` slots of one sample that are adjacent in the output: contiguous bytes in a row of the
 // destination. Every sample has the same slices. A *block* is a run of samples of one destination. Blocks are
-// processed in groups of at most some thousand samples, slot by slot, so that a group visits each table once. So the
-// indices of a slot are read as a stream, and a small table, and a large table's page table entries, stay in the
-// cache.
+// processed in groups of at most a few thousand samples, slot by slot, so a group visits each table once. Then the
+// indices of a slot are read sequentially. A small table, and a large table's page table entries, stay in cache.
 //
 // Transports. `direct`: vectors are stored at their destination as they are summed. The caller orders them for the
 // reader after the call; all stores, including cache-bypassing stores, are fenced before the call returns. `put`:
@@ -36,7 +35,7 @@ enum class Bounds : int { ignore = 0, warning = 1, fatal = 2 };
 
 struct Slot {
     const char *weight;
-    int64_t rows, dim, key, column;  // key: which block of `batch` offsets; column: first output column, in elements
+    int64_t rows, dim, key, column;  // key: the block of `batch` offsets; column: first output column, in elements
     bool mean;
 };
 
@@ -44,8 +43,8 @@ struct Slice {
     int64_t first_slot, slots, column, width;  // column and width in elements
 };
 
-// A record of one thread's work: `kind` 0 computed (no bytes left the rank), 1 stored or copied to another rank, with
-// `bytes` that left; nanoseconds of CLOCK_MONOTONIC.
+// A record of one thread's work. kind 0: computation, no bytes leave the rank. kind 1: `bytes` were stored or copied to
+// another rank. Times are nanoseconds of CLOCK_MONOTONIC.
 struct Event {
     int64_t kind, thread, start_ns, end_ns, bytes;
 };
@@ -57,10 +56,10 @@ struct EmbeddingCall {
     int64_t n_values;
     const void *offsets;
     int offsets_bits;
-    const float *per_sample_weights;  // null: all one
+    const float *per_sample_weights;  // null: all 1
     std::vector<int64_t> batch_starts;  // W + 1
     int rank;
-    std::vector<char *> outputs;  // W; null: the samples of this rank are not pooled
+    std::vector<char *> outputs;  // W; null: do not pool this rank's samples
     int64_t output_stride;        // elements
     Dtype dtype;
     Transport transport;
@@ -69,7 +68,7 @@ struct EmbeddingCall {
     bool hash;
     Bounds bounds;
     int threads;
-    std::vector<std::atomic<int64_t> *> flags;  // W with put: my block of flags at each rank
+    std::vector<std::atomic<int64_t> *> flags;  // put: [W], this rank's block of flags at each rank
     int64_t epoch;
     Event *events;  // may be null
     int64_t event_capacity;
@@ -86,14 +85,14 @@ struct Outcome {
     int64_t bad = 0;
     BadIndex first_bad;
     int64_t copies = 0, flags = 0;  // put only
-    int64_t events = 0;             // may exceed the capacity: then the later ones were not recorded
+    int64_t events = 0;             // may exceed the capacity; events beyond it are not recorded
 };
 
 std::vector<Slice> slices_of(const std::vector<Slot> &slots, int64_t slice_size);
 Outcome embedding_all_to_all(const EmbeddingCall &call);
 
-// Waits until all `count` flags have reached `epoch` (signed difference). `index` and `found`: the first flag that
-// has not, and its value.
+// Waits until all `count` flags have reached `epoch` (signed difference). After a timeout, `index` and `found` are the
+// first late flag and its value.
 Wait wait_flags(const std::atomic<int64_t> *flags, int64_t count, int64_t epoch, double deadline_s,
                 const std::atomic<int64_t> *failed, int64_t *index, int64_t *found);
 

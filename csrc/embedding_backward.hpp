@@ -3,17 +3,17 @@
 //
 //     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
 //
-// Words. An *occurrence* is one id of one bag. A *run* is all occurrences of one row of a table. A *segment* is a part of
+// Terms. An *occurrence* is one id of one bag. A *run* is all occurrences of one row of a table. A *segment* is a part of
 // a long run.
 //
-// Order, the same for any number of threads and of ranks: occurrences of a row are summed in the order of (slot, sample,
-// place in the bag), in fp32. Samples are numbered in the global batch, hence by source rank. A run of up to
-// `segment_occurrences` is one sum. A longer run is cut into segments of that length, and the sums of segments are added
-// by a binary tree: neighbours first. So a row that is hit a million times has work for every thread.
+// The order of sums does not depend on the number of threads or ranks. Occurrences of a row are summed in fp32, in the
+// order (slot, sample, place in the bag). Samples are numbered in the global batch, so source ranks are in order. A run
+// longer than `segment_occurrences` is split into segments of this length. A binary tree adds the sums of neighbouring
+// segments first. So all threads share the work of a row that occurs a million times.
 //
-// Out-of-range ids have no row: forward reads zeros for them, and backward leaves them out.
+// Forward reads zeros for out-of-range ids, and backward ignores them.
 //
-// The loops over columns are those of the machine's instruction set (embedding_update.hpp).
+// The loops over columns are compiled for each instruction set (embedding_update.hpp).
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -27,7 +27,7 @@ namespace weft {
 constexpr int64_t segment_occurrences = 512;
 
 struct BackwardSlot {
-    int64_t table, key, column;  // key: which block of `batch` offsets; column: first column of the gradient, in elements
+    int64_t table, key, column;  // key: the block of `batch` offsets; column: first column of the gradient, in elements
     bool mean;
 };
 
@@ -35,7 +35,7 @@ struct BackwardTable {
     int64_t rows, dim;
 };
 
-// The sparse input of one call. Nothing is kept of it but what `SortedRows` copies.
+// The sparse input of one call. `SortedRows` copies from it and keeps no pointer to it.
 struct SparseInput {
     const void *values;
     int values_bits;
@@ -54,7 +54,7 @@ struct Update {
     Dtype gradients_dtype;
     Dtype dtype;            // of the tables, and of the output of rule `gradient`
     UpdateRule rule;
-    bool sparse;            // rule `gradient`: out has one row for each run, in ascending order; else one for each row
+    bool sparse;            // rule `gradient`: out has one row per run, ascending; otherwise one per table row
     const Isa *isa;
     int threads;
 };
@@ -67,9 +67,9 @@ class SortedRows {
 
     int64_t tables() const { return int64_t(tables_.size()); }
     int64_t runs(int64_t table) const { return int64_t(of_table_[table].runs.size()) - 1; }
-    // The rows that occur, ascending.
+    // The distinct rows, ascending.
     void rows(int64_t table, int64_t *out) const;
-    // Applies the update. Returns how many rows were skipped.
+    // Applies the update. Returns the number of skipped rows.
     int64_t update(const Update &update) const;
 
   private:
@@ -77,10 +77,10 @@ class SortedRows {
         int payload_bits = 0;
         int64_t count = 0;                 // occurrences
         std::unique_ptr<uint64_t[]> keys;  // row << payload_bits | payload, ascending
-        // Payload: the number of an occurrence with per-sample weights, which has its bag in `bags`; else of its bag.
+        // Payload: with per-sample weights, the number of the occurrence (its bag is in `bags`); otherwise of its bag.
         std::vector<uint32_t> bags;        // number of the slot within the table * batch + sample
-        std::vector<float> scales;         // of a payload; empty: all one
-        std::vector<int64_t> runs;         // begin of each run in `keys`, and the end
+        std::vector<float> scales;         // per payload; empty: all 1
+        std::vector<int64_t> runs;         // start of each run in `keys`, then the end
         std::vector<int64_t> slots;        // numbers of this table's slots
 
         int64_t row(int64_t i) const { return int64_t(keys[i] >> payload_bits); }
@@ -97,8 +97,8 @@ class SortedRows {
     int64_t batch_;
 };
 
-// The gradients of per-sample weights: out[i] = sum over slots that read value i: <grad[sample, columns], row>, over the
-// length of the bag for a mean. weights: the address of each table. Every element of out, [n_values], is written.
+// The gradients of per-sample weights: out[i] = sum over slots that read value i of <grad[sample, columns], row>. A mean
+// divides by the bag's length. weights: the address of each table. Writes every element of out, [n_values].
 void gradients_of_weights(const std::vector<BackwardSlot> &slots, const std::vector<BackwardTable> &tables,
                           const SparseInput &input, const std::vector<const char *> &weights, const char *gradients,
                           int64_t stride, Dtype dtype, float *out, int threads);

@@ -1,6 +1,6 @@
-// The rule of an optimizer for some rows, in the backward of embedding_all_to_all. Compiled once per instruction set from one
-// source (embedding_update_isa.cpp); `Isa` of pooling.hpp has it. Results are bitwise the same on every instruction set: no
-// fused multiply-add, and one order of sums.
+// The optimizers' update of rows, in the backward of embedding_all_to_all. One source (embedding_update_isa.cpp) is
+// compiled for each instruction set, and `Isa` in pooling.hpp points to the result. Updates are bitwise the same on
+// every instruction set: sums have a fixed order, without fused multiply-add.
 #pragma once
 #include <cstdint>
 
@@ -9,8 +9,9 @@ namespace weft {
 enum class Rule : int { gradient = 0, sgd = 1, rowwise_adagrad = 2, adagrad = 3, adam = 4, partial_rowwise_adam = 5,
                         squares = 6 };
 
-// One table's memory in an update. states: null where the rule has none. out: of rules `gradient` and `squares`; of the latter
-// float32, with the sum of squares of each run's gradient. number: of the table, for random bits of its rows.
+// One table's memory in an update. first, second: optimizer states, fp32; null if the rule has none. out: for rule
+// `gradient`, the gradients; for rule `squares`, the sum of squares of each run's gradient, fp32. number: the table's
+// number, which seeds stochastic rounding.
 struct RowMemory {
     char *weight;
     float *first, *second;
@@ -21,25 +22,25 @@ struct RowMemory {
 struct UpdateRule {
     Rule rule;
     float learning_rate, factor, eps, weight_decay, beta1, beta2;
-    float rest1, rest2;              // 1 - beta, which float32 would round too early
+    float rest1, rest2;              // 1 - beta, computed in float64 and then rounded
     float correction1, correction2;  // Adam: 1 / (1 - beta ** iteration)
-    float clip;                      // elements of a gradient stay between -clip and clip
-    bool is_stochastic;              // rows of 16 bits are rounded up or down at random, by `seed`, table, row and column
-    bool skip_nonfinite;             // leave rows with a gradient that is infinite or NaN as they are
+    float clip;                      // gradient elements are clamped to [-clip, clip]
+    bool is_stochastic;              // stochastic rounding of 16-bit rows, from `seed`, table, row and column
+    bool skip_nonfinite;             // do not update rows whose gradient is infinite or NaN
     uint64_t seed;
 };
 
-// Rows of one table, all different.
+// An update of distinct rows of one table.
 struct UpdateJob {
     const UpdateRule *rule;
     const RowMemory *memory;
     const int64_t *rows;      // [count]
-    const int64_t *out_rows;  // [count], of `memory->out`
+    const int64_t *out_rows;  // [count]: rows of `memory->out`
     int64_t count, dim;
-    float *g;  // [count, dim]: the reduced gradients, which are overwritten
+    float *g;  // [count, dim]: the reduced gradients; overwritten
 };
-// Applies the rule. Returns how many rows were skipped.
+// Applies the rule. Returns the number of skipped rows.
 using UpdateRows = int64_t (*)(const UpdateJob &);
-constexpr int64_t most_rows = 16;  // of an UpdateJob
+constexpr int64_t most_rows = 16;  // the most rows of an UpdateJob
 
 }  // namespace weft

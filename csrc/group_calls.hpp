@@ -1,8 +1,8 @@
-// The counters of a group that every call changes and reads. weft/symm/calls.py defines their meaning.
+// The counters of a group that every call updates. weft/symm/calls.py defines their meaning.
 //
-// One thread at a time makes calls; the watchdog thread reads the digests, and records refusals and its own last
-// look. Both hold the GIL, and no function here releases it or calls Python between its first and its last access. So
-// each function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of its list.)
+// One thread at a time makes calls. The watchdog thread reads the digests, and records refusals and the time of its
+// last check. Both hold the GIL. No function here releases the GIL or calls Python between its first and last access, so each
+// function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of its list.)
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -46,7 +46,7 @@ struct CallCounts {
     nb::object running = nb::cast(new CallLock(), nb::rv_policy::take_ownership);
     int64_t begun = 0, ended = 0, unanswered = 0;
     bool has_layers = false;                    // options of layers wait for the next call
-    nb::object refused_by_peers = nb::dict();  // by number of a call: why
+    nb::object refused_by_peers = nb::dict();  // {number of a call: reason}
 
     // Returns true if a peer has refused call `number`.
     bool is_refused(int64_t call) const {
@@ -79,7 +79,7 @@ class CallDigest {
     int64_t last = 0;
 
   private:
-    std::vector<std::array<uint64_t, 3>> ends_;  // by number modulo their count: the digest and the words of layers
+    std::vector<std::array<uint64_t, 3>> ends_;  // [call number % size]: the digest and the words of layers
     nb::object what_ = nb::steal(PyUnicode_FromString(""));
 };
 

@@ -49,8 +49,8 @@ template <int W> inline Floats<W> load(const Brain *from) {
     return (Floats<W>)(__builtin_convertvector(narrow, typename Lanes<W>::U) << 16);
 }
 
-// fp16 that the machine does not convert takes some dozen instructions an element: a call a vector, as inline copies in every
-// loop below take most of the time to compile.
+// Without F16C, an fp16 conversion takes about a dozen instructions per element. It is then a function call per vector,
+// because inline copies in every loop below would dominate the compile time.
 #ifdef __F16C__
 #define WEFT_HALF inline
 #else

@@ -1,10 +1,10 @@
 // Layouts and addresses of many tensors (address, device, dtype, sizes and strides) as comparable bytes.
 //
-// In Python each of these properties takes a call. For the tables of a recommendation model this takes longer than
-// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all
+// Python needs a call for each of these properties. For the tables of a recommendation model, these calls take longer
+// than launching the kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all
 // of them at once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
 //
-// The arguments of a whole call are read in the same way, so that an earlier call is found in a microsecond.
+// The arguments of a whole call are read in the same way, so a cached call is found in a microsecond.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -35,7 +35,7 @@ struct ExchangeApi {  // DLPackExchangeAPI
     uint32_t major, minor;
     void *previous;
     void *allocate, *from_object, *to_object;
-    int (*tensor_of)(void *object, TensorView *out);  // borrowed: it lasts as long as the object
+    int (*tensor_of)(void *object, TensorView *out);  // borrowed: valid while the object lives
     void *current_work_stream;
 };
 
@@ -102,9 +102,9 @@ class LayoutReader {
     }
 
   private:
-    // One object per call: querying a tensor may run Python code, and so another thread's call, or a nested call.
+    // One object per call, because querying a tensor may run Python code, which may run another call.
     struct Words : std::vector<int64_t> {
-        int64_t any_rows = -1;  // a number of rows that keys of matrices leave out
+        int64_t any_rows = -1;  // a number of rows that keys of matrices omit
     };
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
@@ -187,7 +187,7 @@ class LayoutReader {
     }
 
     nb::object tensor_, parameter_;
-    // Made once: there are many tensors.
+    // Interned once, because there are many tensors.
     nb::object requires_grad_ = interned("requires_grad"), storage_offset_ = interned("storage_offset"),
                untyped_storage_ = interned("untyped_storage"), nbytes_ = interned("nbytes");
     nb::capsule capsule_;

@@ -1,4 +1,4 @@
-// How fast steps go that run at once. weft/sim/max_min.py says by which method, and where it is from.
+// The speeds of concurrent steps: max-min fair shares of resources. weft/sim/max_min.py has the method and its sources.
 #pragma once
 #include <cstdint>
 #include <tuple>
@@ -7,10 +7,11 @@
 
 namespace weft {
 
-// Of a resource whose units are all held: kernels that came first keep running on some.
+// The share of a resource that remains if all its units are held: kernels that started earlier keep some units.
 constexpr double max_min_least = 1e-3;
 
-// What a step takes at full speed, of which resources, in each of the ways of `Load` in weft/sim/max_min.py: share, hold, disturb.
+// The resources that a step uses at full speed, as (resource, amount): shared, held, disturbed (`Load` in
+// weft/sim/max_min.py).
 using Amounts = std::vector<std::pair<int64_t, double>>;
 using Load = std::tuple<Amounts, Amounts, Amounts>;
 
@@ -30,7 +31,7 @@ class MaxMinShares {
     const Uses &uses(int key) const { return loads_.at(key); }
     int resources() const { return resources_; }
 
-    // The speed, from 0 to 1, of each of counts[i] steps with the load number keys[i]; of keys that differ.
+    // Returns, for each i, the speed (0 to 1) of each of counts[i] steps with load keys[i]. Keys must be distinct.
     std::vector<double> speeds(const std::vector<int> &keys, const std::vector<int> &counts) const;
 
   private:
@@ -38,22 +39,22 @@ class MaxMinShares {
     std::vector<Uses> loads_;
 };
 
-// The speeds of many steps, kept while steps begin and end: a change visits only what it concerns. Limits adapt from their last
-// values, and settle at the same shares as from the start.
+// The speeds of many steps, updated as steps begin and end. Only affected resources are solved again, from their last
+// limits. The shares are the same as from a new start.
 class SharesInFlow {
   public:
     explicit SharesInFlow(const MaxMinShares &shares);
 
-    // Add a step with this load; return its number, which may have been that of a removed step.
+    // Adds a step with this load. Returns its number; numbers of removed steps are reused.
     int add(int key);
     void remove(int step);
-    // Adapt the limits; false if they do not settle.
+    // Updates the limits. Returns false if they do not converge.
     bool settle();
-    // The speed of each of these steps.
+    // Returns the speeds (0 to 1) of these steps.
     std::vector<double> speeds(const std::vector<int> &steps) const;
 
   private:
-    struct Part {  // a step at one resource: see Part in max_min.cpp
+    struct Part {  // the use of one resource by a step, as Part in max_min.cpp
         int place;
         double most, times;
     };
@@ -68,20 +69,20 @@ class SharesInFlow {
     double limit_of(int resource);
     void touch(int resource);
     void use(int step, Use use);
-    // What holders leave of a resource.
+    // Returns the share of a resource that is not held.
     double room(int resource) const;
 
     const MaxMinShares &shares_;
     std::vector<Step> steps_;
     std::vector<int> free_;                // numbers of removed steps
-    // Of each resource r at r, and of the units of r that are held at resources + r.
+    // [r]: the users of resource r. [resources + r]: the users of the held units of r.
     std::vector<std::vector<Part>> users_;
     std::vector<double> limits_;
-    std::vector<std::vector<std::pair<int, double>>> held_;  // by resource, (step, its units), in the order of their beginning
+    std::vector<std::vector<std::pair<int, double>>> held_;  // by resource: (step, units), in order of start
     int disturbing_ = 0;                   // steps that disturb
     std::vector<int> touched_;             // resources whose limit may change, in order
     std::vector<bool> is_touched_;
-    std::vector<std::pair<double, double>> caps_;  // (the most that a user may take, how often), of the resource at hand
+    std::vector<std::pair<double, double>> caps_;  // scratch for one resource: (cap of a user, count)
 };
 
 }  // namespace weft

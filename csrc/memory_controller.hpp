@@ -1,4 +1,4 @@
-// The numbers of a run of T3's memory controller, and the run: memory_controller.cpp has the model.
+// The parameters of a simulation of T3's memory controller, and its entry point. memory_controller.cpp has the model.
 #pragma once
 
 #include <map>
@@ -8,8 +8,8 @@
 
 namespace weft {
 
-// Times in ns, bytes of the whole GPU. Every access is spread evenly over the channels, so one queue stands for all of them, and
-// a burst is what all channels together move for one entry each.
+// Times are in ns, bytes are of the whole GPU. Accesses are spread evenly over the memory channels, so one queue models
+// all channels. A burst is the bytes that all channels move together for one queue entry each.
 struct ControllerSetup {
     double read_ns = 0, store_ns = 0, update_ns = 0, burst = 0, latency_ns = 0, llc = 0;
     int queue = 0, stores = 0, high = 0, low = 0, arbitration = 0, own_writes = 0;
@@ -18,23 +18,24 @@ struct ControllerSetup {
     double starved_ns = 0, link_ns = 0, link_latency_ns = 0, link_queue = 0, dma_window = 0;
     int units = 0, slots = 0, ahead = 0, slabs = 0;
     double slab_ns = 0, a_slab = 0, b_slab = 0;
-    std::vector<int> a, b;      // of each tile, in the order of production: its panels of the operands
-    std::vector<double> bytes;  // of each tile's output
-    std::vector<int> chunk;     // of each tile
-    // Each chunk has an output, copies that send it on or not, updates of each element, and a chunk of a peer where it lands.
-    // peer: the run that gets it, by its place in the list; a run that stands for all ranks is its own peer. link: the link there.
+    std::vector<int> a, b;      // per tile, in order of production: its panels of operands
+    std::vector<double> bytes;  // per tile: bytes of its output
+    std::vector<int> chunk;     // per tile
+    // Per chunk. output: where the GEMM writes it. copied: nonzero if a copy forwards it. expected: updates per element.
+    // lands: the chunk number at the peer. peer: the index of the receiving run in the list; a run that represents all
+    // ranks is its own peer. link: the link to the peer.
     std::vector<int> output, copied, expected, lands, peer, link;
-    int block = 1;          // wavefronts of a tile that a copy takes at once
-    bool made = false;      // no GEMM: the products are there
-    int copies = 1;         // that a step of the ring reads of each element; above 1 a kernel adds, step by step
-    int arrival = 2;        // the operation of arrived bytes: 1 stores, 2 memory adds
+    int block = 1;          // wavefronts of a tile per copy
+    bool made = false;      // true: the products exist, and no GEMM runs
+    int copies = 1;         // of each element, read by a step of the ring; above 1, a kernel reduces them in each step
+    int arrival = 2;        // the operation of arriving bytes: 1 store, 2 add in memory
     int sets = 0, ways = 0, wavefronts = 1;
     double bin_ns = 0;
 };
 
 using ControllerFound = std::pair<std::map<std::string, double>, std::vector<std::vector<double>>>;
 
-// Run to the end, all together. Return for each totals by name, and the bytes of each kind of access in each bin of time.
+// Runs all setups together to the end. Returns for each (totals by name, bytes per kind of access and time bin).
 std::vector<ControllerFound> run_controllers(const std::vector<ControllerSetup> &setups);
 
 }  // namespace weft

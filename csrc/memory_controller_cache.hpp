@@ -1,4 +1,4 @@
-// The last-level cache of the memory controller's model: what was used least recently leaves first.
+// The last-level cache of the memory controller's model, with least-recently-used eviction.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// An operand's slab or a tile's output. before, after: its neighbours in the order of use.
+// An operand's slab or a tile's output. before, after: its neighbours in the LRU list; -1 for none.
 struct Line {
     enum { absent, pending, present } state = absent;
     bool dirty = false;
@@ -38,7 +38,7 @@ class Cache {
         dirty_bytes_ += bytes;
     }
 
-    // Take a line in. Lines that leave for it and are dirty go to `write_back(bytes)`.
+    // Inserts a line and evicts the oldest lines if needed. Calls `write_back(bytes)` for each evicted dirty line.
     template <class WriteBack>
     void keep(int64_t id, WriteBack write_back) {
         lines_[id].state = Line::present;

@@ -1,8 +1,8 @@
 // GEMMs and collectives of equal parts over whole matrices, called one after the other: the functions of torch and
 // the process group, on the caller's stream.
 //
-// Native code calls them through Python's C API, as Python would. So a call costs no more than NCCL and cuBLAS
-// called by hand, and enters no frame of the interpreter. No torch ABI is needed.
+// Native code calls them through Python's C API, without interpreter frames. So a call costs no more than NCCL and
+// cuBLAS called by hand, and the module does not depend on torch's ABI.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -21,8 +21,8 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// Computes out = (a * scale_a) @ (b * scale_b) + bias on a GPU by `function`, torch's, and returns it. out: None for
-// new memory of `dtype`. See weft/runtime/scaled_matmul.py.
+// Computes out = (a * scale_a) @ (b * scale_b) + bias on a GPU with torch's `function`, and returns out. out: None
+// allocates memory of `dtype`. See weft/runtime/scaled_matmul.py.
 nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle scale_a, nb::handle scale_b, nb::handle bias,
                      nb::handle dtype, bool fast, nb::handle out);
 
@@ -39,7 +39,7 @@ class PlainSteps {
     // for kind "called", a function of these buffers replaces the dtype.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
-    // Runs all steps. buffers: one for each name; inputs are given, and steps add the others.
+    // Runs all steps. buffers: one per name. The caller sets the inputs; steps set the others.
     void run(std::vector<nb::object> &buffers, nb::handle group) const;
     // Returns all buffers by their names.
     nb::dict run_by_name(nb::dict inputs, nb::object group) const;

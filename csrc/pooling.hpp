@@ -8,8 +8,8 @@
 // so that a machine without it agrees). The mean divides by the length. fp16 and bf16 results are rounded to nearest,
 // ties to even. An empty bag is zeros.
 //
-// The work is split in two to limit the number of variants. `FindRows` turns indices into row addresses (index width,
-// hash, bounds). `Pool` sees only addresses, and so can prefetch rows of later bags and tables.
+// Two functions limit the number of compiled variants. `FindRows` turns indices into row addresses, by index width,
+// hash and bounds check. `Pool` gets only addresses, so it can prefetch rows of later bags and tables.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -24,11 +24,11 @@ constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
 struct RowsJob {
     const void *values;      // first index of the run: int32 or int64
-    int64_t count;           // how many indices
+    int64_t count;           // number of indices
     const char *table;       // row 0
     int64_t rows;            // rows of the table
     int64_t row_bytes;
-    const char *zero_row;    // what a bad index reads
+    const char *zero_row;    // the row that a bad index reads
     const char **addresses;  // out: one per index
 };
 // Returns the number of bad indices (always 0 for the unchecked and the hashed versions).
@@ -38,7 +38,7 @@ using FindRows = int64_t (*)(const RowsJob &);
 // other memory is read.
 struct Bags {
     int64_t begin;   // first value
-    int64_t values;  // how many
+    int64_t values;  // number of values
     bool one_each;
 };
 
@@ -63,7 +63,7 @@ struct Isa {
     FindRows (*find_rows)(int index_bits, bool hash, bool checked);
     Bags (*read_bags)(const void *offsets, int index_bits, int64_t bags, int64_t values, int64_t *lengths);
     int64_t (*count_bad)(const void *indices, int index_bits, int64_t count, int64_t rows);
-    void (*stream_copy)(void *to, const void *from, int64_t bytes);  // past the caches; `to` and bytes multiples of 64
+    void (*stream_copy)(void *to, const void *from, int64_t bytes);  // bypasses caches; `to` and bytes: multiples of 64
     UpdateRows (*update_rows)(Dtype tables);
 };
 

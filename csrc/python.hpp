@@ -1,4 +1,4 @@
-// Calls of Python objects from native code, without tuples of arguments and without frames.
+// Calls of Python objects from native code, without argument tuples or interpreter frames.
 #pragma once
 #include <nanobind/nanobind.h>
 

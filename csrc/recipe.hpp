@@ -1,4 +1,4 @@
-// Recipes make a value from the tensors of a call: from which argument or result, as which view, in which containers.
+// Recipes rebuild a value from the arguments or results of a call, through views and containers.
 //
 // A recipe is written once, from an earlier call, as nested tuples:
 //
@@ -21,7 +21,7 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// The arguments of a call by position (a sequence) and by name (a dict); or its results, by position.
+// The arguments of a call by position (a sequence) and by name (a dict), or its results by position.
 struct Given {
     nb::handle positional, named;
 };

@@ -1,6 +1,6 @@
-"""Writes docs/api.md from the docstrings and docs/environment.md from weft/env.py: `python docs/generate.py`.
+"""Write docs/api.md from docstrings and docs/environment.md from weft/env.py: `python docs/generate.py`.
 
-A test compares both with what this writes, so that a docstring is changed in one place. Nothing here is installed with weft.
+A test fails if a page differs from the output of this script. The script is not installed with weft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MODULES = (
 
 
 def api() -> str:
-    """Return the names of `weft` in full, and the names of its modules with their first sentence."""
+    """Return the reference: the names of `weft` in full, and the names of its modules with their first sentence."""
     parts = [
         _GENERATED.format(source="the docstrings"),
         "# API\n\nEvery public name of weft, with its arguments, results and errors. "
@@ -61,11 +61,11 @@ def api() -> str:
 
 
 def _contents(parts: list[str]) -> str:
-    """Return a list of a page's sections, each with links to what it describes in full."""
+    """Return a list of the page's sections, with links to the names that each section describes in full."""
     sections: dict[str, list[str]] = {}
     links: dict[str, str] = {}
     for mark, title in re.findall(r"^(##|###) (\S+)$", "\n".join(parts), re.MULTILINE):
-        anchor = title.lower().replace(".", "")  # as Markdown renderers make it; a number tells equal ones apart
+        anchor = title.lower().replace(".", "")  # as Markdown renderers make it, with a number for duplicates
         same = [of.partition("-")[0] for of in links.values()].count(anchor)
         links[title] = f"{anchor}-{same}" if same else anchor
         module, _, name = title.rpartition(".")
@@ -91,8 +91,9 @@ def environment() -> str:
 
 
 def variables() -> Iterator[tuple[str, str, str]]:
-    """Yield (names, default, meaning) of each public function of `weft.env` whose docstring begins with a variable's name; weft's
-    own variables come first."""
+    """Yield (names, default, meaning) for each public function of `weft.env` whose docstring begins with a variable's name.
+
+    weft's own variables come first."""
     for function in sorted(_defined(env).values(), key=lambda f: not _doc(f).startswith("`WEFT_")):
         names, _, text = " ".join((inspect.getdoc(function) or "").split()).partition(": ")
         if names.startswith("`"):
@@ -102,7 +103,7 @@ def variables() -> Iterator[tuple[str, str, str]]:
 
 
 def _defined(module: Any) -> dict[str, Any]:
-    """Return the functions and classes that the module itself defines, in its order."""
+    """Return the functions and classes that the module itself defines, in source order."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -115,7 +116,7 @@ def _full(value: Any) -> str:
     text = f"```python\n{_signature(value)}\n```\n\n{_markdown(inspect.getdoc(value) or '', set(parameters))}\n"
     if inspect.isclass(value):
         fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-        # Members of base classes that the reference does not show belong to the class.
+        # Show members of undocumented base classes with the class.
         hidden = [base for base in value.__mro__[1:] if base.__module__.startswith("weft.nn.") and not _is_shown(base)]
         members = {n: m for of in (*reversed(hidden), value) for n, m in vars(of).items()}
         methods = {
@@ -134,7 +135,7 @@ def _is_method(value: Any) -> bool:
 
 
 def _doc(value: Any) -> str:
-    """Return the docstring of the value itself, not an inherited one; for a dataclass without one, the names of its fields."""
+    """Return the value's own docstring, not an inherited one. For a dataclass without a docstring, return its field names."""
     of: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     text = inspect.cleandoc(of.__doc__ or "")
     if inspect.isclass(of) and dataclasses.is_dataclass(of) and text.startswith(f"{of.__name__}("):
@@ -158,13 +159,13 @@ def _signature(value: Callable[..., Any]) -> str:
 
 
 def _unquoted(signature: str) -> str:
-    """Without the quotes around annotations, which are strings here, and without the addresses of functions."""
+    """Return the signature without quotes around annotations and without addresses of functions."""
     signature = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", signature)
     return re.sub(r"""(: |-> )(['"])(.*?)\2(?=,| =|\)|$)""", r"\1\3", signature, flags=re.MULTILINE)
 
 
 def _markdown(text: str, parameters: set[str]) -> str:
-    """Return a docstring as Markdown: arguments become a list, and their indented lines stay with them."""
+    """Return a docstring as Markdown. Each argument becomes a list item with its indented lines."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():

@@ -1,9 +1,12 @@
-"""Writes the tables at `<!-- hosts:NAME -->` marks of docs/hosts.md and draws docs/hosts.png: `python docs/hosts_page.py`.
+"""Write the tables at `<!-- hosts:NAME -->` marks of docs/hosts.md and draw docs/hosts.png: `python docs/hosts_page.py`.
 
-The curves are from benchmarks/results/cpu-hosts.json, which `python benchmarks/hosts.py --only curves --json FILE` records. The
-predictions are from cpu-hosts-links.json, by `--only links`. The
-simulated table is from benchmarks/results/sim-hosts.json, which `python docs/hosts_page.py --simulate` records. A test compares
-the page with both. Nothing here is installed with weft.
+Sources in benchmarks/results:
+
+    curves       cpu-hosts.json         recorded by `python benchmarks/hosts.py --only curves --json FILE`
+    predictions  cpu-hosts-links.json   recorded by `python benchmarks/hosts.py --only links --json FILE`
+    simulation   sim-hosts.json         recorded by `python docs/hosts_page.py --simulate`
+
+A test fails if the page differs from these files. The script is not installed with weft.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ SHAPES: dict[str, Callable[[int], dict[str, int]]] = {
     "matmul_all_gather": lambda ranks: {"M": 1024, "N": 4096, "K": 8192},
     "embedding_all_to_all": lambda ranks: {"M": 1024 * ranks, "N": 128, "K": 32, "tables": 8 * ranks},
 }
-"""The sizes of each operator by the number of ranks, as `weft plan` takes them."""
+"""{operator: function from the number of ranks to sizes for `weft plan`}."""
 
 
 # --- measured curves ---
 
 
 def points(curve: str) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
-    """Return for each point of a curve one of its records, and its records by way."""
+    """Yield, for each point of a curve, (one of its records, {variant: record})."""
     records = [record for record in json.loads(CURVES.read_text()) if record["curve"] == curve]
     for start in range(0, len(records), len(_WAYS)):
         by_way = {record["way"]: record for record in records[start : start + len(_WAYS)]}
@@ -129,8 +132,8 @@ def description() -> str:
 
 
 def simulate(op: str, hosts: int) -> dict[str, Any]:
-    """Return the predicted times of an operator on hosts of H100: serial, and the fastest schedule that needs no memory of other
-    hosts."""
+    """Return the predicted times of an operator on hosts with H100s: serial, and the fastest schedule without access to other
+    hosts' memory."""
     ranks = hosts * GPUS
     shape = SHAPES[op](ranks)
     given: dict[str, Any] = {**shape, "dtype": "bf16", "mode": "graph"}

@@ -1,10 +1,9 @@
 """Rewrite the README for a package index: links to paths become URLs of the repository.
 
-
     python docs/package_page.py FOLDER
 
-rewrites FOLDER/README.md, a copy of the tree from which packages are built (`make release`). In a checkout links stay paths, so
-that they work in a fork, on a branch and without a network.
+It rewrites FOLDER/README.md, in a copy of the tree from which packages are built (`make release`). In a checkout, links stay
+paths, so they work in a fork, on a branch and without a network.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)", re.DOTALL)
 
 
 def package_page(readme: str, repository: str) -> str:
-    """`readme` with absolute addresses: files below `repository`/blob/main, pictures below /raw/main."""
+    """Return `readme` with absolute URLs: files under `repository`/blob/main, pictures under `repository`/raw/main."""
 
     def absolute(found: re.Match[str]) -> str:
         picture, text, path = found.groups()
@@ -28,7 +27,7 @@ def package_page(readme: str, repository: str) -> str:
 
 
 def main(folder: Path) -> None:
-    """`SystemExit` while the address is the placeholder."""
+    """Rewrite FOLDER/README.md. Raise SystemExit if the repository's URL is still the placeholder."""
     repository = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     if repository.partition("://")[2].partition("/")[0].endswith(".example"):
         sys.exit(f"project.urls in pyproject.toml says {repository}: give the repository's address before you release")

@@ -1,9 +1,9 @@
-"""Writes docs/reproduction.md from the recorded results: `python docs/reproduction.py`.
+"""Write docs/reproduction.md from the recorded results: `python docs/reproduction.py`.
 
-A row is a claim of a paper with the paper's number, ours, and the verdict. Studies make the claims from their records
-(`weft.studies`), and `_measured_...` here from records of GPUs. `reproduction.toml` beside this file has the reason for each
-claim that is not reproduced, and what nobody builds. It has no results. A test compares the page with what this writes, and a
-claim without a reason is refused. Nothing here is installed with weft.
+A row is a claim of a paper, with the paper's number, ours, and the verdict. `weft.studies` derives claims from simulated records;
+the `_measured_...` functions here derive claims from GPU records. `reproduction.toml` gives the reason for each claim that is not
+reproduced, and the parts that nobody implements. It has no results. The script refuses a claim without a reason. A test fails if
+the page differs from the output of this script. The script is not installed with weft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read(name: str) -> list[Record]:
 
 
 def _on(record: Record) -> str:
-    """Return the machine of a record, and if it was simulated."""
+    """Return the name of a record's machine, and whether the record is simulated."""
     if record["device"] != "simulated":
         return f"measured, {record['machine']}"
     ranks = f"{record['ranks']} x " if record.get("study") is None else ""
@@ -53,7 +53,7 @@ def of_fused_embedding() -> Iterator[Row]:
 
 
 def _measured_zero_copy() -> Iterator[Row]:
-    """Figure 14's baseline is a kernel for each table, then the all-to-all and a shuffle: the variant embedding_bag."""
+    """Judge figure 14. Its baseline (one kernel per table, all-to-all, shuffle) is the variant embedding_bag."""
     found = read("h200-2-ranks")
     gains = list(speedups(found, "queued", "fp32", "direct", "embedding_bag").values())
     where, on = "4.3, figure 14", _on(found[-1])
@@ -104,7 +104,7 @@ def _measured_losses() -> Iterator[Row]:
 
 
 def _measured_schedules() -> Iterator[Row]:
-    """Judge figure 14 on GEMMs that two H200s ran with all schedules."""
+    """Judge figure 14 on the GEMMs that were measured with all schedules on two H200s."""
     found = read("h200-all_gather_matmul-schedules")
     cases = [of for of in by_config([r for r in found if r["mode"] == "queued"]).values() if EIGHT[0] in of]
 
@@ -153,14 +153,14 @@ PAPERS = {
         "The study is [PGAS embedding retrieval](studies/pgas.md).",
     ),
 }  # fmt: skip
-"""Titles, claims and sentences on the studies, by the keys of `reproduction.toml`."""
+"""{key in `reproduction.toml`: (title, claims, sentence on the study)}."""
 
 
 # --- the page ---
 
 
 def page() -> str:
-    """Return the page; raise `ValueError` for a claim that needs a reason, and for a reason of no claim."""
+    """Return the page. Raise `ValueError` for a claim that lacks a needed reason, or a reason without a claim."""
     reasons = tomllib.loads(REASONS.read_text())
     rows = {paper: list(of()) for paper, (_, of, _) in PAPERS.items()}
     for paper, found in rows.items():
@@ -187,10 +187,10 @@ papers show only in pictures are not compared."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:
-    """Raise `ValueError` for a name that two claims share, a claim that needs a reason, and a reason of no claim."""
+    """Raise `ValueError` for a name of two claims, a claim that lacks a needed reason, or a reason without a claim."""
     names = [claim.what for claim in claims]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{paper}: several claims have the name {twice[0]!r}: name what differs")
+        raise ValueError(f"{paper}: several claims have the name {twice[0]!r}: give each claim its own name")
     if bare := [claim.what for claim in claims if not claim.reproduced and claim.what not in why]:
         raise ValueError(f"{paper}: not reproduced, without a reason in {REASONS.name}: {'; '.join(bare)}")
     if unknown := sorted(set(why) - set(names)):

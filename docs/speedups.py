@@ -1,9 +1,8 @@
-"""Draws docs/speedups.png, the README's picture of GPU results: `python docs/speedups.py`.
+"""Draw docs/speedups.png, the README's picture of GPU results: `python docs/speedups.py`.
 
-It has a row for each `<!-- gain:... -->` mark of the README whose record is of the first row's machine. So the picture,
-the table and the text show the same variants and records. A dot is one shape; the bar is the geometric mean that the
-README shows. The file's description has the numbers, by which a test sees that the picture is out of date. Nothing here
-is installed with weft.
+It has a row for each `<!-- gain:... -->` mark of the README whose record has the first row's machine. So the picture, the table and
+the text show the same variants and records. A dot is one shape; the bar is the geometric mean in the README. The PNG's description
+has the numbers, so a test can detect an outdated picture. The script is not installed with weft.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TICKS = (0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5)
 
 
 def rows() -> dict[Mark, tuple[str, dict[str, float], str]]:
-    """Return by mark: a label, the speedup of each shape, and the machine."""
+    """Return {mark: (label, {shape: speedup}, machine)}."""
     found: dict[Mark, tuple[str, dict[str, float], str]] = {}
     for mark in marks((ROOT / "README.md").read_text()):
         of_file = records.read([ROOT / "benchmarks" / "results" / f"{mark.name}.jsonl"])
@@ -52,7 +51,7 @@ def description() -> str:
 
 def draw() -> None:
     plt, shown = pyplot(), rows()
-    (machine,) = {machine for *_, machine in shown.values()}  # one machine for all: the title names it
+    (machine,) = {machine for *_, machine in shown.values()}  # all rows share one machine, which the title names
     (mode,) = {mark.mode for mark in shown}
     figure, axis = plt.subplots(figsize=(9, 0.62 * len(shown) + 1.1), layout="constrained")
     for y, (_, gains, _) in enumerate(shown.values()):

@@ -1,6 +1,6 @@
-"""The code that the ranks of `weft plan calibrate` run: measure this machine's GPUs and links, and save the numbers.
+"""The ranks of `weft plan calibrate`: measure this machine's GPUs and links, and save the numbers.
 
-The measurements are in `weft.runtime.cuda.measure`, because self-calibration uses some of them too.
+`weft.runtime.cuda.measure` has the measurements, because self-calibration uses some of them too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     assert group is not None
-    with symm.set_up_within(env.deadline_s()):  # ranks compile and measure between their exchanges
+    with symm.set_up_within(env.deadline_s()):  # setup includes compilation and measurements between exchanges
         measure = GpuMeasure(symm.communicator(group, device))
         # For an unknown machine, another machine's numbers are good enough to choose the sizes to measure.
         base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
@@ -34,4 +34,4 @@ def _printed(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Ignore a progress message, on ranks other than the first."""
+    """Ignore a progress message, on all ranks but rank 0."""

@@ -4,9 +4,9 @@
     backward   top MLP, interaction, all-to-all of gradients | bottom MLP, update of the embedding
                all-reduce of the MLPs' gradients, concurrent with the next tasks
 
-All ranks do the same. A resource takes one task at a time, in the order in which they become ready. In the baseline the forward
-all-to-all begins after the embedding; the fused kernel begins it with the embedding, and it ends no earlier than the embedding
-plus a slice. So no gain is above the exposed part of the all-to-all.
+All ranks run the same tasks. A resource runs one task at a time, in the order in which tasks become ready. In the baseline, the
+forward all-to-all starts after the embedding. In the fused kernel, the all-to-all starts with the embedding, and ends at least one
+slice after the embedding. So the gain is at most the exposed part of the all-to-all.
 
 Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order of tasks is
 from DLRM's training loop.
@@ -25,7 +25,7 @@ from weft.studies.numbers import Numbers
 class Task:
     """A task that occupies a resource for `us`.
 
-    beside: a concurrent task. This task starts with it, if the resource is free, and does not end before it.
+    beside: a concurrent task. This task starts with that task, if the resource is free, and does not end before it.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Task:
 
 
 def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the end of each task; raise `ValueError` for tasks that wait for each other or for an unknown task."""
+    """Return {task: end in us}; raise `ValueError` if tasks wait for each other or for an unknown task."""
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
     free = dict.fromkeys((task.on for task in tasks), 0.0)
@@ -51,7 +51,7 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
             raise ValueError(
                 f"these tasks wait for each other, or for one that is not there: {', '.join(t.name for t in left)}"
             )
-        # The task that can start first; of those, the one that is ready first, then the first in the list.
+        # The task with the earliest possible start. Ties: the task that is ready first, then the first in the list.
         start, _, i = min((max(at, free[left[i].on]), at, i) for at, i in ready)
         task = left.pop(i)
         starts[task.name] = start
@@ -62,7 +62,7 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Dlrm:
-    """A DLRM of table 2 on the paper's torus. samples, tables: their numbers on a node."""
+    """A DLRM of table 2 on the paper's torus. samples, tables: numbers per node."""
 
     samples: int
     tables: int
@@ -70,7 +70,7 @@ class Dlrm:
 
     @property
     def embedding_us(self) -> float:
-        """The time of pooling all nodes' samples by one kernel."""
+        """The us to pool all nodes' samples of this node's tables in one kernel."""
         n = self.numbers
         bags = self.samples * n["scale.nodes"] * self.tables
         rate = n["memory.bandwidth"] * n["memory.share"]
@@ -78,7 +78,7 @@ class Dlrm:
 
     @property
     def exchange_bytes(self) -> float:
-        """The bytes of a node's pooled vectors, for all nodes."""
+        """The bytes of pooled vectors that a node produces for all nodes."""
         n = self.numbers
         return self.samples * n["scale.nodes"] * self.tables * n["scale.dim"] * FLOAT
 
@@ -92,7 +92,7 @@ class Dlrm:
         return layers * max(n.us("gpu.launch"), 1e6 * flop / (n["gpu.fp32"] * n["gpu.fp32_share"])) * times
 
     def reduce_us(self, layers: float) -> float:
-        """Return the time of the all-reduce of the MLP layers' gradients."""
+        """Return the us of the all-reduce of the MLP layers' gradients."""
         n = self.numbers
         count = layers * n["scale.width"] ** 2 * FLOAT
         return n.us("nic.collective") + reduce_us(count, n)
@@ -132,15 +132,16 @@ class Dlrm:
 
     @property
     def exposed_us(self) -> float:
-        """The time of the baseline's forward all-to-all in which no computation runs."""
+        """The us of the baseline's forward all-to-all during which no computation runs."""
         return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
 
 
 def exchange_us(count: float, numbers: Numbers) -> float:
-    """Return the time of an all-to-all of `count` bytes of each node on the torus, by the load of its fullest link.
+    """Return the us of an all-to-all on the torus, from the load of the fullest link. count: bytes that each node sends.
 
-    Every node sends alike, along its row and then along the column, and half way around a ring over both ways. So a link of a
-    ring carries half of what all nodes of the ring send over its hops. `weft.sim.collectives` finds the same by all routes.
+    Every node sends equal amounts, first along its row and then along the column, in both directions of each ring. A
+    ring of n nodes has 2n directed links, so a link carries half of one node's bytes times hops. `weft.sim.collectives`
+    computes the same from all routes.
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2
@@ -149,7 +150,7 @@ def exchange_us(count: float, numbers: Numbers) -> float:
 
 
 def reduce_us(count: float, numbers: Numbers) -> float:
-    """Return the time of an all-reduce of `count` bytes: rings along rows, then along columns, and back."""
+    """Return the us of an all-reduce of `count` bytes: rings along rows, then along columns, and back."""
     us, left = 0.0, count
     for size in _sizes(numbers):
         left /= size
@@ -165,5 +166,5 @@ def _sizes(numbers: Numbers) -> tuple[int, int]:
 
 
 def _hops(size: int) -> int:
-    """Return the hops from a node of a ring to all others, each by the shorter way."""
+    """Return the total hops from a node of a ring to all other nodes, each along the shorter direction."""
     return sum(min(distance, size - distance) for distance in range(size))

@@ -1,12 +1,12 @@
-"""FiCCO's evaluation: its schedules against serial and shard overlap on its GEMMs, and how often its heuristic picks the fastest.
+"""FiCCO's evaluation: its schedules compared with serial and shard overlap, and how often its heuristic picks the fastest.
 
 `simulated` returns records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` records a real
 machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
 
-Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal is
-serial's time divided by the longer of the GEMM alone and the communication alone, which assumes no loss and full
-overlap. The paper studies four of its eight schedules, as the others "are strictly worse" (V-B). Here all eight run,
-each with as many steps as ranks.
+Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal
+speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full overlap without loss. The paper
+studies four of its eight schedules, because the others "are strictly worse" (V-B). Here all eight run, with as many steps as
+ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -40,7 +40,7 @@ from weft.studies.pages import bars, block, figure, head, model_for, where
 
 CLOSED = "closed form"
 TABLES = {"table-1": "g", "synthetic": "s"}
-"""The first letter of the GEMMs of each table."""
+"""{table: first letter of its GEMMs' names}."""
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
@@ -58,18 +58,17 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return records of all variants of each GEMM, as the model of `ranks` such machines predicts them from the machine's file
-    alone.
+    """Return predicted records of all variants of each GEMM, on `ranks` GPUs of machine `hw`.
 
-    Raises `ValueError` for an unknown machine or topology, or if a GEMM is not divisible by the number of ranks. progress: called
-    with the next GEMM, and the fraction of the work done since the last call.
+    The predictions use only the machine's file. Raises `ValueError` for an unknown machine or topology, or if the ranks do not
+    divide a GEMM's M. progress: called with the name of the next GEMM, and the fraction of the work since the last call.
     """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
     common = head("all_gather_matmul", machine, ranks, topology)
     chosen = gemms or (*TABLE_1, *SYNTHETIC)
-    more = 4 * len(chosen)  # GEMMs that take as long as the sensitivity
+    more = 4 * len(chosen)  # the sensitivity takes as long as this many GEMMs
     steps = len(chosen) + (choosers.DRAWN + more) * (gemms is None)
     for gemm in chosen:
         progress(f"simulating {gemm.name}", bool(found) / steps)
@@ -98,10 +97,10 @@ def simulated(
 
 
 def rows_of(records: Sequence[Record]) -> GemmRows:
-    """Return a row for each of FiCCO's GEMMs in all_gather_matmul, in the order of first appearance, from its last run.
+    """Return a row for each of FiCCO's GEMMs from its last run of all_gather_matmul, in the order of first appearance.
 
-    Raises `ValueError` if there are none, or if a GEMM lacks the times of serial, of the GEMM alone or of the communication
-    alone.
+    Raises `ValueError` if there are no such records, or if a GEMM lacks the time of serial, of the GEMM alone or of the
+    communication alone.
     """
     mine = [r for r in records if r["op"] == "all_gather_matmul" and r["mode"] == "queued" and _gemm_of(r["config"])]
     if not mine:
@@ -132,7 +131,7 @@ def _gemm_of(config: str) -> GatheredGemm | None:
 
 
 def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
-    """Return figures 13, 12(b) and 14 and the heuristic's accuracy, without columns that were not recorded."""
+    """Return tables of figures 13, 12(b) and 14 and of the heuristic's accuracy, without columns that were not recorded."""
     made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
     known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
     if all({*EIGHT, SHARD} <= row.ms.keys() for row in rows):
@@ -251,7 +250,7 @@ def _named(rows: Sequence[GemmRow], begin: str) -> list[GemmRow]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return notes on the sources of the numbers, as sentences."""
+    """Return sentences on the sources of the numbers."""
     said = where(records[-1])
     if records[-1]["device"] != "simulated":
         return [f"{said} {_smaller(records)}".strip()]
@@ -270,7 +269,7 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Return a note on which GEMMs have a smaller M, and for which of them this changes the heuristic's pick."""
+    """Return a note that names the GEMMs with a reduced M, and the GEMMs whose heuristic pick changes with it."""
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:
         return ""
@@ -281,7 +280,7 @@ def _smaller(records: Sequence[Record]) -> str:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the block of a page: the runs, and the tables."""
+    """Return the page's generated block, as Markdown: runs and tables."""
     rows = rows_of(records)
     mine = [r for r in records if _gemm_of(r["config"]) or r["variant"] in ("choosers", "sensitivity")]
     return block(notes(mine), tables(rows), conclusions(rows))

@@ -1,7 +1,7 @@
-"""Choosers of FiCCO's schedules, and why its heuristic errs on this model: a sweep over its thresholds, and shapes drawn by a seed.
+"""Selection of FiCCO's schedules: a sweep over the thresholds of the paper's heuristic, and a comparison on random shapes.
 
-The closed form (`weft.plan.closed_form`) has no thresholds. The sweep gives the paper's heuristic the thresholds that suit the very
-table that judges it. So its counts are upper limits of what a heuristic of that form can reach.
+The closed form (`weft.plan.closed_form`) has no thresholds. The sweep fits the heuristic's thresholds to the table on which it is
+evaluated. So its counts are upper bounds for heuristics of this form.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C, VI-D and figure 12(a).
 """
@@ -33,7 +33,9 @@ _PAPERS_RANKS, _ABOVE = 8, 5.0
 
 
 def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
-    """Return GEMMs drawn as the synthetic ones of `table_1.toml`, within table I's sizes, op-to-byte ratios and traffic."""
+    """Return random GEMMs, drawn like the synthetic GEMMs of `table_1.toml`.
+
+    Their sizes, op-to-byte ratios and traffic are within table I's ranges."""
     rng, found = random.Random(seed), list[GatheredGemm]()
     papers = [gemm.sharded(_PAPERS_RANKS) for gemm in TABLE_1]
     allowed = [(min(values), max(values)) for values in ([g.op_to_byte for g in papers], [g.traffic for g in papers])]
@@ -53,7 +55,7 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
 
 
 def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Return the loss of the closed form and of the paper's heuristic on drawn GEMMs, relative to the best of eight schedules."""
+    """Return the losses of the closed form and of the paper's heuristic on random GEMMs, relative to the best of 8 schedules."""
     lost: dict[str, list[float]] = {"closed_form": [], "heuristic": []}
     for gemm in drawn():
         step(f"GEMM {gemm.name} of {DRAWN}, drawn by seed {SEED}")
@@ -67,7 +69,7 @@ def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str]
 
 
 def said_of_drawn(records: Sequence[Record]) -> list[str]:
-    """Return a sentence on the GEMMs that the last run has drawn; nothing if there are none."""
+    """Return a sentence on the random GEMMs of the last run; an empty list if there are no records."""
     mine = [r for r in records if r.get("variant") == "choosers"]
     if not mine or mine[-1]["run"] != records[-1]["run"]:
         return []
@@ -86,7 +88,7 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 class Swept(NamedTuple):
     """The best thresholds found for one form of heuristic.
 
-    near: for each table, the number of GEMMs whose pick is within `NEAR` of the fastest schedule.
+    near: {table: the number of GEMMs whose pick is within `NEAR` of the fastest schedule}.
     """
 
     form: str
@@ -96,9 +98,9 @@ class Swept(NamedTuple):
 
 
 def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
-    """Yield the best results of three forms of heuristic. tables: the first letter of a table's GEMMs, by its title.
+    """Yield the best results of three forms of heuristic. tables: {title: first letter of the table's GEMMs}.
 
-    All distinct thresholds of a table are tried. Any other threshold gives the same choices as one of them.
+    It tries all thresholds that give different choices on a table.
     """
     for among, names in (("the paper's four", tuple(STUDIED.values())), ("all eight", EIGHT)):
         forms = (
@@ -127,7 +129,7 @@ def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
 
 
 def _near(rows: Sequence[GemmRow], among: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return, for each name in STUDIED, a boolean per row: True if its schedule is within NEAR of the best of `among`."""
+    """Return {name in STUDIED: bool per row}, True if its schedule is within NEAR of the best of `among`."""
     return {
         title: np.array([(lost := row.lost(name, among)) is not None and lost <= NEAR for row in rows])
         for title, name in STUDIED.items()
@@ -143,7 +145,7 @@ def _constant(rows: Sequence[GemmRow], among: Sequence[str]) -> tuple[int, str]:
 def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, low: float, high: float) -> int:
     """Return the number of GEMMs for which figure 12(a)'s tree picks a schedule near the best.
 
-    The tree picks 2D if M / K is at most `border`. Otherwise it decides by the number of operations."""
+    The tree picks 2D if M / K is at most `border`. Otherwise the number of operations decides."""
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border
     chosen = {

@@ -1,7 +1,7 @@
-"""Fused embedding + all-to-all: the evaluation of the paper on a model of its machines; records, tables and pictures.
+"""Fused embedding + all-to-all: the paper's evaluation on a model of its machines, with records, tables and pictures.
 
 `weft.studies.fused_embedding_model` models two nodes, and four GPUs of one node (figures 10 to 14). `weft.studies.dlrm_iteration`
-models the training pass on 128 nodes (figure 15). The numbers are those of `fused_embedding.toml`.
+models the training pass on 128 nodes (figure 15). `fused_embedding.toml` has the numbers.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4 and 4.
 """
@@ -31,7 +31,7 @@ from weft.studies.pages import block, figure, head_of, where_simulated
 
 STUDY = "fused_embedding"
 BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
-"""Figure 10's axis labels are only in a picture. These are the presets fused-inter of weft's benchmark."""
+"""The presets fused-inter of weft's benchmark, because the paper shows figure 10's configurations only in a picture."""
 WITHIN = tuple(Setting(b, t, 4) for b in (512, 1024, 2048, 4096) for t in (64, 256))
 ONE = Setting(1024, 256)
 """The configuration of figures 11 and 12."""
@@ -41,8 +41,8 @@ ORDERS: tuple[Order, Order] = ("natural", "remote_first")
 POOLINGS = (5.5, 10, 20, 35, 70)
 SAMPLES, TABLES = tuple(2**i for i in range(6, 13)), tuple(2**i for i in range(7))
 REAL, REAL_SMALL = (512, 7), (64, 7)
-"""Samples and tables of each of 128 nodes: 856 tables, those of Meta's public traces of 2021 (facebookresearch/dlrm_datasets), and
-65,536 or 8,192 samples in all."""
+"""(samples, tables) per node, on 128 nodes. The 856 tables are those of Meta's public traces of 2021
+(facebookresearch/dlrm_datasets). All nodes together have 65,536 or 8,192 samples."""
 
 
 def our_numbers() -> Numbers:
@@ -50,7 +50,7 @@ def our_numbers() -> Numbers:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return a record for each figure, and one each for the poolings, the parts of an iteration, and the sensitivity."""
+    """Return records of all figures, the poolings, the parts of an iteration, and the sensitivity."""
     numbers = our_numbers()
     common = {
         **head_of("embedding_all_to_all", numbers.name, numbers.assumed), "study": STUDY, "dtype": "fp32",
@@ -118,9 +118,9 @@ def _parts(numbers: Numbers) -> Record:
 def _sensitivity(numbers: Numbers) -> Record:
     lines: list[list[Any]] = [["as it is", None, headline(numbers)]]
     for key in (*numbers.of_source("assumed", "derived"), "memory.contention"):
-        for factor in (0.5, 2) if key == "scale.columns" else (0.8, 1.2):  # a torus has whole rows
+        for factor in (0.5, 2) if key == "scale.columns" else (0.8, 1.2):  # the number of columns must divide the nodes
             lines.append([key, factor, headline(numbers.scaled(key, factor))])
-    # Another reading of table 2: 200 Gb/s of a node, over its four links.
+    # Another interpretation of table 2: a node's 200 Gb/s are shared by its four links.
     lines.append(["scale.bandwidth", 0.25, headline(numbers.scaled("scale.bandwidth", 0.25))])
     return {"figure": "sensitivity", "lines": lines}
 
@@ -154,11 +154,11 @@ PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
     "within_most": ("zero-copy in a node of four: time below, most", "4.3, figure 14", 35, None),
     "scale": ("training pass shorter on 128 nodes (ours: 856 tables, 65,536 samples)", "4.4, figure 15", 10, None),
 }
-"""Claims, sections, percent, and the allowed points, by the keys of `headline`. Figure 12 "saturates beyond 64"."""
+"""{key of `headline`: (claim, section, percent, tolerance in points)}. Figure 12 "saturates beyond 64"."""
 
 
 def headline(numbers: Numbers) -> dict[str, float]:
-    """Return the model's percentages of all claims."""
+    """Return {claim: the model's percentage}."""
     between = [between_nodes(one, numbers).saved for one in BETWEEN]
     within = [in_a_node(one, numbers).saved for one in WITHIN]
     us = {of: max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES}
@@ -181,7 +181,7 @@ def is_mine(record: Record) -> bool:
 
 
 def rows_of(records: Sequence[Record]) -> dict[str, Record]:
-    """Return the last run's records by figure; raise `ValueError` if there is none."""
+    """Return {figure: record} of the last run; raise `ValueError` if there are no records."""
     mine = [record for record in records if is_mine(record)]
     if not mine:
         raise ValueError("no records of fused embedding: run weft reproduce fused-embedding --json FILE")
@@ -216,7 +216,7 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
 
 
 def _where(surface: Record, gain: float) -> str:
-    """Return, for each number of samples, the fewest tables of a node with at least this gain, as samples x tables."""
+    """Return, for each number of samples, the fewest tables per node with at least this gain, as "samples x tables"."""
     found = []
     for i, samples in enumerate(surface["samples"]):
         enough = [tables for tables, line in zip(surface["tables"], surface["gains"], strict=True) if line[i] >= gain]
@@ -342,7 +342,7 @@ def _iteration_table(record: Record) -> ResultTable:
 
 
 def conclusions(rows: Mapping[str, Record]) -> list[str]:
-    """Return a sentence on the number of reproduced claims, and on the assumption that the means depend on."""
+    """Return sentences on the number of reproduced claims, and on the assumption that determines the means."""
     found = claims(rows)
     met = [claim.what for claim in found if claim.reproduced]
     return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]
@@ -365,7 +365,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), conclusions(rows))
 

@@ -1,10 +1,12 @@
 """Decomposition and contention losses of a GEMM and an all-gather: the FiCCO paper's characterisation, on this machine.
-docs/characterisation.md explains it.
 
-Each GEMM's records give a `LossRow`. From the rows come tables, pictures after figures 7 to 10, and a verdict on the paper's
-observations. A claim about a trend is tested by a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the
-claimed sign, and if at most 5% of random permutations give as clear a rho. A claim about each GEMM holds if at most one GEMM in
-ten is an exception, in which the reverse holds by more than the 2% noise of repetitions.
+docs/characterisation.md explains the study. Each GEMM's records become a `LossRow`. Rows become tables, pictures (figures 7 to 10),
+and a verdict on the paper's observations:
+
+- A trend over GEMMs is tested by rank correlation (Spearman's rho). The claim holds if rho has the claimed sign, and at most 5% of
+  random permutations have as clear a rho.
+- A claim about each GEMM holds if at most one GEMM in ten is an exception. In an exception the reverse holds by more than the 2%
+  noise of repetitions.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
@@ -49,13 +51,13 @@ from weft.studies.losses_measure import (
 from weft.studies.pages import bars, figure
 from weft.words import counted
 
-# The paper's geometric means for FiCCO: IV-C2 (a decomposed all-gather), IV-D1 (a GEMM concurrent with it), IV-D2 (it,
-# concurrent with a GEMM). The text names no transport for them; they are shown with DMA, which FiCCO uses.
+# The paper's geometric means for FiCCO: decomposed all-gather (IV-C2), GEMM concurrent with the all-gather (IV-D1), all-gather
+# concurrent with the GEMM (IV-D2). The text names no transport; tables show the means with DMA, which FiCCO uses.
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
 PAPER_MEANS |= {gemm_beside("dma", 1): 1.07, gather_beside("dma", 1): 1.03}  # shard-based overlap: IV-D1, IV-D2
 
 _SCALE = {"cuda": Fraction(1), "cpu": Fraction(1, 32)}
-_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # FLOPs of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
+_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # most FLOPs of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
 _MEMORY_SHARE = 0.5  # fraction of the free memory
 _REPETITIONS = 5  # as in the paper
 _TRANSPORTS_ARE = {
@@ -63,9 +65,9 @@ _TRANSPORTS_ARE = {
     "cpu": "dma: a copying thread, since a CPU has no copy engine; kernel: copies by the compute threads, "
     "alternating with the GEMM; library: gloo",
 }
-_LEAST_GEMMS = 5  # a monotonic trend of five GEMMs has a chance of 1 in 120
+_LEAST_GEMMS = 5  # five random values are monotonic with a chance of 1 in 120
 _CHANCE, _EXCEPTIONS, _ALIKE, _SHUFFLES = 0.05, 0.1, 1.02, 20_000
-_VARIES = 0.06  # IV-A: the largest difference between times of one operation, on a GPU and between GPUs
+_VARIES = 0.06  # IV-A: the largest variation of an operation's time, on a GPU and between GPUs
 _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 
 
@@ -73,8 +75,8 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 class LossRow:
     """All measurements of one GEMM.
 
-    ms, overlap: by variant; records may lack some. varies: the spread of times of the whole GEMM, without the shortest and the
-    longest fifth, and the spread over ranks, both relative to the median.
+    ms, overlap: by variant; records may lack some variants. varies: the spread of the whole GEMM's times without the shortest
+    and longest fifths, and the spread over ranks, both relative to the median.
     """
 
     gemm: GatheredGemm
@@ -85,13 +87,13 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time divided by its baseline's (1 is no loss). Return None if either was not recorded."""
+        """Return a variant's time divided by its baseline's time (1: no loss); None if either was not recorded."""
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 
 
 def rows_of(records: Sequence[Record]) -> list[LossRow]:
-    """Return a row per GEMM, in the order of first appearance, from its last run."""
+    """Return a row per GEMM from its last run, in the order of first appearance."""
     rows = []
     for mine in last_runs(records, itemgetter("config")).values():
         first = mine[0]
@@ -106,9 +108,9 @@ def rows_of(records: Sequence[Record]) -> list[LossRow]:
 
 
 def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
-    """Return the tables of decomposed GEMMs, decomposed all-gathers, and both running concurrently.
+    """Return the tables of decomposed GEMMs, decomposed all-gathers, and both concurrently.
 
-    The last rows are geometric means, here and in the paper. Columns that were not recorded are omitted.
+    The last rows are geometric means, measured and in the paper. Columns that were not recorded are omitted.
     """
 
     def ms(variant: str) -> Callable[[LossRow], str]:
@@ -164,7 +166,7 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
-    """Return a table. losses: the variants of the columns that also show means."""
+    """Return a table. losses: {column with means: variant}."""
 
     def loss(variant: str) -> Callable[[LossRow], str]:
         return lambda row: number(row.loss(variant), 2)
@@ -179,7 +181,7 @@ def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[st
 
 
 class Claim(NamedTuple):
-    """A claim of the paper. `held` is None if there are too few GEMMs to tell."""
+    """A claim of the paper. held: None if there are too few GEMMs for a verdict."""
 
     where: str
     text: str
@@ -192,7 +194,7 @@ class Claim(NamedTuple):
 
 
 def claims(rows: Sequence[LossRow]) -> list[Claim]:
-    """Return the paper's observations, in its order, without those that were not recorded."""
+    """Return the paper's observations, in the paper's order. Observations without records are omitted."""
     found = [_within("on a rank", rows, 0), _within("between ranks", rows, 1)]
     for cut in ("rows", "columns"):
         few, many = cut_name(cut, 8), cut_name(cut, 64)
@@ -225,7 +227,7 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
 
 
 def _section(where: str, by: str) -> str:
-    """Return the section of an observation. The paper has RCCL and DMA, but no copies by kernel."""
+    """Return the section of an observation. The paper studies RCCL and DMA, but no copies by kernel."""
     return "not in the paper" if by == "kernel" else where
 
 
@@ -241,14 +243,15 @@ def _within(where: str, rows: Sequence[LossRow], number: int) -> Claim | None:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Return Spearman's rank correlation, with mean ranks for ties; NaN if one side is constant."""
+    """Return Spearman's rank correlation, with mean ranks for ties; NaN if `x` or `y` is constant."""
     with np.errstate(invalid="ignore"):
         return float(np.corrcoef(_ranks_of(x), _ranks_of(y))[0, 1])
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
-    """Return the fraction of permutations of `y` that correlate with `x` at least as clearly in the direction of `sign` (1 or
-    -1)."""
+    """Return the fraction of permutations of `y` whose correlation with `x` is at least as clear.
+
+    sign: 1 or -1, the direction of the correlation."""
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
     as_clear = sign * (shuffled @ a) >= sign * (b @ a) - 1e-9
@@ -279,7 +282,7 @@ def _trend(
 
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -> Claim | None:
-    """Return the claim that, for each (GEMM, variant, variant), the first variant loses less than the second."""
+    """Return the verdict on the claim that, in each (GEMM, variant, variant), the first variant loses less than the second."""
     losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
     known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
     if not known:
@@ -303,7 +306,7 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
      {f"GEMM in {PIECES} pieces, during an all-gather / alone": gemm_beside,
       "all-gather, during that GEMM / alone": gather_beside}),
 )  # fmt: skip
-"""Name; order of GEMMs; label of that order; groups; for each panel, its title and the variant of a group."""
+"""(name, order of GEMMs, label of this order, groups, {panel's title: function from a group to its variant})."""
 
 
 def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
@@ -332,14 +335,14 @@ def _said(row: LossRow, along: str) -> str:
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
-    """Return the fraction of each of two losses in their sum. A gain counts as no loss; without any loss both fractions are 0."""
+    """Return the fraction of each loss in the sum of both losses. A gain counts as no loss; without loss both are 0."""
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
     total = sum(lost) or 1.0
     return lost[0] / total, lost[1] / total
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw the fractions for the schedule with copy engines and a split by rows; 64 pieces use the contention loss of 8."""
+    """Draw the fractions for copy engines and a split by rows. 64 pieces use the contention loss of 8 pieces."""
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
         "GEMM in 8 by rows, dma": (cut_name("rows", 8), of_gemm),
@@ -360,12 +363,12 @@ def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Draw bars that start at 1, which is no loss. The axis is logarithmic if losses differ much."""
+    """Draw bars from 1 (no loss). The axis is logarithmic if losses differ much."""
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
     for drawn, heights in zip(bars(axis, labels, losses, _COLOURS, base=1), losses.values(), strict=True):
-        if len(labels) < 20 * len(losses):  # numbers between bars are readable
+        if len(labels) < 20 * len(losses):  # few enough bars for readable numbers
             axis.bar_label(drawn, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90, padding=2)
     axis.set_ylabel("loss (1: none)", fontsize=9)
     axis.margins(x=0.01, y=0.18)

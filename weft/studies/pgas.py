@@ -1,8 +1,8 @@
 """PGAS embedding retrieval on V100s: simulated weak and strong scaling, bounds, and the implied rate of the paper's baseline.
 
-The paper's baseline pools, calls an all-to-all and unpacks. `serial` is the same on the model. `direct` stores pooled vectors
-in the peers' outputs, as PGAS does. The links of a V100 bound the loss of a baseline, and the paper's baseline loses more. So its
-communication is not fitted. The paper's speedup implies the rate of its baseline:
+The paper's baseline pools, calls an all-to-all and unpacks; `serial` models it. `direct` stores pooled vectors in the peers'
+outputs, as PGAS does. The V100's links bound the speedup over a baseline at full link rate. The paper's speedup is higher, so its
+baseline communicates below link rate, and the model is not fitted to it. The paper's speedup implies the rate of its baseline:
 
     implied rate = bytes / (speedup * direct - pooling - unpacking)
 
@@ -38,7 +38,7 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """A scaling experiment. tables: the total number, by the number of ranks. rows: the mean number of rows in a bag."""
+    """A scaling experiment. tables: the total number of tables, given the number of ranks. rows: the mean rows per bag."""
 
     name: str
     tables: Callable[[int], int]
@@ -52,15 +52,17 @@ SCALINGS = (
     Scaling("weak", lambda ranks: 64 * ranks, 64, {2: 2.10, 3: 1.95, 4: 1.87}, 1.97, "IV-A"),
     Scaling("strong", lambda ranks: 96, 16, {2: 2.95, 3: 2.55, 4: 2.44}, 2.63, "IV-B"),
 )
-"""Pooling up to 128 and 32, drawn evenly: half of it on average. speedups, mean: the paper's speedups of PGAS over its baseline."""
+"""Bags have up to 128 (weak) or 32 (strong) rows, uniformly drawn, so half as many on average.
+
+speedups, mean: the paper's speedups of PGAS over its baseline."""
 
 
 @dataclass(frozen=True)
 class PgasRow:
     """The results for one number of GPUs.
 
-    us: pooling and unpacking at the memory's rate, the exchange at the links' rate, and simulated runs. sent:
-    bytes that a rank sends. link_sent: bytes over its fullest link.
+    Times in us: pooling and unpacking at memory rate, exchange at link rate; serial and direct are simulated. sent: bytes that a
+    rank sends. link_sent: bytes over its fullest link.
     """
 
     scaling: str
@@ -79,12 +81,12 @@ class PgasRow:
 
     @property
     def sending(self) -> float:
-        """The time in which direct sends: own samples come last, and are pooled at the memory's rate."""
+        """The us in which `direct` sends. The rank's own samples come last, and their pooling at memory rate is excluded."""
         return self.direct - self.pooling / self.ranks
 
     @property
     def bound(self) -> float:
-        """The speedup without any overhead: the sum of all parts, divided by the longer of pooling and exchange."""
+        """The speedup without overheads: the sum of all parts, divided by the longer of pooling and exchange."""
         return (self.pooling + self.exchange + self.unpacking) / max(self.pooling, self.exchange)
 
 
@@ -92,12 +94,12 @@ def row_of(scaling: Scaling, ranks: int, machine: Machine) -> PgasRow:
     model = model_for(machine, ranks, None)
     problem = EmbeddingAllToAll.sized(BATCH, DIM, scaling.rows, ranks, tables=scaling.tables(ranks))
     us = {name: run_us(named(problem, name).build(), model, "queued") for name in ("serial", "direct")}
-    vectors = BATCH * scaling.tables(ranks) / ranks  # pooled by a rank
+    vectors = BATCH * scaling.tables(ranks) / ranks  # that a rank pools
     pooled = vectors * DIM * FLOAT
     sent = pooled * (ranks - 1) / ranks
     of_link = pooled / ranks if ranks > 1 else 0.0
     hbm = model.hbm_bytes_per_us
-    reads = vectors * (scaling.rows * (DIM * FLOAT + 8) + 8)  # rows and their ids, and an offset
+    reads = vectors * (scaling.rows * (DIM * FLOAT + 8) + 8)  # bytes of rows, ids (8 bytes) and offsets (8 bytes)
     unpacked = 2 * pooled if ranks > 1 else 0.0
     return PgasRow(
         scaling.name, ranks, reads / hbm, of_link / machine.per_us("link.pair_usable"), unpacked / hbm, us["serial"],
@@ -106,7 +108,7 @@ def row_of(scaling: Scaling, ranks: int, machine: Machine) -> PgasRow:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return a record for each scaling and number of GPUs, and one for the sensitivity."""
+    """Return a record for each scaling and number of GPUs, and a record of the sensitivity."""
     machine = load_machine("v100")
     steps = len(SCALINGS) * len(RANKS) + 2 * len(SENSITIVE) + 2
     found = []
@@ -145,14 +147,14 @@ def is_mine(record: Record) -> bool:
 
 @dataclass(frozen=True)
 class PgasRows:
-    """rows: by scaling and number of GPUs."""
+    """The results of a run. rows: {(scaling, number of GPUs): row}."""
 
     rows: Mapping[tuple[str, int], PgasRow]
     sensitivity: Sequence[Any]
 
 
 def rows_of(records: Sequence[Record]) -> PgasRows:
-    """Return the last run; raise `ValueError` if there is none."""
+    """Return the results of the last run; raise `ValueError` if there are no records."""
     mine = [record for record in records if is_mine(record)]
     if not mine:
         raise ValueError("no records of PGAS embedding retrieval: run weft reproduce pgas --json FILE")
@@ -163,7 +165,7 @@ def rows_of(records: Sequence[Record]) -> PgasRows:
 
 
 def implied_gbps(row: PgasRow, speedup: float) -> float:
-    """Return the GB/s per rank that the baseline must reach for the paper's `speedup`. Assume the simulated time of `direct`."""
+    """Return the baseline's GB/s per rank that the paper's `speedup` implies, given the simulated time of `direct`."""
     return 1e-3 * row.sent / (speedup * row.direct - row.pooling - row.unpacking)
 
 
@@ -290,7 +292,7 @@ def _machine_table() -> ResultTable:
 
 
 def conclusions(found: PgasRows) -> list[str]:
-    """Return sentences on the reproduced claims, and on the rate of the paper's baseline."""
+    """Return sentences on the reproduced claims and on the rate of the paper's baseline."""
     made = claims(found)
     two = found.rows["weak", 2]
     rate = implied_gbps(two, SCALINGS[0].speedups[2])
@@ -308,13 +310,13 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     found = rows_of(records)
     return block(notes(records), tables(found), conclusions(found))
 
 
 def draw(directory: Path, found: PgasRows, title: str) -> list[Path]:
-    """Write scaling (figures 5, 8), parts (6, 9) and volume over time (7, 10) into `directory`, created if needed."""
+    """Write figures 5 and 8 (scaling), 6 and 9 (parts), and 7 and 10 (volume over time) into `directory`, created if needed."""
     paths = [directory / "figure-5-scaling.png", directory / "figure-7-volume.png"]
     with figure(paths[0], f"{title} (figures 5, 6, 8, 9)", (9, 8), 2) as axes:
         for axis, scaling in zip(axes, SCALINGS, strict=True):

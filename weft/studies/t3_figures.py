@@ -1,7 +1,7 @@
 """T3's figures 5, 6, 10, 14, 17 and 20 on the model of its hardware, and the effect of each assumed number.
 
-Each function returns records' fields (`simulate_...`) or, from these, a table. Numbers of the paper that are only in pictures are
-not here.
+`simulate_...` functions return a record's fields, and `..._table` functions make tables from these. Numbers that the paper shows
+only in pictures are omitted.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1 and 7.5.
 """
@@ -36,12 +36,12 @@ from weft.studies.t3_sublayers import VARIANTS, rows_on, sublayers, summary
 MEGABYTES = (6, 12, 24, 48, 96, 192)
 SPLITS = ((80, 80), (72, 8), (64, 16))
 PAPER_SPLITS = {(80, 80): (0.0, 0.0, 1.67), (72, 8): (0.41, None, 1.18), (64, 16): (0.07, 0.21, 1.49)}
-"""Figure 6, from the text of 3.2.1: by compute units of (GEMM, all-reduce), both slowdowns (all-reduce, GEMM) and the speedup."""
+"""Figure 6, from the text of 3.2.1: {(GEMM's units, all-reduce's units): (all-reduce slowdown, GEMM slowdown, speedup)}."""
 MORE_UNITS = 2
 
 
 def simulate_splits(gpu: TrackingGpu) -> Record:
-    """Simulate figure 6: GEMM and all-reduce alone on some of the compute units, for OP and FC-2 of two networks on 8 ranks."""
+    """Simulate figure 6: GEMM and all-reduce, each alone on a part of the compute units. OP and FC-2, two networks, 8 ranks."""
     cells: list[dict[str, Any]] = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if ranks != 8 or layer not in ("OP", "FC-2"):
@@ -58,7 +58,7 @@ def simulate_splits(gpu: TrackingGpu) -> Record:
 
 
 def splits(record: Record) -> dict[tuple[int, int], tuple[float, float, float]]:
-    """Return by units of (GEMM, all-reduce): the slowdowns of the all-reduce and of the GEMM, and the speedup, all means."""
+    """Return {(GEMM's units, all-reduce's units): mean (all-reduce slowdown, GEMM slowdown, speedup)}."""
     cells = record["cells"]
 
     def of(split: tuple[int, int]) -> list[Record]:
@@ -103,7 +103,7 @@ def simulate_ring(gpu: TrackingGpu) -> Record:
 
 
 def ring_bound_us(record: Record, mebibytes: float) -> float:
-    """Return the time of the ring's links alone."""
+    """Return a lower bound in us of the ring reduce-scatter: the time on its links."""
     us: float = 3 * (mebibytes * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
     return us
 
@@ -120,7 +120,7 @@ def ring_table(record: Record) -> ResultTable:
 
 
 def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
-    """Simulate figure 17: memory traffic over time in T-NLG's FC-2, 8 ranks and 4K tokens: the GEMM alone, T3, T3-MCA."""
+    """Simulate figure 17: memory traffic over time of the GEMM alone, T3, and T3-MCA. T-NLG's FC-2, 8 ranks, 4K tokens."""
     gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
     bin_us = 1.6 * gemm.flop / (gpu.peak * gpu["gpu.efficiency"]) * 1e6 / bins
@@ -164,7 +164,9 @@ def draw_traffic(directory: Path, record: Record) -> Path:
 
 
 def simulate_more_units(gpu: TrackingGpu) -> Record:
-    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units, also with more memory and links."""
+    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units.
+
+    Also simulate it with faster memory and links."""
     units = {str(times): _with_units(gpu, times) for times in (1, MORE_UNITS)}
     other = other_reading()
     readings = {
@@ -208,9 +210,9 @@ def more_units_table(record: Record) -> ResultTable:
 
 
 def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
-    """Return (the number of layers that gain more with twice the compute units, the number of layers).
+    """Return {name: (layers that gain more with twice the compute units, all layers)}.
 
-    "OP", "FC-2": the gain by T3-MCA. "ideal": the gain of FC-2 by the ideal."""
+    "OP", "FC-2": gains of T3-MCA. "ideal": the ideal's gain for FC-2."""
     pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
     found = {}
     for key, layer, column in (("OP", " OP,", 2), ("FC-2", " FC-2,", 2), ("ideal", " FC-2,", 1)):
@@ -220,7 +222,7 @@ def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
 
 
 def simulate_direct(gpu: TrackingGpu) -> Record:
-    """Simulate section 7.1: T-NLG's sub-layers with a direct reduce-scatter on a full mesh that has the ring's bandwidth."""
+    """Simulate section 7.1: T-NLG's sub-layers with a direct reduce-scatter on a full mesh, with the ring's total bandwidth."""
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -249,14 +251,14 @@ def direct_table(record: Record) -> ResultTable:
 
 
 def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
-    """Return the ring's map of a rank that computes the chunks in the same order as all others (4.4 staggers them)."""
+    """Return the ring's output map if all ranks compute chunks in the same order; section 4.4 staggers them."""
     ring = ring_reduce_scatter(tiles, world, rank=rank)
     entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)
     return OutputMap(tiles, world, order=tuple(range(world)), entries=entries)
 
 
 def simulate_stagger(gpu: TrackingGpu) -> Record:
-    """Simulate section 4.4 on all ranks: T-NLG's sub-layers by T3-MCA, with and without staggered chunks."""
+    """Simulate section 4.4 on all ranks: T-NLG's sub-layers with T3-MCA, with and without staggered chunks."""
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -291,7 +293,7 @@ def networks_table() -> ResultTable:
 
 
 def stages_table(gpu: TrackingGpu) -> ResultTable:
-    """Return figure 5: a GEMM that ranks divide in k keeps its work-groups and stages, with less work in each."""
+    """Return figure 5: a GEMM split over ranks in k keeps its number of work-groups and stages; each has less work."""
     whole, lines = HardwareGemm(8192, 4256, 4 * 4256), []
     for ranks in (1, 8, 16):
         gemm = HardwareGemm(whole.tokens, whole.features, whole.k // ranks)
@@ -309,7 +311,7 @@ def stages_table(gpu: TrackingGpu) -> ResultTable:
 
 
 def step_table() -> ResultTable:
-    """Return figure 10: the memory accesses of a step of the ring, in chunks."""
+    """Return figure 10: the memory accesses of a ring step, in chunks."""
     lines = [
         ("first", "1 read", "none: the GEMM stores at the peer"),
         ("steady", "2 reads, 1 write", "1 read, 1 update"),
@@ -332,7 +334,7 @@ def simulate_sensitivity(gpu: TrackingGpu, step: Callable[[str], None] = lambda 
             continue
         step(f"{key} at 80% and 120%")
         for factor in (0.8, 1.2):
-            with suppress(ValueError):  # fewer ways than wavefronts; tiles that chunks have not in equal numbers
+            with suppress(ValueError):  # fewer ways than wavefronts, or chunks with unequal numbers of tiles
                 changed = gpu.scaled(key, factor)
                 if changed[key] != gpu[key]:
                     lines.append([key, changed[key] / gpu[key], *_means(changed, which)])
@@ -408,7 +410,7 @@ def assumptions_table(record: Record) -> ResultTable:
 
 
 def simulate_dram(gpu: TrackingGpu) -> Record:
-    """Return the memory bandwidth that DRAM timings give for the accesses of GEMMs and rings."""
+    """Return the memory bandwidth of GEMM and ring accesses, derived from DRAM timings."""
     rates = [[name, dram.rate(accesses, gpu.count("memory.channels"))] for name, accesses in dram.patterns().items()]
     return {"figure": "dram", "rates": rates, "update": dram.update_ratio(), "effective": gpu["memory.effective"]}
 

@@ -1,7 +1,7 @@
 """T3's evaluation on its own hardware: records, tables and pictures of `weft reproduce t3`.
 
-`weft.studies.t3_sublayers` has the sub-layers and the paper's claims, `t3_figures` the other figures and the sensitivity, and
-`t3_iteration` whole iterations. `weft.studies.t3` has the same sub-layers in software on existing GPUs.
+`weft.studies.t3_sublayers` has the sub-layers and the paper's claims. `t3_figures` has the other figures and the sensitivity.
+`t3_iteration` has whole iterations. `weft.studies.t3` runs the same sub-layers in software on existing GPUs.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2 to 7.
 """
@@ -23,11 +23,11 @@ from weft.studies.t3_claims import claims as other_claims
 from weft.words import counted
 
 STUDY = "t3_hardware"
-_STEPS = 75  # lines of progress
+_STEPS = 75  # progress steps
 
 
 class Rows(NamedTuple):
-    """The content of a page. small, large: by the reading of the links' bandwidth."""
+    """The content of a page. small, large: sub-layers under either interpretation of the paper's link bandwidth."""
 
     small: dict[str, list[sub.HardwareRow]]
     large: dict[str, list[sub.HardwareRow]]
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return the records of all figures: sub-layers under both readings, then one record for each other figure."""
+    """Return the records of all figures: sub-layers for both link bandwidths, then a record per other figure."""
 
     def step(what: str) -> None:
         progress(f"simulating {what}", 1 / _STEPS)
@@ -68,7 +68,7 @@ def is_mine(record: Record) -> bool:
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Return the last run of these records; raise `ValueError` if there is none."""
+    """Return the last run's rows; raise `ValueError` if there are no records."""
     mine = [record for record in records if is_mine(record)]
     if not mine:
         raise ValueError("no records of T3's hardware: run weft reproduce t3 --json FILE")
@@ -132,13 +132,13 @@ def _other_reading(rows: Rows) -> ResultTable:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return every number of the paper's text with the model's number, sections 6.1, 6.2 and 6.4 first."""
+    """Return all numbers in the paper's text, each with the model's number. Sections 6.1, 6.2 and 6.4 come first."""
     small, large = rows.small["75"], rows.large["75"]
     return [*sub.claims(small, large), *other_claims(small, large, rows.figures, t3_gpu())]
 
 
 def conclusions(rows: Rows) -> list[str]:
-    """Return sentences that say which of the paper's numbers the model reproduces."""
+    """Return sentences on the numbers of the paper that the model reproduces."""
     found = sub.claims(rows.small["75"], rows.large["75"])
     judged = [claim for claim in found if claim.limit is not None]
     missed = [f"{claim.what} ({claim.where})" for claim in judged if claim.said == "no"]
@@ -175,7 +175,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), conclusions(rows))
 

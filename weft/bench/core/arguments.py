@@ -92,12 +92,12 @@ def number_of_ranks(given: int | None, device: str) -> int:
 
 
 def appended(path: Path, count: int) -> str:
-    """Return the message about the lines that `--json` added."""
+    """Return the message that `--json` appended `count` lines to `path`."""
     return f"appended {counted(count, 'JSON object')} to {path}"
 
 
 def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
-    """Return the error for an unknown name, with the known names."""
+    """Return the ValueError for an unknown name. Its text lists the known names."""
     return ValueError(f"no {what} {name!r}: give one of {', '.join(names)}")
 
 
@@ -105,15 +105,15 @@ def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
 def one_line(program: str) -> Iterator[None]:
     """End the process with one line on stderr instead of a traceback.
 
-    Exit status 2: an argument, a path or a file is invalid. 1: weft failed while it ran, or the reader closed the output pipe.
-    130: Ctrl-C. Other exceptions are bugs of weft and keep their traceback.
+    Exit status 2: an argument, path or file is invalid. 1: weft failed at run time, or the reader closed the output pipe. 130:
+    Ctrl-C. Other exceptions are bugs in weft and keep their traceback.
     """
     try:
         yield
     except BrokenPipeError:
         from weft.bench.core.console import (
             end_quietly,
-        )  # imported late: rich is slow to import, and help should be quick
+        )  # imported late, because rich is slow to import and --help should be fast
 
         end_quietly()
     except KeyboardInterrupt:

@@ -1,10 +1,11 @@
-"""The peak rates of this machine, measured on all ranks at once, in the same run as the results that are compared with them.
+"""The peak rates of this machine, measured on all ranks at once, in the same run as the results that they bound.
 
+    memory   bytes read plus bytes written per second, in a local copy; on CPU, the better of a copy and of reading alone
+    link     bytes per second in one direction, in a copy to the next rank: by copy engine on GPUs, by memcpy to shared memory
+             on CPU
+    matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`
 
-Memory bandwidth is that of a local copy, bytes read plus bytes written; on CPU, the better of a copy and of reading alone. Ranks
-share the memory bus, so all of them copy at the same time, with the threads that the benchmark gives them. Link bandwidth is that
-of a copy into the next rank's memory, bytes in one direction: by copy engine on GPUs, by memcpy to shared memory on CPU. The
-matmul rate is that of one large GEMM of random numbers with the second operand transposed, as in `nn.Linear`.
+All ranks copy at the same time, with the benchmark's threads, because ranks on CPU share the memory bus.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Ceilings:
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return a lower bound in ms: the longest of the times for bytes of memory, bytes over the link, and FLOPs."""
+        """Return a lower bound in ms: the longest time of `memory` bytes, `link` bytes, and `flops`."""
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
     def __str__(self) -> str:
@@ -52,9 +53,9 @@ class Ceilings:
 def measure_ceilings(
     ranks: Ranks, buffer_bytes: int | None = None, matmul_dtype: torch.dtype | None = None
 ) -> list[Ceilings]:
-    """Measure the peak rates of all ranks; return them on every rank. It is a collective call.
+    """Measure the peak rates of all ranks; return them on every rank. Collective.
 
-    It temporarily uses 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU) per rank, and as much symmetric memory. The
+    Each rank temporarily allocates 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU), and as much symmetric memory. The
     matmul rate is measured only if `matmul_dtype` is given."""
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
@@ -83,7 +84,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return the shortest time of a few repetitions, to exclude disturbances by other processes."""
+    """Return the shortest seconds of a few repetitions, to exclude disturbances by other processes."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

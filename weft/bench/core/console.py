@@ -1,4 +1,4 @@
-"""Tables and a progress bar on the terminal, by rich if it is installed, otherwise as plain lines."""
+"""Tables and a progress bar on the terminal: with rich if installed, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def print_table(
 ) -> None:  # fmt: skip
     """Print a table on stdout. The first column is left-aligned, the others right-aligned.
 
-    section: the index of a column; a rule is drawn where its value changes. optional: columns that are omitted if the terminal is
-    too narrow, the last first. A pipe or file gets all columns.
+    section: the index of a column; draw a rule wherever its value changes. optional: columns to omit if the terminal is too
+    narrow, the last first. A pipe or file gets all columns.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -48,7 +48,7 @@ def print_table(
         print("\n  ".join([f"\n{title}", *lines, *notes]), flush=True)
         return
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    console.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]  # rich would end the process, which a rank must not
+    console.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]  # rich would exit the process, which a rank must not do
     for count in range(len(optional) + 1):
         table = _rich_table(columns, rows, section, optional[len(optional) - count :])
         needed = console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum
@@ -90,8 +90,8 @@ def progress(
 ) -> Iterator[Callable[[str, float], None]]:
     """Yield a function `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
 
-    The bar is on stderr and disappears at the end. If stderr is not a terminal, print a line for each step instead. With
-    `every_s`, the first line is printed after that many seconds, and the intervals grow, so that short work prints nothing.
+    The bar is on stderr and disappears at the end. If stderr is not a terminal, each step prints a line. With `every_s`, the
+    first line appears after that many seconds, and intervals grow, so short work prints nothing.
     """
     if not shown:
         yield lambda what, share: None

@@ -1,19 +1,18 @@
-"""Timing across ranks: variants alternate, a repetition takes as long as its slowest rank, and calls have three modes.
+"""Timing across ranks. The time of a repetition is its slowest rank's. Calls have three modes:
 
-- `single`: a call, a synchronisation, and the next call, as in a loop that waits for each result. Ranks start together, and then
-  their collectives keep them together. (Pauses between calls would let the device idle, after which any launch takes longer.)
-- `queued`: many calls in a row and one synchronisation, divided by the number of calls, as in training. On CUDA the calls are
-  enqueued after a sleep kernel that is longer than the enqueueing, so that launch time is hidden unless it exceeds the work. A
-  barrier of the devices also precedes them, so that no device's first call waits for another device's sleep. Calls that
-  synchronise with the device cannot be enqueued ahead, and get no sleep. On CPU a call returns when its result is complete, so
-  `queued` only omits the common start.
-- `graph`: a call captured in a CUDA graph and replayed many times in a row, as in decoding.
+- `single`: each call is followed by a synchronisation, as in a loop that waits for each result. Ranks start together, and then
+  their collectives keep them together. (After pauses between calls, launches on an idle device would take longer.)
+- `queued`: many calls in a row and one synchronisation, as in training; the time is divided by the number of calls. On CUDA, a
+  sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A device barrier after the
+  sleep keeps first calls from waiting for another device's sleep. Calls that synchronise with the device cannot be enqueued
+  ahead, and get no sleep. On CPU a call returns with its complete result, so `queued` only omits the common start.
+- `graph`: a call is captured in a CUDA graph and replayed many times in a row, as in decoding.
 
-All variants run in each repetition, because clocks, temperature and the load by other processes drift. Their order is random in
-each repetition, because a variant influences the clock rate of the next one. If a difference that will be published is within
-twice its noise, there are more repetitions, up to a limit.
+All variants run in each repetition, because clocks, temperature and the load of other processes drift. Their order is random,
+because a variant influences the clock rate of the next variant. If a published difference is within twice its noise, repetitions
+increase, up to a limit.
 
-Timed results can be checked: the last repetition passes the output of each row's last call to a callback.
+Timed results can be checked: in the last repetition, a callback gets the output of each row's last call.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ HARNESS = 4
 change in benchmarks/README.md."""
 
 Mode = Literal["single", "queued", "graph"]
-Call = Callable[[int], object]  # a function that runs a variant on the input set with this number
-_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of current GPUs, so that sleeps are not shorter than requested
+Call = Callable[[int], object]  # runs a variant on the input set of this number
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock rate of current GPUs, so that sleeps are long enough
 _LONGEST_SLEEP_S = 0.2
 _MOST_CALLS = 20  # the maximum number of calls in a row
 _MOST_REPLAYS = 12  # after more replays of NCCL graphs, a launch waits for the device
@@ -46,7 +45,7 @@ _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a benchmark. `group` moves the data; `control` is a gloo group for small numbers and common starts."""
+    """The ranks of a benchmark. group: communicates the data. control: a gloo group for small numbers and common starts."""
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -72,22 +71,22 @@ class Ranks:
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Return at the same moment on all ranks. The ranks, which share one host and clock, wait until an agreed time."""
+        """Return at the same moment on all ranks: wait until an agreed time of the host's clock, which the ranks share."""
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
 
     def meet_on_device(self) -> None:
-        """Enqueue a barrier: later work on the current stream begins when all ranks' streams have reached it."""
+        """Enqueue a barrier: later work on the current stream starts when all ranks' streams have reached the barrier."""
         if self._meeting is not None:
             self._meeting.barrier()
 
     @cached_property
     def _meeting(self) -> Any:
-        """A barrier of signals in symmetric memory; None if there is none.
+        """A barrier of signals in symmetric memory; None if not available.
 
-        An NCCL barrier does not work here: if a graph contains NCCL collectives, its launch blocks the host until earlier NCCL
-        work ends.
+        An NCCL barrier does not work here: the launch of a graph with NCCL collectives blocks the host until earlier NCCL work
+        ends.
         """
         if self.world_size == 1:
             return None
@@ -95,7 +94,7 @@ class Ranks:
 
         try:
             return symm_mem.rendezvous(symm_mem.empty(1, dtype=torch.int64, device=self.device), self.group.group_name)
-        except RuntimeError:  # without peer access only the hosts are synchronised
+        except RuntimeError:  # without peer access, only the hosts synchronise
             return None
 
     def synchronize(self) -> None:
@@ -103,7 +102,7 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Wait until the devices of all ranks are idle, and all hosts have arrived here."""
+        """Wait until the devices of all ranks are idle and all hosts have arrived."""
         self.synchronize()
         dist.barrier(self.control)
 
@@ -112,8 +111,8 @@ class Ranks:
 class Timing:
     """The time of one call, in milliseconds.
 
-    skew_ms: the median over repetitions of slowest minus fastest rank. host_us: on GPUs, the microseconds that the call keeps the
-    host busy: the slowest rank's median. each_ms: the slowest rank's time in each repetition."""
+    skew_ms: the median over repetitions of slowest minus fastest rank. host_us: the microseconds that a call occupies the host,
+    the slowest rank's median (GPUs only). each_ms: the slowest rank's time in each repetition."""
 
     p20_ms: float
     p50_ms: float
@@ -125,7 +124,7 @@ class Timing:
     each_ms: tuple[float, ...] = field(default=(), repr=False)
 
     def as_fields(self) -> dict[str, float | None]:
-        """Return the fields of a record: all but `each_ms`."""
+        """Return the fields for a record: all except `each_ms`."""
         return {of.name: getattr(self, of.name) for of in fields(self) if of.name != "each_ms"}
 
     @property
@@ -136,7 +135,7 @@ class Timing:
 def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
     """Return the relative standard error of a median of normally distributed times.
 
-    60% of the times lie within 1.68 standard deviations, and the standard error of the median of n is 1.25 / sqrt(n) deviations.
+    p80 - p20 is 1.68 standard deviations. The standard error of the median of n times is 1.25 / sqrt(n) standard deviations.
     """
     return 1.2533 * (p80 - p20) / 1.6832 / math.sqrt(repetitions) / p50
 
@@ -149,7 +148,7 @@ def is_clear(ratio: float, noise_a: float, noise_b: float) -> bool:
 def summarise(
     repetitions_ms: Sequence[Sequence[float]], calls: int = 1, host_us: Sequence[Sequence[float]] | None = None
 ) -> Timing:
-    """Return the slowest rank's percentiles of `repetitions_ms[i][rank]`; raise ValueError without repetitions."""
+    """Return percentiles of the slowest rank in `repetitions_ms[i][rank]`. Raise ValueError without repetitions."""
     if not repetitions_ms:
         raise ValueError("repetitions=0: time at least 1 repetition")
     times = np.asarray(repetitions_ms, dtype=float)
@@ -166,17 +165,17 @@ def time_variants(
     advance: Callable[[float], None] = lambda share: None, before_last: Callable[[], None] = lambda: None,
     inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time `variants` alternately, on all ranks at once. Return {variant: timing}, equal on all ranks.
+    """Time `variants` alternately on all ranks. Return {variant: timing}, equal on all ranks.
 
     Args:
-        variants: for mode "graph", functions that replay a graph.
-        input_sets: the number of input sets, through which calls cycle.
-        seconds: the approximate time for the slowest variant.
+        variants: functions of the number of an input set. In mode "graph" they replay a graph.
+        input_sets: the number of input sets. Calls cycle through them.
+        seconds: the approximate total time of the slowest variant.
         repetitions: (least, most); all variants get the same number.
         waiting: the variants that synchronise with the device in each call.
-        claims: pairs of variants whose difference will be published. While it is within its noise, both are repeated more often,
-            at most `_LONGER` times as often.
-        advance: called after each repetition with its fraction of the whole.
+        claims: pairs of variants whose difference will be published. While a difference is within its noise, both variants are
+            repeated more often, at most `_LONGER` times as often.
+        advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition.
         inspect: called in the last repetition after each variant's row, in the same order on all ranks. Its arguments are the
             variant's name, the input set, and the output of the row's last call.
@@ -197,7 +196,7 @@ def time_variants(
             mine[name].append(taken.measure(repetition))
             if looking:
                 inspect(name, *taken.last)
-            taken.last = (0, None)  # frees its memory for the other variants
+            taken.last = (0, None)  # free its memory for the other variants
 
     def found() -> dict[str, Timing]:
         timings = {}
@@ -242,9 +241,9 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class _HostClock:
-    """A row of calls, each of which returns when its result is complete. `last`: the input set and the output of the last call.
+    """A row of calls that return when their results are complete. last: the input set and output of the last call.
 
-    A call's output is freed before the next call, which may take its memory."""
+    Each output is freed before the next call, which may reuse its memory."""
 
     call: Call
     ranks: Ranks
@@ -270,7 +269,7 @@ class _HostClock:
 
 
 class _SingleClock(_HostClock):
-    """A row of single calls, each with a synchronisation; medians. The first call follows a pause and is not counted."""
+    """A row of single calls, each with a synchronisation; the time is their median, without the first call after the pause."""
 
     def measure(self, repetition: int) -> tuple[float, float]:
         found = []
@@ -291,9 +290,8 @@ class _SingleClock(_HostClock):
 class _QueueClock(_HostClock):
     """A row of calls after a sleep kernel.
 
-    If the sleep ended on any rank before all calls were enqueued, the row is measured again after a longer sleep. The first row
-    has no sleep, to measure the time to enqueue. Calls that synchronise with the device get no sleep, because they would wait
-    for its end.
+    If the sleep ends on any rank before all calls are enqueued, the row is repeated with a longer sleep. The first row has no
+    sleep, to measure the time to enqueue. Calls that synchronise with the device get no sleep, because they would wait for it.
     """
 
     sleep_s: float = field(default=0.0, init=False)

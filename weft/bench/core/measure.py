@@ -1,8 +1,7 @@
 """Checks and timings of variants, for all operators: first calls, checks on poisoned memory, graph capture, timings.
 
-A variant is an implementation that computes the output of a workload. It is timed only after its output has been compared with
-the float64 reference. The last output of the timed calls, or of the replays of a graph, is compared too. If it is wrong, the time
-is discarded.
+A variant is an implementation of a workload. It is timed only after its output was compared with the float64 reference. The output
+of the last timed call or graph replay is compared too. If that output is wrong, the time is discarded.
 """
 
 from __future__ import annotations
@@ -33,41 +32,41 @@ class Workload(ABC):
     input_sets: int
     dtype: torch.dtype
     waiting: Collection[str] = ()
-    """Variants that synchronise with the device in each call: they are neither enqueued ahead nor captured."""
+    """Variants that synchronise with the device in each call. They are neither enqueued ahead nor captured."""
     claims: Collection[tuple[str, str]] = ()
     """(variant, baseline) pairs with published differences. They are repeated until the difference exceeds its noise."""
 
     @abstractmethod
     def reference(self, which: int) -> Any:
-        """Return this rank's expected output for input set `which`: fp64, two-dimensional. It is a collective call."""
+        """Return this rank's expected output for input set `which`, as a float64 matrix. Collective."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Return {variant: variant that runs the same schedule}. Differences between such variants are noise."""
+        """Return {variant: another variant with the same schedule}. Differences between the two are noise."""
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
-        """Called after the first call of variant `name`. Subclasses may override it."""
+        """Hook after the first call of variant `name`."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Return the largest error that variant `name` may have, given all variants' errors."""
 
     def differs(self, name: str, how: str) -> str:
-        """Return the beginning of the error text for a wrong variant."""
+        """Return the start of the error text for a variant with a wrong result."""
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
-        """Fill a discarded output of the variant with NaN."""
+        """Fill a discarded output of variant `name` with NaN."""
         output.fill_(math.nan)
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the rows of a variant's output that must equal the reference; a variant may leave other rows undefined."""
+        """Return the rows of a variant's output to compare with the reference. Other rows may be undefined."""
         return output
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
-        """Return the largest error of any element of `output`, on any rank, relative to the largest element. Collective.
+        """Return the largest error of `output` on any rank, relative to the reference's largest element. Collective.
 
-        The error is infinite if an element is not finite, or the shape or dtype is wrong.
+        Return infinity if an element is not finite, or if the shape or dtype is wrong.
         """
         output = self.rows_of(name, output, which)
         largest = self.ranks.most(_largest(reference))
@@ -77,7 +76,7 @@ class Workload(ABC):
 
 
 def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> float:
-    """Return max(abs(reference)), or max(abs(output - reference)), computed in blocks of rows to save memory."""
+    """Return max(abs(reference)), or max(abs(output - reference)), in blocks of rows to save memory."""
     worst = 0.0
     rows = max(1, _BLOCK_BYTES // (8 * max(1, reference.shape[1])))
     for start in range(0, reference.shape[0], rows):
@@ -90,16 +89,16 @@ def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> flo
 
 
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
-"""A graph and its output. The output lives as long as the graph: graphs share one pool, and another graph would reuse its memory
-before it is checked."""
+"""A graph and its output. Keep the output until it is checked: graphs share a memory pool, so another graph would reuse its
+memory."""
 
 
 @dataclass
 class Results:
     """The results by variant or by (mode, variant), equal on all ranks.
 
-    wrong: error texts for variants that differ from the reference, and whose times are missing in some or all modes.
-    not_captured: {variant: why it cannot be captured}. graphs: {variant: captured call of each input set}.
+    wrong: error texts for variants that differ from the reference; their times are missing in some or all modes.
+    not_captured: {variant: reason}. graphs: {variant: captured call of each input set}.
     """
 
     errors: dict[str, float]
@@ -110,13 +109,13 @@ class Results:
     graphs: dict[str, list[Captured]] = field(default_factory=dict)
 
     def ms(self, mode: Mode, name: str) -> float | None:
-        """Return the median; None if it was not timed."""
+        """Return the variant's median; None if it was not timed."""
         timing = self.timings.get((mode, name))
         return None if timing is None else timing.p50_ms
 
 
 class Recorder:
-    """Capture calls in CUDA graphs. Graphs are never replayed concurrently, so they share one memory pool."""
+    """Captures calls in CUDA graphs. Graphs are never replayed concurrently, so they share one memory pool."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -127,7 +126,7 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Call, which: int) -> Captured | str:
-        """Return (graph, the call's result), or the reason why the call cannot be captured. It is a collective call.
+        """Return (graph, the call's result), or the reason why the call cannot be captured. Collective.
 
         If the capture fails on one rank, no rank returns a graph."""
         here = torch.cuda.current_stream()
@@ -137,11 +136,11 @@ class Recorder:
             with torch.cuda.stream(self.stream):
                 call(which)
             torch.cuda.synchronize(self.ranks.device)
-            # thread_local, because the watchdog threads of a group may query their own streams during the capture
+            # thread_local, because a group's watchdog threads may query their own streams during the capture
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 output = call(which)
         except Exception as error:
-            cause = error.__context__ or error  # ending a failed capture fails again
+            cause = error.__context__ or error  # the end of a failed capture raises a second error
             reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
             torch.cuda.set_stream(here)
             self._renew()
@@ -153,10 +152,9 @@ def measure_variants(
     work: Workload, variants: VariantCalls, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check and time `variants`. It is a collective call.
+    """Check and time `variants`. Collective.
 
-    beside: further calls to time, whose results are not checked. In mode "graph", variants that synchronise with the device are
-    omitted.
+    beside: further calls to time without checks. Mode "graph" omits variants that synchronise with the device.
     """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(variants, work.ranks, work.called)
@@ -169,7 +167,7 @@ def measure_variants(
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
         """Return (times; errors of the last output of each variant's row)."""
         seen: dict[str, float] = {}
-        references: dict[int, Any] = {}  # cached, because the last calls of all variants are on the same input set
+        references: dict[int, Any] = {}  # cached, because the last calls of all variants use the same input set
 
         def inspect(name: str, which: int, output: Any) -> None:
             if name in variants:
@@ -205,7 +203,7 @@ def measure_variants(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """Fill the outputs of replays with NaN. Calls that are not replayed return newly allocated memory."""
+    """Fill the outputs of graphs with NaN. Other calls return newly allocated memory."""
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -215,9 +213,9 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 def first_calls(
     variants: VariantCalls, ranks: Ranks, called: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
-    """Return the slowest rank's milliseconds of each variant's first call with a synchronisation. Collective.
+    """Return {variant: slowest rank's milliseconds of the first call, including a synchronisation}. Collective.
 
-    called: called with the name of each variant.
+    called: a callback, which gets each variant's name after its call.
     """
     found = {}
     for name, variant in variants.items():
@@ -233,11 +231,11 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Add the error of each variant, relative to the largest element, over all input sets, to `found`. Collective.
+    """Add each variant's largest error over all input sets, relative to the largest element, to `found`. Collective.
 
-    Before each checked call, the variant computes another input set, and that result is filled with NaN and dropped. This exposes
-    memory that the checked call does not write. With a recorder, the checked call is the replay of a captured call, into memory
-    full of NaN. The first variant is the baseline; if it is wrong, raise RuntimeError.
+    Before each checked call, the variant computes another input set; that result is filled with NaN and dropped. This exposes
+    memory that the checked call does not write. With a recorder, the checked call replays a graph into memory full of NaN. Raise
+    RuntimeError if the first variant, the baseline, is wrong.
     """
     found = found or Results(dict.fromkeys(variants, 0.0))
     for which in range(work.input_sets):
@@ -256,7 +254,7 @@ def check(
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Return True and record a message if a variant's error is too large; raise RuntimeError instead if `must`."""
+    """Return True and record a message if a variant's error is too large. If `must`, raise RuntimeError instead."""
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (
@@ -275,7 +273,7 @@ def _output(
     recorder: Recorder | None,
     found: Results,
 ) -> torch.Tensor | None:
-    """Return the variant's output, in memory that was full of NaN; None if the call cannot be captured."""
+    """Return the variant's output, written into memory full of NaN; None if the call cannot be captured."""
     graph, output = None, None
     if name in found.not_captured:
         return None
@@ -286,7 +284,7 @@ def _output(
         graph, output = captured
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
-    stale = variant((which + 1) % work.input_sets)  # it also overwrites the memory that peers write into
+    stale = variant((which + 1) % work.input_sets)  # also overwrites the memory that peers write to
     work.poison(name, stale)
     del stale
     if graph is None:

@@ -1,8 +1,8 @@
-"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables), `Variants` of each preset (inputs,
-variants, baselines, bytes), and the records made from them.
+"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables), `Variants` (inputs, variants, baselines
+and bytes of a preset), and their records.
 
-An operator with its own baselines has a file of its name in `weft.bench.ops`, with an `OperatorBenchmark` called `OPERATOR`.
-Timing, checks, records, command line and documents are shared.
+An operator with its own baselines has a module of its name in `weft.bench.ops`, whose `OPERATOR` is an `OperatorBenchmark`. All
+operators share timing, checks, records, command line and documents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Measured:
     """The results of one configuration: a JSON-ready object per (variant, mode).
 
     beside: timings of calls that are not variants. title, notes: for the table on the terminal. wrong: error texts for variants
-    that were not timed because they differ from the reference.
+    without times, because they differ from the reference.
     """
 
     records: list[Record]
@@ -53,26 +53,26 @@ class Variants(Workload):
 
     @abstractmethod
     def variants(self, wanted: Sequence[str]) -> tuple[VariantCalls, Mapping[str, Call], list[str]]:
-        """Return (variants, the baseline first; further calls to time; notes on omitted variants).
+        """Return (variants with the baseline first, further calls to time, notes on omitted variants).
 
-        wanted: the names of variants; empty for the default variants."""
+        wanted: names of variants; empty for the defaults."""
 
     @abstractmethod
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
         """Return the roofline time in ms: the longer of memory time and compute time at the peak rates `ceilings`.
 
-        Return None if bytes and FLOPs are not counted. It is a collective call."""
+        Return None if bytes and FLOPs are not counted. Collective."""
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that all records of a mode share, besides the fields of all operators."""
+        """Return the operator's own fields that all records of a mode share."""
 
     @abstractmethod
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the fields of a variant, besides the fields of all operators. Collective."""
+        """Return the operator's own fields of a variant. Collective."""
 
     @abstractmethod
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
@@ -120,33 +120,33 @@ class Variants(Workload):
 
 
 class ChoosingVariants(Variants):
-    """Variants of an operator that selects its schedule, as `weft bench never-slower` compares them."""
+    """Variants of an operator that selects its schedule, for `weft bench never-slower`."""
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (name of the variant that selects its schedule, name of its baseline: hand-written serial calls)."""
+        """Return (variant that selects its schedule, its baseline: hand-written serial calls)."""
 
     @abstractmethod
     def taken(self, variant: str, mode: Mode) -> str:
-        """Return the schedule that the operator selected for a variant without a pinned schedule, after a call."""
+        """Return the schedule that the operator selected in the last call of a variant without a pinned schedule."""
 
     @abstractmethod
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
-        """Return (milliseconds of the computation alone, of the collective alone); None for a time that was not measured."""
+        """Return the milliseconds of (the computation alone, the collective alone), each None if not measured."""
 
     @abstractmethod
     def variant(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return a variant of such a pair as a function, for calls that are not captured."""
+        """Return a variant of `pair` as a function, for calls without graph capture."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:
-        """Return a call of another size: the same weights, and the first `size` rows (tokens, samples) of the inputs."""
+        """Return variants with the same weights, and the first `size` rows (tokens, samples) of the inputs."""
 
 
 class OperatorBenchmark(ABC, Generic[P]):
-    """The benchmark of an operator. P: the class of its presets. Each preset becomes a `Variants`.
+    """The benchmark of an operator. P: the class of its presets; each preset becomes a `Variants`.
 
-    An operator that measures differently overrides the methods for measuring and for tables.
+    An operator that measures differently overrides the methods for measurement and tables.
     """
 
     name: str
@@ -160,7 +160,7 @@ class OperatorBenchmark(ABC, Generic[P]):
     columns: ClassVar[Columns] = {}
     """The columns of a configuration's table, in addition to those of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """Columns of that table that a narrow terminal omits, the last first."""
+    """The columns of this table that a narrow terminal omits, the last first."""
     optional: tuple[str, ...] = ()
     """Columns of the table of several configurations that a narrow terminal omits."""
     head: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         raise NotImplementedError
 
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
-        """Return, for each variant whose gains are shown, its baselines; its main baseline comes first."""
+        """Return {variant whose gains are shown: its baselines, the main baseline first}."""
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
@@ -199,7 +199,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return the cells of the columns `head`, which are equal in all records of a configuration."""
+        """Return the cells of the columns `head`. All records of a configuration have the same cells."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
@@ -207,11 +207,11 @@ class OperatorBenchmark(ABC, Generic[P]):
         return []
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant that pins the schedule selected by `record`'s variant; None if no choice is recorded."""
+        """Return the variant that pins the schedule that `record`'s variant selected; None if the record has no choice."""
         return None
 
     def pinned(self, variant: str) -> bool:
-        """True if the variant pins a schedule by name. Such variants are shown after the others, the fastest first."""
+        """True if the variant pins a schedule by name. Tables show such variants last, the fastest first."""
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
@@ -220,7 +220,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration. For calls that are not variants it has only times."""
+        """Print a table of one configuration. Calls that are not variants have only times."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:
@@ -250,7 +250,7 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), a line for each configuration: times, gains, and the cells of `derived_cells`."""
+        """Return (header, cells), with a line per configuration: times, gains, `derived_cells`."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
@@ -269,7 +269,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
-        """Return the notes that explain these lines, in sentences."""
+        """Return sentences that explain `lines`."""
         header, lines = self.lines(rows)
         gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
         named = {(r["config"], r["variant"]): r for r in rows}
@@ -277,5 +277,5 @@ class OperatorBenchmark(ABC, Generic[P]):
         return remarks.unclear(gains) + remarks.twins(pairs)
 
     def table(self, rows: Sequence[Record]) -> str:
-        """Return Markdown of the records of one dtype and mode: a row per configuration."""
+        """Return a Markdown table of records of one dtype and mode, with a row per configuration."""
         return "\n\n".join([markdown_table(*self.summary(rows)), *self.notes(rows)])

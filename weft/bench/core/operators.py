@@ -1,7 +1,7 @@
 """The list of operators that every command shows, and the lookup of their benchmarks.
 
-This module has names only: an operator's module is imported on demand. So `--help` works without importing torch, and each
-operator's module checks that operator's options.
+This module has only names, and imports an operator's module on demand. So `--help` does not import torch. Each
+operator's module checks its own options.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from weft.bench.core.arguments import one_of
 from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
-"""{fp8 operator: operator as which it is planned and measured, with `--dtype fp8`}"""
+"""{fp8 operator: the operator that replaces it in plans and measurements, with `--dtype fp8`}"""
 LAYERS = "tensor_parallel"
 """The benchmark of layers that call several operators. Layers are planned operator by operator."""
 _STUDY = "inefficiency"
-"""The study of the cost of overlap: it is measured, but it is not an operator."""
+"""The study of the cost of overlap, which can be measured but is not an operator."""
 _TRAINING = "embedding_training"
-"""A training step of embeddings: forward, backward and update. It is measured as a whole, and planned as its forward."""
+"""An embedding training step: forward, backward and update. Benchmarks measure all of it; plans cover only the forward."""
 _HOMES = {
     LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.losses:OPERATOR",
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""{benchmark: its module}, for benchmarks that are not in a file of the same name."""
+"""{benchmark: module:object}, for benchmarks whose module has another name."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
@@ -48,20 +48,20 @@ def names() -> list[str]:
 
 
 def measured() -> list[str]:
-    """Return the names that benchmarks accept: all operators, the training of embeddings, and the study."""
+    """Return the names that benchmarks accept: all operators, embedding_training, and the study."""
     return [*names(), _TRAINING, _STUDY]
 
 
 def operator(name: str) -> Any:
     """Return the `OperatorBenchmark` called `name`; raise `ValueError` with the known names if there is none.
 
-    If an operator's spec draws calls and computes expected results, it needs no file in `weft.bench.ops`. This holds for weft's
-    operators and for those that a user registers (`weft.operator`).
+    An operator needs no module in `weft.bench.ops` if its spec draws calls and computes expected results. This includes operators
+    that a user registers (`weft.operator`).
     """
     home, _, what = _HOMES.get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in measured() and importlib.util.find_spec(home) is not None:
         return getattr(importlib.import_module(home), what)
-    if name.isidentifier():  # a name from a record may be anything, and dots in it would import packages
+    if name.isidentifier():  # a record may contain any text, and dots in it would import packages
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"weft.ops.{name}")
     calls, any_operator = map(importlib.import_module, ("weft.operator.calls", "weft.bench.ops.any_operator"))

@@ -1,4 +1,4 @@
-"""Options of a benchmark run: one frozen dataclass that the command line fills and every rank receives."""
+"""The options of a benchmark run: a frozen dataclass that the command line fills and every rank receives."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 class BenchOptions:
     """The options of a run.
 
-    preset: names separated by commas; None: all presets that suit the device. modes: default: the operator's. scale
-    (embeddings): None: the largest 1/2^k that fits (GPU: memory; CPU: memory, and about a second per variant, since
-    each thread of a call may read `read_mib` MiB of rows). seconds: for the slowest variant of a mode. quick: small inputs and
-    few repetitions, to try things out. pictures: a folder, if the operator draws any. option: names and values of the operator's
-    own options (`weft.builders.Problem.sized`).
+    preset: names separated by commas; None: all presets that suit the device.
+    modes: default: the operator's modes.
+    scale (embeddings): None: the largest 1/2^k that fits. On GPUs memory limits it; on CPU also the time (about a second per
+        variant): each thread of a call may read `read_mib` MiB of rows.
+    seconds: the time for the slowest variant of a mode.
+    quick: small inputs and few repetitions.
+    pictures: a folder, for operators that draw pictures.
+    option: names and values of the operator's own options (`weft.builders.Problem.sized`).
     """
 
     op: str
@@ -70,12 +73,12 @@ class BenchOptions:
 
     @property
     def presets(self) -> tuple[str, ...]:
-        """The names in `preset`; empty for all that suit the device."""
+        """The names in `preset`; empty for all presets that suit the device."""
         return tuple(name.strip() for name in self.preset.split(",")) if self.preset is not None else ()
 
     @property
     def time_s(self) -> float:
-        """The seconds for the slowest variant of a mode."""
+        """The time in seconds for the slowest variant of a mode."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property
@@ -85,15 +88,15 @@ class BenchOptions:
 
 
 def parse_option(op: str, text: str) -> tuple[str, Any]:
-    """Return name and value of a text such as "dst=2", an option of `op` (`weft.builders.options`).
+    """Return (name, value) of an option of `op`, from text such as "dst=2" (`weft.builders.options`).
 
-    If the benchmark refuses `option`, the value stays text. Raises `ValueError` without a name, or for an invalid value.
+    If the benchmark refuses `option`, the value stays text. Raises `ValueError` for a missing name or an invalid value.
     """
     return name_and_value(text) if "option" in operator(op).refuses else option_from_text(op, text)
 
 
 def parse_scale(text: str) -> float:
-    """Return "1/32" or "0.03" as a number; raise ValueError with the right form."""
+    """Return "1/32" or "0.03" as a number. Raise ValueError for other text."""
     try:
         return float(Fraction(text))
     except (ValueError, ZeroDivisionError):

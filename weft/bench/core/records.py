@@ -1,4 +1,4 @@
-"""Records: a JSON object for each measured (configuration, variant, mode), with all data needed to repeat the measurement."""
+"""Records: a JSON object per measured (configuration, variant, mode), with all data to repeat the measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_BYTES = 256 << 20
 def common_fields(
     options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
 ) -> Record:  # fmt: skip
-    """Return the fields, except `run`, that all records of a configuration have, for every operator.
+    """Return the fields that all records of a configuration share, for every operator, except `run`.
 
     roofline_ms: None if bytes and FLOPs are not counted."""
     return {
@@ -43,7 +43,7 @@ def common_fields(
 
 @lru_cache
 def environment(device_type: str) -> Record:
-    """Return the machine, versions, commit, environment variables that affect the baselines, and the time."""
+    """Return the machine, versions, commit, time, and environment variables that affect the baselines."""
     versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device_type == "cuda":
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -106,7 +106,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
-    """Raise `ValueError` if the code inside cannot compute with a record's values, such as text for a number or a time of 0."""
+    """Raise `ValueError` if the enclosed code fails on a record's values, such as text for a number or a time of 0."""
     try:
         yield
     except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:

@@ -1,5 +1,5 @@
-"""Remarks below tables, derived from the records: differences within their noise, differences between two names of the same
-schedule, and features of other libraries that were disabled."""
+"""Remarks below tables, derived from records: differences within their noise, differences between two variants with the same
+schedule, and disabled features of other libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.bench.core.tables import Record, times
 from weft.words import counted
 
 MULTICAST_M = 2048
-"""Up to this M, torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, if the machine has it."""
+"""Up to this M, torch's fused_all_gather_matmul(return_A=False) uses NVLink multicast if available."""
 
 _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
@@ -20,8 +20,8 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """Return the speed relative to `base`, such as "1.25x"; "" if either record is missing.
 
-    It is in parentheses if the difference is within twice its noise, or if `same` (both ran the same schedule). Records without
-    noise are treated as exact.
+    The result is in parentheses if the difference is within twice its noise, or if `same` (both ran the same schedule). Records
+    without noise count as exact.
     """
     if not (one and base):
         return ""
@@ -33,7 +33,7 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
-    """Return the explanation of parentheses, if any of the cells made by `gain` has them."""
+    """Return the explanation of parentheses, if any cell has them."""
     some = [cell for cell in cells if cell]
     in_them = sum(cell.startswith("(") for cell in some)
     if not in_them:
@@ -45,7 +45,7 @@ def unclear(cells: Sequence[str]) -> list[str]:
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """Return a remark on the differences between variants that ran the same schedule."""
+    """Return a remark on differences between variants that ran the same schedule."""
     if not pairs:
         return []
     off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
@@ -56,7 +56,7 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
 
 
 def of_asynctp(rows: Sequence[Record]) -> list[str]:
-    """Return remarks on AsyncTP. rows: records of one dtype, including AsyncTP's."""
+    """Return remarks on AsyncTP. rows: records of one dtype, including AsyncTP's records."""
     if rows[0]["dtype"] == "fp8":
         return ["asynctp (torch's scaled operator) does not gather by NVLink multicast."]
     said = []
@@ -76,7 +76,7 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
 
 
 def of_nccl(rows: Sequence[Record]) -> list[str]:
-    """Return remarks on NCCL's all-gather in NVLink switches (NVLS), which needs more than two ranks."""
+    """Return remarks on NCCL's NVLS (all-gather in NVLink switches), which needs more than two ranks."""
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []
     without = [how for variables, how, _ in _by_variables(rows) if variables.get(_NO_NVLS) == "0"][:1]
@@ -87,7 +87,7 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
-    """Return (variables that affect other libraries, how they are known, rows)."""
+    """Return (environment variables of other libraries, the source of their values, rows) for each set of values."""
     found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
         known = row["variables"] is not None

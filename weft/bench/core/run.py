@@ -1,7 +1,7 @@
-"""A benchmark run: start ranks or use torchrun's, measure one configuration after the other, print and record the results.
+"""A benchmark run: start ranks or use torchrun's, measure each configuration, print and record the results.
 
-Peak rates are measured once, first, while memory is free. A variant with wrong results is not timed. The run then continues, and
-ends with an error that names the variant.
+Peak rates are measured first, while memory is free. A variant with a wrong result is not timed: the run continues, and ends with an
+error that names the variant.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
 
 def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
     """Return the ceilings of these ranks. Collective."""
-    # Only on CPU: on a GPU, the time of a small copy is mostly its launch.
+    # Only on CPU, because on GPUs the time of a small copy is mostly launch time.
     size = 16 << 20 if options.quick and ranks.device.type == "cpu" else None
     return measure_ceilings(ranks, size, DTYPES[options.dtype] if operator(options.op).matmul else None)
 
 
 def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
-    """Return the default group's ranks, and limit each to its share of the cores. timeout: the timeout of the control group."""
+    """Return the default group's ranks, and limit this rank to its share of the cores. timeout: of the control group."""
     assert dist.group.WORLD is not None
     if device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
@@ -120,12 +120,10 @@ def free_bytes(ranks: Ranks) -> float:
 
 
 def release(ranks: Ranks) -> None:
-    """Free the last configuration's memory on all ranks, before the next configuration measures free memory."""
+    """Free the last configuration's memory on all ranks, since the next configuration measures free memory."""
     gc.collect()
     ranks.meet()
-    communicator(
-        ranks.group, ranks.device
-    ).close()  # frees symmetric memory of every variant; the next configuration allocates its own
+    communicator(ranks.group, ranks.device).close()  # frees the symmetric memory of all variants
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     dist.barrier(ranks.control)

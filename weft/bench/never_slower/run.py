@@ -1,8 +1,8 @@
-"""A run of `weft bench never-slower`: all shapes of its part except those in the file, and suspects again.
+"""A run of `weft bench never-slower`: measure all shapes of its part that the file lacks, then repeat suspects.
 
-Rank 0 draws shapes, reads the file and decides; it broadcasts to the other ranks. If all ranks fail in the same way at a shape
-and the group is alive, the error becomes a row, and the run continues. Otherwise the run ends; the same command, with `--json`,
-continues after that shape.
+Rank 0 draws the shapes, reads the file, decides, and broadcasts. If all ranks fail at a shape with the same type of error, and the
+group is alive, the run records the error as a row and continues. Otherwise the run ends. The same command with `--json` then
+continues after this shape.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _CHANGING = -1
 
 
 def never_slower(options: Options) -> list[Record]:
-    """Measure on new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`.
+    """Measure in new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`.
 
-    Returns all rows of the summary. Raises WeftError if the group failed.
+    Return all rows of the summary. Raises WeftError if the group failed.
     """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
@@ -53,7 +53,7 @@ def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
 
 
 def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
-    """Return the shapes of this part: each operator's first, then each operator's second, and so on."""
+    """Return the shapes of this part: the first shape of each operator, then the second of each, and so on."""
     bounds = bounds_here(options.device, world_size)
     drawn = [
         ShapeToMeasure(op, index, draw(op, index, options.seed, bounds))
@@ -74,7 +74,7 @@ class _Run:
         self.options, self.run = options, uuid.uuid4().hex[:12]
         self.patience = timedelta(seconds=2 * env.deadline_s())
         self.ranks = make_ranks(options.device, self.patience)
-        # A rank that fails alone waits here for its peers, which may wait for it elsewhere until their deadline.
+        # A rank that fails alone waits in this group for its peers, which may wait elsewhere until their deadline.
         self.meeting = dist.new_group(backend="gloo", timeout=2 * self.patience)
         self.rows: list[Record] = []
         self.written = 0
@@ -108,7 +108,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
-        """Return the file's rows of these shapes, and print their number."""
+        """Return the file's rows for these shapes, and print the number of rows."""
         path = self.options.json
         if path is None or not path.is_file():
             return []
@@ -145,7 +145,7 @@ class _Run:
         return found
 
     def measure(self, todo: Sequence[tuple[ShapeToMeasure, tuple[str, ...]]], again: bool) -> None:
-        """Measure these shapes, and append their rows to the file, one shape after the other. Collective."""
+        """Measure these shapes one after the other, and append each shape's rows to the file. Collective."""
         with progress(len(todo), shown=self.leads and bool(todo), prefix="again, " * again) as step:
             for number, (item, modes) in enumerate(todo, 1):
                 what = f"{number}/{len(todo)} {item.op} {item.config}"
@@ -168,7 +168,7 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows of a shape, the reason if the group is unusable). Collective."""
+        """Return (rows of a shape, reason why the group is unusable or ""). Collective."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -189,7 +189,7 @@ class _Run:
         return rows, next((dead for dead in self.said(error) if dead), "")
 
     def rows_of(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows, the error). Dropping the exception here frees what it references."""
+        """Return (rows, error text). The exception is dropped here, which frees the memory that it references."""
         try:
             found = measured(item, modes, again, self.ranks, self.options)
             return [row | {"run": self.run} for row in found], ""

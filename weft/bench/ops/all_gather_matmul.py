@@ -1,14 +1,13 @@
-"""Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains them and their numbers.
+"""Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains shapes, variants and numbers.
 
-With fp8 the operators are the scaled operators, with one scale per tensor, and results are bf16. Inputs of shapes named
-"-symmetric" are in torch's symmetric memory. Presets of FiCCO's GEMMs: `weft.bench.ops.ficco_shapes`. Variants in addition to
-weft's:
+With --dtype fp8, variants are the scaled operators, with one scale per tensor and bf16 results. Shapes named "-symmetric" have
+inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of FiCCO's GEMMs. Variants in addition to weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
 
-Also timed: the GEMM alone on gathered rows, and the copies of the shard to the peers alone: the two halves of an ideal overlap.
-And NCCL's all-gather alone.
+Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal overlap takes the
+longer of the GEMM and the copies.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 
-_BLOCK = 4096  # rows of the reference in one computation
+_BLOCK = 4096  # rows of the reference per computation
 
 
 class GatherVariants(TorchVariants):
-    """Normally distributed x and w, a different x for each input set, w scaled so that outputs are about 1."""
+    """Variants on normally distributed x and w. Each input set has its own x; w is scaled so that outputs are about 1."""
 
     rules = (plan.AUTOTUNE, plan.HEURISTIC)
 
@@ -54,10 +53,10 @@ class GatherVariants(TorchVariants):
         if self.config.symmetric:
             self.x_shards = [_symmetric(x, self.ranks) for x in self.x_shards]
         w = self.normal(77 + self.ranks.rank, n, k)
-        # fp8 cannot represent small numbers: there the scale makes w small.
+        # fp8 cannot represent small numbers, so its scale is small instead of w.
         self.w = (w if self.scaled else w * k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=self.ranks.device)
-        self.scale_of_x = self.x_scale[0]  # torch's operator takes [1, 1] for the scale of a row
+        self.scale_of_x = self.x_scale[0]  # [1]: torch's operator interprets [1, 1] as a scale per row
         self.w_scale = self.x_scale * (k**-0.5 if self.scaled else 1.0)
 
     def _x_shard(self, which: int, rank: int) -> torch.Tensor:
@@ -68,7 +67,7 @@ class GatherVariants(TorchVariants):
         self.gathered = whole.gathered[: self.config.m]
 
     def whole(self, which: int) -> torch.Tensor:
-        """Return the gathered x [m, k], drawn here without a gather."""
+        """Return the gathered x, [m, k], drawn locally instead of communicated."""
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
     def reference(self, which: int) -> torch.Tensor:
@@ -79,7 +78,7 @@ class GatherVariants(TorchVariants):
         return y
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Allow for the roundings of FiCCO's 2D schedules, which round an output at every step."""
+        """Return the error limit. FiCCO's 2D schedules round an output at every step, so their limit is higher."""
         chosen = [choice.schedule for choice in self.choices.values()] if name in (WEFT, *self.rules) else []
         if name == plan.HEURISTIC and (pick := plan.pick_here(self.problem, device_name(self.ranks.device))[0]):
             chosen = [named(self.problem, pick).build()]
@@ -149,7 +148,7 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """The peers' memory for the copies, allocated late: the first call of a variant pays for its own memory."""
+        """The copies' targets in the peers' memory. Allocated late, so that each first call includes its allocation."""
         return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 
@@ -183,7 +182,7 @@ class _AllGatherBenchmark(TorchOperator):
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Compare with torch's operator below and above the number of rows up to which it would use multicast."""
+        """Compare with torch's operator, separately below and above the most rows for which it would use multicast."""
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:

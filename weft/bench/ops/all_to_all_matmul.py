@@ -1,16 +1,16 @@
 """Benchmark of MoE dispatch + GEMM: mixture-of-experts layers x variants.
 
-Tokens are sorted by expert; a router has drawn the number for each. Weights are [experts, K, N]. Variants (benchmarks/README.md
-has more):
+Tokens are sorted by expert; the number per expert is random. Weights are [experts, K, N]. Variants
+(details: benchmarks/README.md):
 
     serial    the baseline: all_to_all_single of the splits, which the host reads, and of the tokens, torch's grouped GEMM
-    padded    the best that can be captured without weft, the baseline of `graph`: as much room for every expert as the largest
-              count needs, equal all_to_all_single, torch.bmm over everything
-    weft, names of schedules     as of any operator, for exactly the rows that arrive: the host waits for their number in each call
-    ...-bounded     the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
+    padded    the baseline of mode `graph`, since CUDA graphs can capture it: all experts padded to the largest count,
+              all_to_all_single with equal splits, torch.bmm over everything
+    weft, names of schedules     exactly the rows that arrive; the host waits for their number in each call
+    ...-bounded     with max_rows, the most rows of any rank, rounded up to 128; the host does not wait
 
-Also timed: torch's GEMMs alone on rows in the order of experts, grouped and one by one, and NCCL's all-to-all of the tokens
-alone, with known sizes.
+Also timed alone: torch's GEMMs on rows sorted by expert (grouped, and one per expert), and NCCL's all-to-all of tokens with known
+sizes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
 GEMM_EACH, EXCHANGE = "gemm-each", "exchange"
-_PADDED_SHARE = 0.3  # fraction of the free memory, for the tensors of a call of `padded`
+_PADDED_SHARE = 0.3  # fraction of the free memory that tensors of a `padded` call may use
 _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)(?:-zipf(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
 class MoeShape(GemmShape):
-    """A shape with m tokens on each rank, each for `top_k` of all ranks' `experts`, and [k, n] in each expert. skew: the exponent
-    of Zipf's law."""
+    """A mixture-of-experts layer: m tokens per rank, each routed to `top_k` of `experts` over all ranks; experts are [k, n].
+
+    skew: the exponent of Zipf's law, by which experts are drawn; 0 is uniform."""
 
     experts: int = 1
     top_k: int = 1
@@ -83,11 +84,11 @@ class MoeShape(GemmShape):
 
     @property
     def rows(self) -> int:
-        """The number of rows that a rank sends, to peers and to itself: each token once for each of its experts."""
+        """The number of rows that a rank sends, including to itself: m * top_k."""
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Return the descriptions of calls for exactly the rows that arrive, and for a bounded number."""
+        """Return the problems of calls with exactly the rows that arrive, and with max_rows."""
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)
@@ -96,7 +97,7 @@ class MoeShape(GemmShape):
         return (2 * self.rows + self.experts // ranks * self.n) * self.k * item_bytes + 8 * self.rows * self.n
 
     def splits(self, world_size: int, which: int) -> torch.Tensor:
-        """Return int64 [world_size, experts]: each rank's rows for each expert; the same on every rank and device."""
+        """Return int64 [world_size, experts]: each rank's number of rows for each expert. Every rank and device draws the same."""
         popularity = torch.arange(1, self.experts + 1).double() ** -self.skew
         drawn = []
         for rank in range(world_size):
@@ -109,11 +110,10 @@ class MoeShape(GemmShape):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load of ranks and experts after routing. Skews are means over the input sets, the other fields the largest values.
+    """The load of ranks and experts after routing. Skews are means over the input sets; the other fields are maxima.
 
-    capacity: rows that `padded` has for each expert on each rank. max_rows: the argument of bounded variants. rank_skew and
-    expert_skew: the largest over the mean number of rows of a rank, and of an expert. busiest_bytes: out of or into the busiest
-        rank.
+    capacity: rows per expert and source rank in `padded`. max_rows: the argument of bounded variants. rank_skew, expert_skew:
+    the largest number of rows of a rank (an expert), divided by the mean. busiest_bytes: bytes out of or into the busiest rank.
     """
 
     max_rows: int
@@ -124,18 +124,20 @@ class RouterLoad:
 
 
 class ExpertVariants(GemmVariants):
-    """Normally distributed rows, weights scaled so that results are about 1; different rows and splits in each input set."""
+    """Variants on normally distributed rows, with weights scaled so that results are about 1.
+
+    Each input set has its own rows and splits."""
 
     beside = (GEMM, GEMM_EACH, EXCHANGE)
     sent_columns: ClassVar = "k"
     ahead: ClassVar[str]
-    """The baseline for graphs, which can be captured."""
+    """The baseline of mode "graph", which CUDA graphs can capture."""
     arrived: Sequence[torch.Tensor]
-    """The rows at this rank's experts, by expert and then by source."""
+    """The rows at this rank's experts, [rows, k], by expert and then by source rank."""
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """(received, sent) tensors of the exchange alone."""
     most: int | None = None
-    """The largest number of tokens of any call, if it changes."""
+    """The largest number of tokens of any call; None if all calls have the same number."""
 
     def draw(self) -> None:
         ranks, shape = self.ranks, self.config
@@ -145,7 +147,7 @@ class ExpertVariants(GemmVariants):
         self.received = [self.counts(which).to(ranks.device) for which in range(self.input_sets)]
         self.draw_rows()
         self.w = torch.empty(self.experts, shape.k, shape.n, dtype=self.dtype, device=ranks.device)
-        for i, of_expert in enumerate(self.w):  # one by one: all in fp32 at once would take three times the memory
+        for i, of_expert in enumerate(self.w):  # one expert at a time: fp32 copies of all would triple the memory
             of_expert.copy_(self.expert(ranks.rank, i))
 
     @abstractmethod
@@ -160,8 +162,9 @@ class ExpertVariants(GemmVariants):
         return drawn.to(self.dtype)
 
     def counts(self, which: int, rank: int | None = None) -> torch.Tensor:
-        """Return int64 [world size, experts], on the host: the rows that each rank sends to `rank` (default: this one) for each
-        of its experts."""
+        """Return int64 [world size, local experts], on the host: the number of rows from each rank for each expert of `rank`.
+
+        rank: default this rank."""
         first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]
 
@@ -189,7 +192,7 @@ class ExpertVariants(GemmVariants):
         return self.ahead if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return the bounded variant for graphs, since it never waits."""
+        """Return (variant, baseline). For graphs, the variant is the bounded one, because it never waits."""
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
@@ -197,7 +200,7 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Take fewer rows for each expert, in proportion."""
+        """Take a proportional part of the rows for each expert."""
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
         self.splits = [splits[self.ranks.rank].to(self.ranks.device) for splits in self.all_splits]
@@ -210,8 +213,7 @@ class ExpertVariants(GemmVariants):
         """Take the rows of `whole` that these splits need."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the longest of the busiest rank's memory traffic (its rows and experts once), its GEMMs, and its bytes over the
-        link."""
+        """Return the busiest rank's longest time in ms: memory traffic (rows and experts once), GEMMs, or bytes over the link."""
         shape, load = self.config, self.load
         rows = load.rank_skew * shape.rows
         traffic = (self.experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.dtype.itemsize
@@ -243,7 +245,7 @@ class ExpertVariants(GemmVariants):
         self.ends = [received.sum(0).cumsum(0, dtype=torch.int32) for received in self.received]
         beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
         if any(size * self.dtype.itemsize % 16 for size in (self.config.n, self.config.k)):
-            del beside[GEMM]  # torch's grouped GEMM needs rows that begin at multiples of 16 bytes
+            del beside[GEMM]  # torch's grouped GEMM needs rows aligned to 16 bytes
         return {BASELINE: self.serial}, beside, []
 
     def waits(self, name: str) -> bool:
@@ -282,7 +284,7 @@ class DispatchVariants(ExpertVariants):
         return self.rows_drawn(which, rank, self.config.rows)
 
     def ordered(self, which: int) -> torch.Tensor:
-        """Return the rows [rows, k] that arrive, drawn here without a transfer."""
+        """Return the rows that arrive, [rows, k], drawn locally instead of communicated."""
         first, parts = self.ranks.rank * self.experts, []
         for source, splits in enumerate(self.all_splits[which]):
             parts.append(self._tokens(which, source).split(splits.tolist())[first : first + self.experts])
@@ -305,7 +307,7 @@ class DispatchVariants(ExpertVariants):
         return output[here.flatten().to(output.device)]
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
-        # Rows as sent, as received, in the order of experts; and the result.
+        # Rows as sent, as received, and sorted by expert; and the result.
         needed = self.config.experts * self.load.capacity * (3 * self.config.k + self.config.n) * self.dtype.itemsize
         fits = needed <= _PADDED_SHARE * free_bytes(self.ranks)
         self.arrived = [self.ordered(which) for which in range(self.input_sets)]
@@ -316,7 +318,7 @@ class DispatchVariants(ExpertVariants):
         return variants, beside, [f"{PADDED} not measured, not enough memory: it needs {needed / 1e9:.1f} GB"]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Allow for the roundings of FiCCO's 2D schedules, which round y at every step; they run only if pinned."""
+        """Return the error limit. FiCCO's 2D schedules round y at every step, so their limit is higher; they run only if pinned."""
         most = roundings(self.schedules[name]) if name in self.schedules else 1
         return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 
@@ -330,9 +332,9 @@ class DispatchVariants(ExpertVariants):
         return experts.all_to_all_matmul(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
-        """Run with room for `capacity` rows of each expert on each rank: sizes are known, so the host does not wait.
+        """Run with all experts padded to `capacity` rows per source rank, so that the host need not wait for sizes.
 
-        Returns [experts * world size * capacity, n], by expert and then by source; unused slots hold other tokens."""
+        Returns [experts * world size * capacity, n], by expert and then by source. Padding rows hold other tokens."""
         splits, tokens = self.splits[which], self.tokens[which]
         rows = ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=tokens.shape[0] - 1)
         padded = tokens.index_select(0, rows.flatten())
@@ -342,7 +344,7 @@ class DispatchVariants(ExpertVariants):
         return torch.bmm(by_source.transpose(0, 1).reshape(self.experts, -1, self.config.k), self.w).flatten(0, 1)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return weft's call, for exactly the rows that arrive or for a bounded number."""
+        """Return weft's call, with max_rows for bounded variants."""
         max_rows = self.load.max_rows if variant.endswith(BOUNDED) else None
 
         def call(which: int) -> torch.Tensor:
@@ -387,8 +389,9 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
 
     def sentences(self, rows: Sequence[Record]) -> list[str]:
-        """Return one sentence each for `weft` and `weft-bounded`, with separate numbers for even and skewed routing, since
-        padding costs most with skewed routing."""
+        """Return a sentence each for `weft` and `weft-bounded`.
+
+        Even and skewed routing have separate numbers, because padding costs most with skewed routing."""
         return [text for variant in self.variants.compared if (text := self._summary_of(variant, rows))]
 
     def _summary_of(self, variant: str, rows: Sequence[Record]) -> str:
@@ -414,8 +417,9 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return ". ".join([*of_all, *self.summary_of_best(mine, alike)]) + "."
 
     def twin(self, record: Record) -> str | None:
-        """Return the pinned twin. With `max_rows` the serial schedule has none: it cannot be pinned, and the baseline has another
-        shape."""
+        """Return the variant that pins the same schedule.
+
+        With `max_rows` the serial schedule has no such variant: it cannot be pinned, and the baseline has another shape."""
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:
             return BASELINE if variant == OWN_SERIAL else None

@@ -1,9 +1,13 @@
-"""Benchmark of any registered operator (`weft.operator`), shapes x variants; also the base of benchmarks with their own
+"""Benchmark of any registered operator (`weft.operator`): shapes x variants. It is also the base of benchmarks with their own
 baselines.
 
-The operator's spec draws the calls and computes the expected results. Variants are the serial schedule, which is the baseline;
-`weft`, the operator with its own choice; and names of schedules ("weft-serial": weft's serial schedule). A prefix of a name
-selects all schedules with that prefix, "all" selects all.
+The operator's spec draws the calls and computes the expected results. Variants:
+
+    the serial schedule       the baseline
+    weft                      the operator, which selects its schedule
+    names of schedules        a pinned schedule ("weft-serial": weft's serial schedule)
+    a prefix of such a name   all schedules with this prefix
+    all                       all schedules
 """
 
 from __future__ import annotations
@@ -40,13 +44,13 @@ from weft.words import counted
 
 GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
-"""An operator selects the same schedule for single calls as for queued ones."""
+"""The modes with their own schedules. Single calls use the schedule of queued calls."""
 NEVER_BELOW = 0.98
 """The fraction of the baseline's speed that counts as not slower."""
 Variant = Callable[[int], torch.Tensor]
 
 _NEAR_BEST = 0.03
-_LARGE_M = 2048  # shapes with at least this M count in the mean time over the ideal
+_LARGE_M = 2048  # the mean of time / ideal covers shapes with at least this M
 _NEAR_PREDICTION = 0.10
 _MANY_KINDS = 3
 _BY_KIND = "the fastest of each kind of schedule, and of how many"
@@ -54,7 +58,7 @@ _PREDICTED = ("predicted_ms", "predicted_blind_ms")
 
 
 class GemmVariants(ChoosingVariants):
-    """Variants of an operator with a GEMM: baselines, the operator with its own choice (`compared`), and pinned schedules."""
+    """Variants of an operator with a GEMM: baselines, the operator with its selected schedule (`compared`), pinned schedules."""
 
     config: Any
     """The shape."""
@@ -62,9 +66,9 @@ class GemmVariants(ChoosingVariants):
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
     """The baselines of each variant that selects its schedule; its main baseline comes first."""
     rules: ClassVar[tuple[str, ...]] = ()
-    """Variants that select by another rule than the default (`weft.plan.use`); they run only if named."""
+    """Variants with a selection rule other than the default (`weft.plan.use`); they run only if named."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """The calls that are timed but are not variants; all records have their times."""
+    """Calls that are timed but are not variants. All records have their times."""
 
     def __init__(self, spec: Spec[Any], shape: GemmShape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
@@ -75,8 +79,8 @@ class GemmVariants(ChoosingVariants):
         self.problems = self._describe(shape)
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
-        self.schedules: dict[str, Schedule] = {}  # the schedules of variants that pin one
-        self._taken: dict[str, tuple[str, str]] = {}  # the selected schedules, by variant, after a call
+        self.schedules: dict[str, Schedule] = {}  # {variant: pinned schedule}
+        self._taken: dict[str, tuple[str, str]] = {}  # {variant: selected schedules}, after a call
         self.draw()
 
     @abstractmethod
@@ -92,7 +96,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return the operator's call for that variant, with a pinned schedule or its own choice."""
+        """Return the operator's call for a variant. schedule: the pinned schedule; None lets the operator select."""
 
     @abstractmethod
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
@@ -123,9 +127,9 @@ class GemmVariants(ChoosingVariants):
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
-        """Note the schedule that the operator selected, since the operator forgets old calls when there are many others.
+        """Record the schedule that the operator selected now, because the operator evicts old calls from its cache.
 
-        Raises RuntimeError if no call has this problem: then the records would not describe the timed calls.
+        Raises RuntimeError if no call has this problem, since records would not describe the timed calls.
         """
         if name not in self.compared and name not in self.rules:
             return
@@ -175,8 +179,9 @@ class GemmVariants(ChoosingVariants):
         return {"sources": list(self.config.sources)} | beside
 
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the fields of a variant. added_us: the time of a single call minus the baseline's. chosen: the schedule of a
-        variant that selects its own."""
+        """Return the fields of a variant.
+
+        added_us: the time of a single call minus the baseline's. chosen: the selected schedule, if none is pinned."""
         mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
         added_us = 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
         chooses = name in self.compared or name in self.rules
@@ -189,7 +194,7 @@ class GemmVariants(ChoosingVariants):
 
 
 class MatmulVariants(GemmVariants):
-    """Variants of [m, k] @ [k, n] in some form: random calls, different for each input set; the first result is compared."""
+    """Variants of [m, k] @ [k, n] in some form. Each input set has its own random call; the first result is compared."""
 
     def draw(self) -> None:
         self.calls = [self._drawn(which, self.ranks.rank) for which in range(self.input_sets)]
@@ -219,7 +224,7 @@ class MatmulVariants(GemmVariants):
         return {BASELINE: self.serial}, {}, []
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the time of inputs and results once through memory."""
+        """Return the ms to read all inputs and write all results once in memory."""
         outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
         tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
         return max(c.ms(sum(t.nbytes for t in tensors)) for c in ceilings)
@@ -245,9 +250,9 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def choices(self) -> dict[Mode, plan.Choice]:
-        """The planner's choices for queued and captured calls; empty if the machine is unknown and the operator measures instead.
+        """The planner's choices for queued and captured calls; empty if the machine is unknown, so that the operator autotunes.
 
-        Read it after the operator's first call, which is timed and must not find the choice made.
+        Read it only after the operator's first call, whose measured time includes the choice.
         """
         model = self._model()
         if model is None:
@@ -256,9 +261,9 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """The predicted milliseconds of one of many calls, by schedule: (calibrated, blind).
+        """{mode: (calibrated, blind)}, each {schedule: predicted milliseconds of a call in a row}.
 
-        Calibrated predictions use GEMMs of exactly this shape that the first call has timed. Blind predictions use only the
+        Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only the
         machine's file (and `weft plan calibrate`).
         """
         found = {}
@@ -271,7 +276,7 @@ class MatmulVariants(GemmVariants):
                 for rows in (choice.rows, decide(p, blind, mode=choice.mode).rows)
             )
             taken = self.taken(WEFT, mode) if WEFT in self._taken else None
-            if taken is not None and taken not in blind_ms:  # it was pruned as too slow
+            if taken is not None and taken not in blind_ms:  # pruned as too slow
                 blind_ms[taken] = predict(named(p, taken).build(), blind, choice.mode, least_us(p, blind)) / 1e3
             found[mode] = calibrated_ms, blind_ms
         return found
@@ -282,14 +287,15 @@ class MatmulVariants(GemmVariants):
 
 
 class GemmOperator(OperatorBenchmark[S]):
-    """The benchmark of an operator with a GEMM. Presets are names or typed shapes; tables have a row for each shape, and a
-    summary."""
+    """The benchmark of an operator with a GEMM.
+
+    Presets are names or shapes. Tables have a row per shape, and a summary."""
 
     matmul = True
     variants: type[GemmVariants]
     shape: type[S]
     shapes_of: ClassVar[str] = ""
-    """The operator whose shapes it uses, if it has no own shapes."""
+    """The operator whose shapes this benchmark uses; empty if it has its own."""
     columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
     def __init__(self, spec: Spec[Any], variants: type[GemmVariants] | None = None) -> None:
@@ -327,7 +333,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return the lines, with the best schedule if schedules were pinned."""
+        """Return (header, cells), with the best schedule if schedules were pinned."""
         header, lines = super().lines(rows)
         best = [self.fastest(rows, config) for config in dict.fromkeys(r["config"] for r in rows)]
         if not any(best):
@@ -354,7 +360,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """Return (header, cells), if schedules of several kinds were pinned."""
+        """Return (header, cells); None unless schedules of several kinds were pinned."""
         variants: dict[str, set[str]] = {}
         fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind
         for r in rows:
@@ -368,7 +374,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return header, [[config, *(milliseconds(ms.get(kind)) for kind in variants)] for config, ms in fastest.items()]
 
     def _on_host(self, rows: Sequence[Record]) -> list[str]:
-        """Return the host time of calls."""
+        """Return sentences on the host time of calls."""
         if rows[0]["mode"] != "queued":
             return []
         found, fields = [], ("host_us", "first_call_ms")
@@ -379,11 +385,11 @@ class GemmOperator(OperatorBenchmark[S]):
         return [f"Medians of a call's host time and of a shape's first call: {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
-        """Return (milliseconds, variant) of the pinned schedules of a shape, the fastest first."""
+        """Return (milliseconds, variant) for each pinned schedule of a shape, the fastest first."""
         return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
     def summary_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
-        """Return the fraction of shapes on which `mine` is about as fast as the fastest pinned schedule, if there are any."""
+        """Return a sentence on the fraction of shapes where `mine` is about as fast as the fastest pinned schedule."""
         others = [(r["p50_ms"], found) for r in mine if (found := self.fastest(rows, r["config"]))]
         if not others:
             return []
@@ -396,7 +402,7 @@ class GemmOperator(OperatorBenchmark[S]):
 
 
 class AnyOperator(GemmOperator[GemmShape]):
-    """The benchmark of [m, k] @ [k, n] in some form. All operators with GEMMs use its summary lines."""
+    """The benchmark of operators that compute [m, k] @ [k, n] in some form."""
 
     variants, shape = MatmulVariants, GemmShape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
@@ -442,7 +448,7 @@ class AnyOperator(GemmOperator[GemmShape]):
         return [". ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Return sentences that compare the selected schedule with the baselines after the first."""
+        """Return sentences that compare the selected schedule with all baselines but the first."""
         return []
 
 

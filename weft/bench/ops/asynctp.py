@@ -1,5 +1,6 @@
-"""The base of benchmarks of operators that torch has too, as AsyncTP (`torch.ops.symm_mem`): its variant, remarks on it, and the
-copies alone that an overlap hides."""
+"""The base of benchmarks with a counterpart in torch's AsyncTP (`torch.ops.symm_mem`).
+
+It adds AsyncTP's variant, remarks on AsyncTP, and the time of the peer copies that an overlap hides."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Variants of an operator that torch has too. The copies to the peers alone are also timed."""
+    """Variants of an operator with a counterpart in AsyncTP. The copies to the peers alone are also timed."""
 
     baselines = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
@@ -42,7 +43,7 @@ class TorchVariants(HandVariants):
 
     @abstractmethod
     def torchs(self) -> Variant:
-        """Return torch's own operator."""
+        """Return AsyncTP's operator as a variant."""
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         variants, beside, notes = super().others(wanted)
@@ -52,7 +53,7 @@ class TorchVariants(HandVariants):
         return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the longest of operands and result once through memory, the GEMM, and a rank's outgoing bytes over the link."""
+        """Return the longest time in ms: operands and result once in memory, the GEMM, or a rank's outgoing bytes over the link."""
         memory, wire, flops = self.moved()
         return max(c.ms(memory, wire, flops) for c in ceilings)
 
@@ -61,13 +62,13 @@ class TorchVariants(HandVariants):
         """Return (bytes of operands and result, bytes that leave a rank, FLOPs)."""
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return this rank's place in each peer's memory, the next rank's first."""
+        """Return this rank's [rows, columns] block in each peer's memory, starting with the next rank."""
         rank, world = self.ranks.rank, self.ranks.world_size
         self._box = SymmetricBuffer((world, rows, columns), dtype, group=self.ranks.group, device=self.ranks.device)
         return [self._box.peer((rank + i) % world)[rank] for i in range(1, world)]
 
     def copy_to_peers(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Run the copies (source, target) concurrently; on GPUs by copy engines, with a stream for each."""
+        """Run the copies (source, target) concurrently. On GPUs, copy engines run them, with one stream per copy."""
         if self.ranks.device.type != "cuda":
             for source, target in copies:
                 target.copy_(source)
@@ -85,7 +86,7 @@ class TorchVariants(HandVariants):
 
 
 class TorchOperator(AnyOperator):
-    """An operator that torch has too."""
+    """The benchmark of an operator with a counterpart in AsyncTP."""
 
     def check_options(self, options: BenchOptions) -> None:
         if ASYNCTP in options.variants and options.device != "cuda":

@@ -1,4 +1,4 @@
-"""The baseline of operators with a GEMM: torch.mm and the NCCL collective, called one after the other as a user would."""
+"""The baseline of operators with a GEMM: torch.mm and the NCCL collective, called in sequence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.bench.ops.gemms import BASELINE
 
 
 class HandVariants(MatmulVariants):
-    """Variants with a baseline by hand, and weft's public function. The GEMM alone and NCCL's collective alone are also timed."""
+    """Variants: a baseline by hand, and weft's public function. The GEMM alone and NCCL's collective alone are also timed."""
 
     beside: ClassVar[tuple[str, ...]] = (GEMM, COLLECTIVE)
 
     @abstractmethod
     def serial(self, which: int) -> torch.Tensor:
-        """Call collective and GEMM as a user would, with preallocated memory except for the result."""
+        """Call the collective and the GEMM in sequence. All memory except the result is preallocated."""
 
     @abstractmethod
     def alone(self) -> tuple[Call, ...]:

@@ -1,7 +1,7 @@
 """Benchmark of embedding pooling fused with the all-to-all: presets x variants.
 
-For each configuration all ranks build the same tables and inputs, scaled to fit this machine. The roofline is the time of the
-moved bytes at the rates measured in the same run; with caches a call can take less.
+For each configuration, all ranks build the same tables and inputs, scaled to fit this machine. The roofline is the time to move the
+bytes at the rates measured in the same run. A call can be faster if repeated rows hit a cache.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from weft.bench.ops.embedding_variants import (
 )
 
 BASELINES = (BASELINE, "batched", "fbgemm")
-DEFAULT = "direct"  # transport="auto" selects it on CPU, and on H200s by their model
+DEFAULT = "direct"  # selected by transport="auto" on CPU, and on H200s by the cost model
 DEFAULT_VARIANTS = ("batched", "fbgemm", DEFAULT, "put")
 POOL, EXCHANGE = " pooling alone", "exchange alone"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank must move in a call, for every algorithm.
+    """Bytes that one rank must move in a call, independent of the algorithm.
 
-    Every row read counts, repeated or not; caches may do better, so `distinct_rows` counts each row once. Ids and offsets are
-    read, and pooled vectors are written, here or at a peer. `wire` is the part of the vectors that leaves the rank.
+    rows: all row reads, including repetitions. distinct_rows: each row once, as with a perfect cache. Ids and offsets are read,
+    and pooled vectors are written, locally or at a peer. wire: the vectors that leave the rank.
     """
 
     rows: float
@@ -62,12 +62,12 @@ class Traffic:
         return self.rows + self.ids + self.offsets + self.outputs
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
-        """Return the roofline. A call can take less if repeated rows come from a cache."""
+        """Return the roofline in ms. A call can be faster if repeated rows hit a cache."""
         return ceilings.ms(self.memory, self.wire)
 
 
 class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
-    """The variants' data and records."""
+    """The data, variants and records of one configuration."""
 
     baselines = BASELINES
     claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
@@ -75,8 +75,10 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants and their records ---
 
     def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
-        """Return the variants. Also time the pooling of serial variants alone, and, for the variant that selects its transport,
-        the baseline's exchange alone."""
+        """Return the variants, and further calls to time.
+
+        These are the pooling of each serial variant alone, and the baseline's exchange alone for the variant that selects its
+        transport."""
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {
@@ -115,8 +117,9 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that all records of a mode share. traffic_bytes: the traffic in bytes of the rank that takes
-        longest."""
+        """Return the fields that all records of a mode share.
+
+        traffic_bytes: bytes of the rank with the longest roofline."""
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
@@ -134,11 +137,11 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
     @cached_property
     def traffics(self) -> list[Traffic]:
-        """The traffic of all ranks. Collective."""
+        """The traffic of each rank. Collective."""
         return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
-        """Return this rank's bytes, exact for its inputs, in the mean over the input sets."""
+        """Return this rank's exact bytes, averaged over the input sets."""
         rows = distinct = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())
@@ -158,13 +161,13 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
 
 def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """Return `options.scale`, or the largest that fits here; the same on all ranks."""
+    """Return `options.scale`, or the largest scale that fits this machine. All ranks return the same."""
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)
     free = free_bytes(ranks)
     if ranks.device.type == "cuda":
-        # FBGEMM keeps a copy of the tables. All variants together keep about ten outputs; the reference counts as two.
+        # FBGEMM copies the tables. All variants together keep about ten outputs; the reference takes as much as two.
         share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
     else:
@@ -203,8 +206,9 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the baselines of the default variant only. The table shows every variant's time, but more ratios would make it
-        unreadable."""
+        """Return the baselines of the default variant only.
+
+        The table shows every variant's time; more ratios would make it unreadable."""
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]
@@ -225,7 +229,7 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return the lines, with the geometric means of the gains."""
+        """Return (header, lines), with the geometric means of the gains as the last line."""
         return with_means(*self.lines(rows), rows, self.compared(rows))
 
 

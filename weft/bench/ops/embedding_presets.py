@@ -1,10 +1,11 @@
-"""Realistic configurations of embedding + all-to-all (`embedding_all_to_all.toml`, each with its source), and their scaling to
-fit a machine.
+"""Realistic configurations of embedding + all-to-all, and their scaling to fit a machine.
 
-A `Scale` shrinks the batch, and the rows of every table above `SMALL_TABLE` rows. Dimensions, bag lengths and the number of
-tables stay, since they determine the access pattern. If rows are drawn uniformly, batch and rows shrink separately, each no more
-than needed: time limits the batch, memory the rows. (Tables that fit a cache are a different benchmark.) If rows follow a Zipf
-law, both shrink together, which preserves how often a batch reads the same row.
+`embedding_all_to_all.toml` has the configurations and their sources. A `Scale` shrinks the batch, and the rows of tables above
+`SMALL_TABLE` rows. Dimensions, bag lengths and the number of tables stay, because they determine the access pattern.
+
+If rows are drawn uniformly, batch and rows shrink separately, each no more than needed: time limits the batch, memory the rows.
+(Tables that fit a cache are a different benchmark.) If rows follow a Zipf law, batch and rows shrink by the same factor. This
+preserves how often a batch repeats a row.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Bag:
-    """The number of rows that are summed for a sample, uniform from `least` to `most`."""
+    """The number of rows per bag, uniform from `least` to `most`."""
 
     least: int
     most: int
@@ -41,13 +42,13 @@ class Bag:
 
 @dataclass(frozen=True)
 class Zipf:
-    """The distribution of the rows that are read; uniform with exponent 0."""
+    """The distribution of row ids: Zipf's law with this exponent; 0 is uniform."""
 
     exponent: float
 
     def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
         u = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
-        power = (1 - self.exponent) or 1e-8  # approximates its limit, an exponential, to 1e-7
+        power = (1 - self.exponent) or 1e-8  # exponent 1: approximates the limit, an exponential, to 1e-7
         rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
         rank = (rank.long() - 1).clamp_(0, rows - 1)  # rounding may reach rows + 1
         return (rank * _coprime(rows)) % rows
@@ -58,8 +59,7 @@ def jagged_input(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return values (int64 [n]) and offsets (int64 [len(tables) * samples + 1]) of these tables' features, table by table.
 
-    `tables` are the tables' numbers in the whole model: they seed the draws, so that a table's input does not depend on the rank
-    that owns it.
+    tables: the tables' numbers in the whole model. They seed the draws, so a table's input does not depend on its rank.
     """
     nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for a rank without tables
     lengths, values = [nothing], [nothing]
@@ -77,7 +77,7 @@ def _coprime(rows: int) -> int:
     return factor
 
 
-SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would only change how often a row repeats
+SMALL_TABLE = 500  # rows; tables this small fit any cache, and shrinking them would only change how often a row repeats
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TableShape:
 
 @dataclass(frozen=True)
 class Scale:
-    """The factors of the batch and of the rows of tables."""
+    """The factors by which the batch and the tables' rows shrink."""
 
     batch: Fraction = Fraction(1)
     rows: Fraction = Fraction(1)
@@ -112,11 +112,11 @@ FULL = Scale()
 class EmbeddingPreset:
     name: str
     about: str
-    tables: tuple[TableShape, ...]  # all of them, or with tables_per_rank one rank's
+    tables: tuple[TableShape, ...]  # all tables, or one rank's tables with tables_per_rank
     tables_per_rank: bool
     global_batch: int
     indices: Zipf = Zipf(0)
-    slice_size: int | None = None  # the operator's own default
+    slice_size: int | None = None  # None: the operator's default
 
     def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
         """Return this preset on `world_size` ranks, shrunk by `scale`, with tables placed by cost."""
@@ -158,7 +158,7 @@ class EmbeddingConfig:
         return sum(self.sharding.tables[t].nbytes for t in self.sharding.local_tables(rank))
 
     def expected_rows_bytes(self, rank: int) -> float:
-        """Return the bytes of table rows that a call on `rank` reads, on average."""
+        """Return the average bytes of table rows that a call reads on `rank`."""
         return self.global_batch * sum(
             self.bags[t].mean * self.sharding.tables[t].embedding_dim * self.itemsize
             for t in self.sharding.local_tables(rank)
@@ -180,11 +180,10 @@ def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
 ) -> Scale:  # fmt: skip
-    """Return the largest powers of two that fit.
+    """Return the largest scales, as powers of two, within these limits per rank.
 
-    The tables of each rank take at most `table_bytes`, a call reads at most `rows_bytes` of rows on each rank, and each rank's
-    output takes at most `output_bytes`."""
-    full = preset.config(world_size, FULL, dtype)  # a scale hardly changes the placement: place once
+    table_bytes: the tables. rows_bytes: the rows that a call reads. output_bytes: the output."""
+    full = preset.config(world_size, FULL, dtype)  # place once, since the scale hardly changes the placement
     owned = [[full.sharding.tables[t] for t in full.sharding.local_tables(r)] for r in range(world_size)]
 
     def held(tables: list[EmbeddingBagConfig], scale: Fraction) -> int:
@@ -211,7 +210,7 @@ def _tables(of: dict[str, Any]) -> tuple[TableShape, ...]:
         count, dims = law["tables"], law["dims"]
         mean = law["indices"] / count / of["global_batch"]
         lengths = [-mean * math.log(1 - (i + 0.5) / count) for i in range(count)]
-        # Neighbouring tables must differ in length and width alike, so walk the sorted lengths in large coprime steps.
+        # Neighbouring tables must differ in both length and width, so take the sorted lengths in large coprime steps.
         bags: list[Bag] = [Bag(0, max(1, round(2 * lengths[(i * 331) % count]))) for i in range(count)]
         return tuple(TableShape(law["rows"], dims[i % len(dims)], bag) for i, bag in enumerate(bags))
     bags = [Bag(n, n) for n in of.get("fixed", ())] + [Bag(0, n) for n in of.get("uniform", ())]
@@ -231,8 +230,8 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     """Return the presets with these names, separated by commas; all presets if `name` is None.
 
-    The part of a name before the slash selects all presets with this part: "fused-inter" selects five. Raise `ValueError` for an
-    unknown name."""
+    The part of a name before the slash selects all presets that share it: "fused-inter" selects five. Raise `ValueError` for
+    an unknown name."""
     family = {preset: preset.split("/")[0] for preset in PRESETS}
     names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]
     if unknown := [part for part in names if part not in {*family, *family.values()}]:

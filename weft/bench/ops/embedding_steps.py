@@ -1,6 +1,6 @@
-"""The variants of a training step of embeddings: pooling, exchange, backward, and an update by rowwise Adagrad.
+"""The variants of an embedding training step: pooling, exchange, backward, and rowwise Adagrad.
 
-All variants update the same tables. Each has its own states.
+All variants update the same tables. Each variant has its own optimizer states.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LR, EPS = 0.05, 1e-8
 
 
 class TrainingData(EmbeddingData):
-    """Tables, inputs, and for each input set the gradient of this rank's pooled vectors."""
+    """Tables, inputs, and the gradient of this rank's pooled vectors for each input set."""
 
     fbgemm: Any = None
-    """FBGEMM's module, whose memory the tables are; None without it, and on a rank without tables."""
+    """FBGEMM's module, which owns the tables' memory; None without FBGEMM and on ranks without tables."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, with_fbgemm: bool) -> None:
         self.with_fbgemm = with_fbgemm
@@ -60,7 +60,7 @@ class TrainingData(EmbeddingData):
 
 
 class TrainingStep(ABC):
-    """A variant: call it with the number of an input set. It returns the pooled vectors that the step's forward computed."""
+    """A variant. A call with the number of an input set runs one step, and returns the forward's pooled vectors."""
 
     def __init__(self, work: TrainingData) -> None:
         self.work = work
@@ -68,19 +68,19 @@ class TrainingStep(ABC):
     @property
     @abstractmethod
     def states(self) -> Sequence[torch.Tensor]:
-        """Rowwise Adagrad's sums, fp32 [rows], of each table."""
+        """The rowwise Adagrad state of each table, fp32 [rows]."""
 
     @abstractmethod
     def __call__(self, which: int) -> torch.Tensor: ...
 
     def reset(self) -> None:
-        """Zero the states."""
+        """Zero the optimizer states."""
         for state in self.states:
             state.zero_()
 
 
 class WeftStep(TrainingStep):
-    """weft's operator, with the optimizer in its backward. pushes: with WEFT_PUSH_GRADIENTS=1."""
+    """weft's operator, with the optimizer in its backward. pushes: set WEFT_PUSH_GRADIENTS=1."""
 
     def __init__(self, work: TrainingData, pushes: bool = False) -> None:
         super().__init__(work)
@@ -132,7 +132,7 @@ class WeftStep(TrainingStep):
             return found
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
-        """Return the parts of a step. All but the forward take the first input set."""
+        """Return {part of a step: call}. All parts but the forward use the first input set."""
 
         def forward(which: int) -> torch.Tensor:
             with torch.no_grad():
@@ -150,7 +150,7 @@ class WeftStep(TrainingStep):
 
 
 class _ByHand(TrainingStep):
-    """A step that pools, exchanges and unpacks; and packs the gradients, exchanges them, and goes back."""
+    """A step in sequence: pool, exchange, unpack; then pack the gradients, exchange them, and update the tables."""
 
     def __init__(self, work: TrainingData) -> None:
         super().__init__(work)
@@ -161,7 +161,7 @@ class _ByHand(TrainingStep):
             return self._serial.unpack(self._serial.exchange(pooled))
 
     def _gradients(self, which: int) -> torch.Tensor:
-        """Return the gradients of the vectors that this rank has pooled, [global batch, columns of its tables]."""
+        """Return the gradients of the vectors that this rank pooled, [global batch, columns of its tables]."""
         serial, work, grad = self._serial, self.work, self.work.grads[which]
         widths = [end - start for _, start, end in serial.runs]
         of_rank: list[list[torch.Tensor]] = [[] for _ in serial.shapes]
@@ -174,7 +174,7 @@ class _ByHand(TrainingStep):
 
 
 class FbgemmStep(_ByHand):
-    """FBGEMM's table-batched kernels with their fused update, which TorchRec trains with, and NCCL's or gloo's all-to-all."""
+    """FBGEMM's table-batched kernels with fused update, as in TorchRec, and NCCL's or gloo's all-to-all."""
 
     def __init__(self, work: TrainingData, deterministic: bool) -> None:
         super().__init__(work)
@@ -200,7 +200,7 @@ class FbgemmStep(_ByHand):
 
 
 class TorchStep(_ByHand):
-    """nn.EmbeddingBag's function with sparse gradients for each table, an all-to-all, and rowwise Adagrad by index_add_."""
+    """torch's embedding_bag with sparse gradients per table, an all-to-all, and rowwise Adagrad by index_add_."""
 
     def __init__(self, work: TrainingData) -> None:
         super().__init__(work)
@@ -250,7 +250,7 @@ def _pushing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Ask torch and FBGEMM for sums in a fixed order, without filling new memory as torch otherwise does then."""
+    """Enable deterministic sums in torch and FBGEMM, without torch's filling of uninitialised memory."""
     filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -263,7 +263,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def fbgemm_kernel(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return FBGEMM's module for tables of these shapes. `split_embedding_weights()` of the module returns the tables."""
+    """Return FBGEMM's module for tables of these shapes. Its `split_embedding_weights()` returns the tables."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
@@ -280,10 +280,10 @@ def fbgemm_kernel(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device:
 
 
 def why_no_fbgemm() -> str | None:
-    """Return the reason why FBGEMM cannot run here, None if it can."""
+    """Return the reason why FBGEMM cannot run here; None if it can."""
     try:
         import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401
-    except Exception as error:  # it loads shared objects, which can fail in many ways
+    except Exception as error:  # loading its shared objects can fail in many ways
         return f"fbgemm_gpu does not import ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
     return None
 

@@ -1,16 +1,16 @@
 """Benchmark of training embeddings: forward, backward and rowwise Adagrad in one step, presets x variants.
 
-All variants update the same tables, which are filled anew between variants for the check. A check makes two steps on two input sets
-and compares the second forward's vectors, and sampled rows and their states, with float64. Timed steps follow each other without a
-fill, as in training; the check is repeated after them.
+All variants update the same tables. A check refills the tables and makes two steps on two input sets. Then it compares the second
+forward's vectors, sampled rows and their states with float64. Timed steps do not refill the tables, as in training. The check is
+repeated after the timing.
 
-A step's time stands beside two floors of the bytes that a rank moves, at the rates measured in the same run:
+A step's time is compared with two lower bounds, the bytes that a rank moves at the rates measured in the same run:
 
-    once            each row that the batch reads: read for forward, read and written for the update
-    per occurrence  as many reads as ids for forward, one read of a gradient for each id, then one read and write of each row
+    once            each distinct row is read for the forward, and read and written for the update
+    per occurrence  a row and a gradient are read for each id, and each distinct row is read and written once
 
-Both floors have ids and offsets twice, one pass of a sort over 4-byte keys and numbers, vectors written and gradients read once,
-and what leaves the rank in either direction.
+Both bounds also include ids and offsets twice, and one pass of a sort over 4-byte keys and numbers. They include vectors written
+once, gradients read once, and the bytes over the link.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from weft.bench.ops.embedding_steps import (
 from weft.words import counted
 
 BASELINES = (DETERMINISTIC, FBGEMM, TORCH)
-_SAMPLED = 64  # rows of each table that occur, and as many drawn from all
+_SAMPLED = 64  # checked rows per table: this many that occur, and as many drawn from all rows
 _BY_OTHERS = {DETERMINISTIC, FBGEMM}
-_STEPS = 2  # of a check: the second one finds states
-_CHUNK_BYTES = 128 << 20  # of gradients in float64 while expected rows are computed
+_STEPS = 2  # steps of a check; the second step starts with nonzero states
+_CHUNK_BYTES = 128 << 20  # bytes of float64 gradients per block of the reference
 _ZIPF = 1.05
 _SHORT = {"grid-64x200k-d256-b4096-l32": "64x200k", "grid-128x100k-d128-b1024-l20": "128x100k"}
 
@@ -77,7 +77,7 @@ TRAINED: dict[str, EmbeddingPreset] = _presets()
 
 
 class Expected(NamedTuple):
-    """The rows of a table that are checked, and their values and states after the steps of a check, in float64."""
+    """The checked rows of a table, and their float64 values and states after the steps of a check."""
 
     rows: torch.Tensor
     values: torch.Tensor
@@ -86,8 +86,10 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes that one rank must move in a step. rows, distinct_rows: bytes of all occurrences, and of distinct rows. rest: bytes of
-    everything else in its own memory. wire: what leaves, in the direction that carries more."""
+    """Bytes that one rank must move in a step.
+
+    rows: all occurrences of rows. distinct_rows: each row once. rest: other bytes in local memory. wire: bytes over the link, in
+    the direction with more bytes."""
 
     rows: float
     distinct_rows: float
@@ -102,13 +104,13 @@ class StepTraffic:
 
 
 class TrainingWorkload(TrainingData, Variants):
-    """The variants' data, expected rows and records."""
+    """The data, expected rows, variants and records of one configuration."""
 
     baselines = BASELINES
     # --- the check ---
 
     def gradients_of_slot(self, number: int, which: int) -> torch.Tensor:
-        """Return the gradients of this rank's slot of that number, [global batch, D]; empty without the slot. Collective."""
+        """Return the gradients of this rank's slot `number`, [global batch, D]; empty if there is no such slot. Collective."""
         config, rank = self.config, self.ranks.rank
         slots = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
         there = [of[number] if number < len(of) else None for of in slots]
@@ -125,7 +127,9 @@ class TrainingWorkload(TrainingData, Variants):
         return received.view(config.global_batch, dims[rank])
 
     def expected(self) -> list[Expected]:
-        """Return what the steps of a check leave in sampled rows of each of this rank's tables, filled anew. Collective."""
+        """Return the expected sampled rows of each of this rank's tables after a check. Collective.
+
+        The tables must be freshly filled."""
         found = []
         most = max(len(self.config.sharding.local_slots(r)) for r in range(self.ranks.world_size))
         for number in range(most):
@@ -166,7 +170,7 @@ class TrainingWorkload(TrainingData, Variants):
     def error_of_step(self, step: TrainingStep, expected: Sequence[Expected], pooled: torch.Tensor) -> float:
         """Return the largest error of a variant in a check, relative to the largest element. Collective.
 
-        It is infinite for a row that no id names and that has changed. pooled: the vectors of the first step, in float64.
+        The error is infinite if a row without ids has changed. pooled: the vectors of the first step, in float64.
         """
         self.fill_tables()
         step.reset()
@@ -189,7 +193,7 @@ class TrainingWorkload(TrainingData, Variants):
         return 1e-4 if self.dtype == torch.float32 else 1e-2
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Allow one rounding for each row of the longest bag, and 16 of an update."""
+        """Return the error limit: one rounding per row of the longest bag, and 16 roundings of an update."""
         return torch.finfo(self.dtype).eps * max(16.0, *(2 * bag.mean for bag in self.config.bags))
 
     # --- variants and their records ---
@@ -282,19 +286,20 @@ class TrainingWorkload(TrainingData, Variants):
         return False
 
     def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
-        """Return the error of a call of another library, or "". Collective: one that fails on a rank counts as failed on all."""
+        """Return the error text of another library's call; "" if none. Collective: a failure on one rank counts on all."""
         why = ""
         try:
             call(0)
             self.ranks.synchronize()
-        except Exception as error:  # the other variants are still to be measured
+        except Exception as error:  # continue with the other variants
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         failed = self.ranks.most(float(bool(why)))
         return (why or "on another rank") if failed else ""
 
     def _extra_bytes(self, call: Callable[[int], torch.Tensor]) -> int | None:
-        """Return the bytes beyond tables, inputs, states and kept buffers that a step takes at most, on the worst rank; None on
-        CPU. Collective."""
+        """Return the peak bytes of a step on the worst rank; None on CPU. Collective.
+
+        Tables, inputs, states and kept buffers do not count."""
         if self.ranks.device.type != "cuda":
             return None
         torch.cuda.synchronize()
@@ -305,7 +310,7 @@ class TrainingWorkload(TrainingData, Variants):
         return int(self.ranks.most(torch.cuda.max_memory_allocated() - before))
 
     def traffic(self) -> StepTraffic:
-        """Return this rank's bytes, exact for its inputs, in the mean over the input sets."""
+        """Return this rank's exact bytes, averaged over the input sets."""
         rows = distinct = states = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())
@@ -329,7 +334,7 @@ DEFAULT_FBGEMM = (DETERMINISTIC, FBGEMM)
 
 
 def _ordered(names: Sequence[str]) -> list[str]:
-    """Return the names once each, baselines first."""
+    """Return the distinct names, baselines first."""
     return [
         *(name for name in BASELINES if name in names),
         *(name for name in dict.fromkeys(names) if name not in BASELINES),
@@ -337,7 +342,7 @@ def _ordered(names: Sequence[str]) -> list[str]:
 
 
 def training_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """Return `options.scale`, or the largest that fits here; the same on all ranks. Only rows shrink on GPUs."""
+    """Return `options.scale`, or the largest scale that fits. All ranks return the same. On GPUs only rows shrink."""
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)
@@ -398,7 +403,7 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
         return [record["config"] + (f" ({scale})" if max(batch, rows) > 1 else ""), *floors]
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return the lines, with the geometric means of the gains."""
+        """Return (header, lines), with the geometric means of the gains as the last line."""
         return with_means(*self.lines(rows), rows, self.compared(rows))
 
 

@@ -1,5 +1,4 @@
-"""The data of a configuration of embedding + all-to-all, and the variants that compute its output: weft's operator and its
-baselines."""
+"""The data of an embedding + all-to-all configuration, and its variants: weft's operator and baselines."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ from weft.timeline import Timeline
 BASELINE = "embedding_bag"
 PER_TABLE = "per-table"
 CHOOSES = "weft"
-"""The operator as users call it, which selects its transport (`transport="auto"`)."""
-_OUTPUT_BUFFERS = 1  # no result is held across calls
-_CHUNK_BYTES = 128 << 20  # bytes of gathered rows in float64 while the reference is computed
+"""The operator with its default `transport="auto"`, which selects the transport."""
+_OUTPUT_BUFFERS = 1  # no caller keeps a result across calls
+_CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
 
 
 class EmbeddingData(Workload):
-    """Tables (uniform in [-1, 1)), and `input_sets` inputs of the global batch for this rank's features."""
+    """This rank's tables, uniform in [-1, 1), and `input_sets` inputs of its features for the global batch."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
@@ -56,7 +55,7 @@ class EmbeddingData(Workload):
         self.draw_inputs()
 
     def new_tables(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Return memory for this rank's tables."""
+        """Allocate this rank's tables."""
         return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
 
     def fill_tables(self) -> None:
@@ -76,9 +75,9 @@ class EmbeddingData(Workload):
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Allow twice the error of plain torch in the same dtype (`nn.EmbeddingBag`), or one rounding of the largest element.
+        """Return the error limit: twice the error of `nn.EmbeddingBag` in the same dtype, or one rounding of the largest element.
 
-        For plain torch itself, allow one rounding for each row of the longest bag."""
+        The limit of `nn.EmbeddingBag` itself is one rounding per row of the longest bag."""
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:
             return eps * max(2 * bag.mean for bag in self.config.bags)
@@ -87,7 +86,7 @@ class EmbeddingData(Workload):
     def reference(self, which: int) -> torch.Tensor:
         """Return float64 [local batch, sum of D]: the expected output of this rank. Collective.
 
-        In round i every rank pools its i-th slot and sends it off, which saves memory.
+        In round i every rank pools and exchanges only its i-th slot, to save memory.
         """
         config, (values, offsets) = self.config, self.inputs[which]
         batch, device = config.global_batch, self.ranks.device
@@ -124,11 +123,11 @@ def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Te
 
 
 Pool = Callable[[int], torch.Tensor]
-"""A function that returns this rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
+"""A function of an input set's number. It returns this rank's pooled vectors, [global batch, local columns], contiguous."""
 
 
 class SerialVariant:
-    """A variant that pools, then exchanges, then unpacks."""
+    """A variant that pools, exchanges and unpacks in sequence."""
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
         self.work, sharding = work, work.config.sharding
@@ -146,7 +145,7 @@ class SerialVariant:
             return self._pool(which)
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the vectors that all ranks pooled for this rank's samples, rank after rank, flat."""
+        """Return the vectors that all ranks pooled for this rank's samples, flat, in rank order."""
         received, group = pooled.new_empty(sum(self.receive_splits)), self.work.ranks.group
         dist.all_to_all_single(received, pooled.view(-1), self.receive_splits, self.send_splits, group=group)
         return received
@@ -161,16 +160,15 @@ class SerialVariant:
 
     @cached_property
     def extra_bytes(self) -> tuple[int, str]:
-        """Return (the largest number of bytes beyond tables and inputs at any moment, with the output, on the worst rank; how it
-        is known). Collective.
+        """Return (peak bytes on the worst rank, how they are known). Collective.
 
-        On GPUs it is measured, elsewhere counted from buffers.
+        The bytes include the output, but not tables and inputs. On GPUs they are measured; on CPU they are the buffers' sizes.
         """
         work, config = self.work, self.work.config
         if work.ranks.device.type != "cuda":
             pooled = config.global_batch * work.local_dim * config.itemsize
             received = work.local_batch * config.sharding.total_dim * config.itemsize
-            # Pooled one by one and concatenated; sent and received; received and output.
+            # The peaks of: pooling per table and concatenating; exchanging; unpacking.
             most = max(2 * pooled * self.pooled_twice, pooled + received, 2 * received)
             return int(work.ranks.most(most)), "counted"
         self(0)
@@ -197,10 +195,10 @@ class SerialVariant:
 
 
 def embedding_bags(work: EmbeddingData) -> Pool:
-    """Pool with one `nn.EmbeddingBag` per table, as a user of plain torch would.
+    """Pool with one `nn.EmbeddingBag` per table.
 
-    The PGAS paper starts from TorchRec's EmbeddingBagCollection and an asynchronous all-to-all; here nothing could overlap with
-    the exchange.
+    The PGAS paper's baseline is TorchRec's EmbeddingBagCollection with an asynchronous all-to-all. Here the all-to-all is
+    synchronous, because no other work could overlap with it.
     """
     how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
     bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]
@@ -212,20 +210,20 @@ def embedding_bags(work: EmbeddingData) -> Pool:
 
 
 def batched(work: EmbeddingData) -> Pool:
-    """Pool all tables in one launch of weft's own kernel; the exchange is the same. It is the strong baseline."""
+    """Pool all tables in one launch of weft's own kernel, before the same exchange: the strong baseline."""
     sharding = work.config.sharding
     tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
     return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
 def fbgemm(work: EmbeddingData) -> Pool:
-    """Pool with FBGEMM's table-batched kernel (which TorchRec uses), with tables on the device, forward only."""
+    """Pool with FBGEMM's table-batched kernel, as TorchRec does, forward only, with tables on the device."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as Bags
 
-    precision, sgd = SparseType.from_dtype(work.dtype), EmbOptimType.EXACT_SGD  # no state in addition to the tables
+    precision, sgd = SparseType.from_dtype(work.dtype), EmbOptimType.EXACT_SGD  # SGD adds no state to the tables
     of_tables = [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights]
     types = {"weights_precision": precision, "output_dtype": precision}
     kernel = Bags(of_tables, optimizer=sgd, pooling_mode=PoolingMode.SUM, device=work.ranks.device, **types)
@@ -235,8 +233,9 @@ def fbgemm(work: EmbeddingData) -> Pool:
 
 
 def parse(name: str) -> EmbeddingOptions | None:
-    """Return the options of a fused variant's name: `direct`, `put`, optionally with `-natural` and `-slice8`; the preset's by
-    default."""
+    """Return the options in a fused variant's name: `direct` or `put`, optionally with `-natural` and `-slice8`.
+
+    The slice size is the preset's unless the name has one."""
     found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
     if found is None:
         return None
@@ -246,9 +245,9 @@ def parse(name: str) -> EmbeddingOptions | None:
 
 
 class FusedVariant:
-    """weft's operator. per_table: its kernel is launched once for each table, not once for all.
+    """weft's operator. per_table: launch its kernel once per table instead of once.
 
-    (The fused paper does so within a node, with a kernel that is not persistent; weft's is persistent.)
+    (The fused embedding paper launches per table within a node, with a non-persistent kernel; weft's kernel is persistent.)
     """
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, per_table: bool = False):
@@ -293,8 +292,9 @@ class FusedVariant:
 
 
 Variant = SerialVariant | FusedVariant
-"""A variant computes the output of an input set, [local batch, sum of D], on the current stream. `traced`, on CPU, records the
-spans of a call in a timeline, on the monotonic clock that all ranks share."""
+"""A variant computes the output of an input set, [local batch, sum of D], on the current stream.
+
+`traced` (CPU only) records the spans of a call in a timeline, on the monotonic clock that all ranks share."""
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
     BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,
@@ -302,7 +302,7 @@ POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return the reason why variant `name` cannot run here, None if it can; raise ValueError for an unknown name."""
+    """Return the reason why variant `name` cannot run here; None if it can. Raise ValueError for an unknown name."""
     if name not in (*POOLS, PER_TABLE, CHOOSES) and parse(name) is None:
         raise ValueError(
             f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE, CHOOSES))}, or direct or put, optionally with -natural and "
@@ -315,7 +315,7 @@ def why_not(name: str, device: torch.device) -> str | None:
             return "it is a baseline only on GPUs"
         try:
             import fbgemm_gpu  # noqa: F401
-        except Exception as error:  # it loads shared objects, which can fail in many ways
+        except Exception as error:  # loading its shared objects can fail in many ways
             return f"fbgemm_gpu does not import ({type(error).__name__})"
     return None
 

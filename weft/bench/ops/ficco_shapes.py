@@ -1,12 +1,12 @@
 """FiCCO's GEMMs (`weft.bench.table_1`) as presets of all_gather_matmul, reduced to fit this machine.
 
+    g1 ... g16, s1 ... s16      a GEMM of table I, or a synthetic GEMM: N divided by the ranks, M halved until it fits
+    g1-m4                       the same with a quarter of M, on every machine
+    table-1, synthetic          all sixteen GEMMs; table-1-m16: with a sixteenth of M
 
-    g1 ... g16, s1 ... s16      a GEMM of table I, or a synthetic one: N over the ranks, M halved until it fits
-    g1-m4                       with a quarter of M, on every machine the same
-    table-1, synthetic          all sixteen; table-1-m16 with a sixteenth of M
-
-A rank holds the gathered input several times, results in float64, and the buffers of each measured schedule. So the size that
-fits depends on the variants too. Only M is reduced, since batch and sequence determine it, while the model determines N and K.
+A rank allocates the gathered input several times, results in float64, and the buffers of each measured schedule. So the size that
+fits also depends on the variants. Only M is reduced, because batch and sequence length determine M, while the model determines N
+and K.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _GEMMS = {gemm.name: (gemm,) for gemms in _GROUPS.values() for gemm in gemms}
 _NAME = re.compile(r"(table-1|synthetic|[gs][1-9]\d?)(?:-m([1-9]\d{0,5}))?")
 
 
-_USED = 0.9  # share of the free memory: libraries take the rest
+_USED = 0.9  # fraction of the free memory; libraries take the rest
 
 
 @dataclass(frozen=True)
 class GatherShape(GemmShape):
-    """A shape. gemm: its name in the paper's table; "" for other shapes. over: the divisor of M; 0: the smallest that fits."""
+    """A shape. gemm: its name in the paper's table, or "". over: the divisor of M; 0 selects the smallest that fits."""
 
     gemm: str = ""
     over: int = 1
@@ -48,7 +48,7 @@ class GatherShape(GemmShape):
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of this name. The paper's GEMMs have the layer's N (`on` divides it)."""
+        """Return the shapes of this name. The paper's GEMMs have the full layer's N, which `on` divides by the ranks."""
         match = _NAME.fullmatch(name)
         gemms: Sequence[GatheredGemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
         if not match or not gemms:
@@ -60,7 +60,7 @@ class GatherShape(GemmShape):
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
-        """Return the shape as one of `ranks` ranks computes it: N divided by the ranks."""
+        """Return the shape on one of `ranks` ranks, with N divided by the ranks."""
         if not self.gemm:
             return self
         (gemm,) = _GEMMS[self.gemm]
@@ -73,10 +73,10 @@ class GatherShape(GemmShape):
         return replace(self, m=self.m // 2, over=2 * max(1, self.over)).on(ranks)
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Return the bytes of a run. The paper's GEMMs may fill a GPU, so their estimate is closer to the peak of a run.
+        """Return the bytes of a run. The paper's GEMMs can fill a GPU, so their estimate is close to the peak.
 
-        It counts the input gathered, for the comparison and twice while that is made, in a buffer, and two sets of shards; the
-        weight, also in float64; two results, likewise."""
+        The estimate has the gathered input (for the reference, twice during its computation, and in a buffer) and two sets of
+        shards. It also has the weight and two results, each with a float64 copy."""
         if not self.gemm:
             return super().bytes(ranks, item_bytes)
         m, n, k = self.m, self.n, self.k
@@ -84,10 +84,10 @@ class GatherShape(GemmShape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """Return one of the paper's GEMMs with M halved until inputs, results and all schedules that `names` begin fit. Collective.
+    """Return `shape` with M halved until inputs, results and all schedules with a prefix in `names` fit. Collective.
 
-    Any other shape, or a shape with a given M, is returned unchanged. If no part fits, the whole shape is returned, which is
-    refused later. See `pinned_schedules`.
+    Only GEMMs of the paper without a given divisor of M are reduced. If no M fits, return the full shape, which is refused later.
+    See `pinned_schedules`.
     """
     if not shape.gemm or shape.over:
         return shape
@@ -97,6 +97,6 @@ def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: in
         left = _USED * free - part.bytes(world, item_bytes)
         if left > 0 and memory_of_schedules(part.problems(op, world, dtype), names) <= MEMORY_SHARE * left:
             return part
-        if part.m % (2 * world * world):  # a shard is cut into `world` pieces
+        if part.m % (2 * world * world):  # schedules split a shard into `world` pieces
             return whole
         part = part.halved(world)

@@ -1,6 +1,6 @@
 """Shapes and pinned schedules for the benchmarks of operators with a GEMM.
 
-Shapes come from `benchmarks/shapes/OP.toml`, each with its source, or from the command line.
+Shapes come from `benchmarks/shapes/OP.toml`, which gives their sources, or from the command line.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from weft.builders import Candidate, NotApplicableError, candidates, described, 
 from weft.schedule import ITEM_BYTES, Compute, Schedule
 
 BASELINE, WEFT, OWN_SERIAL = "serial", "weft", "weft-serial"
-"""Variants: the baseline, the operator with its own choice, and its serial schedule if pinned."""
+"""Variants: the baseline, the operator with its selected schedule, and its pinned serial schedule."""
 ALL = "all"
 CPU_GROUP = "cpu"
 """The group of shapes that run on CPUs by default; the other groups run on GPUs."""
 
 Problems = Sequence[tuple[Any, str]]
-"""Descriptions of the calls of a shape, each with the suffix of its variants."""
+"""The problems of a shape's calls, each with the suffix of its variants."""
 
 _SYMMETRIC = "-symmetric"
 MEMORY_SHARE = 0.5
-"""The share of free memory for the schedules of one run: each keeps its buffers."""
+"""The fraction of free memory for the schedules of a run. Each schedule keeps its buffers."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A shape to measure, [m, k] @ [k, n], n on each rank; two shapes of the same name compare equal.
+    """A shape to measure, [m, k] @ [k, n], with n per rank. Shapes with equal names compare equal.
 
-    symmetric: peers can read the input in place. own: the operator's own options. written: the syntax of a shape. example: a
-    small shape.
+    symmetric: the input is in symmetric memory, so peers can read it in place. own: the operator's own options. written: the
+    syntax of a shape on the command line. example: a small shape.
     """
 
     m: int
@@ -68,7 +68,7 @@ class GemmShape:
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of a group of the file, or the typed shape; empty if `name` is neither."""
+        """Return the shapes of the file's group `name`, or the shape that `name` spells; empty if `name` is neither."""
         plain, symmetric = name.removesuffix(_SYMMETRIC), name.endswith(_SYMMETRIC)
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", plain)
         if typed and plain not in groups:
@@ -84,7 +84,7 @@ class GemmShape:
         return [(described(op, m=self.m, n=self.n, k=self.k, ranks=ranks, dtype=dtype, **dict(self.own)), "")]
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Return the bytes of a rank's inputs, and of its output in float64."""
+        """Return the bytes of a rank's inputs plus its output in float64."""
         return (self.m + self.n) * self.k * item_bytes + 8 * self.m * self.n
 
 
@@ -92,15 +92,15 @@ S = TypeVar("S", bound=GemmShape)
 
 
 def shapes_file(op: str) -> Path:
-    """Return the operator's own file of shapes, or else the common file of operators with a GEMM."""
+    """Return the operator's file of shapes; without such a file, the common file of operators with a GEMM."""
     shapes = Path(weft.__file__).parents[1] / "benchmarks" / "shapes"
     return shapes / f"{op if (shapes / f'{op}.toml').exists() else 'all_gather_matmul'}.toml"
 
 
 def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
-    """Return the shapes of all groups that suit the device, or of the groups and shapes that the preset names.
+    """Return the shapes that `options.preset` names: groups or single shapes. By default, return all groups that suit the device.
 
-    Each shape is returned once, with all its sources and the operator's own options. Raises ValueError for an unknown name.
+    Each shape occurs once, with all its sources and the operator's own options. Raises ValueError for an unknown name.
     """
     groups = reading.read_toml(file) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
@@ -137,10 +137,10 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """Yield (suffix, variant, candidate) for the variants that begin like one of `names`.
+    """Yield (suffix, variant, candidate) for the variants with a prefix in `names`.
 
-    Candidates are the planner's, and full names in `names` with other numbers. The serial schedule
-    comes only from the first of `problems`."""
+    Candidates are the planner's, and full names in `names` with other parameters. Only the first of `problems` yields the serial
+    schedule."""
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
         others = []
@@ -154,9 +154,9 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
-    """Return (schedules whose variant begins like one of `names`, if they apply and fit in memory; notes on the others).
+    """Return (schedules of variants with a prefix in `names` that apply and fit in memory; notes on the others). Collective.
 
-    Of equal schedules under several names the first is kept. Collective."""
+    If equal schedules have several names, keep the first name."""
     free, kept, left_out = MEMORY_SHARE * free_bytes(ranks), [], []
     for one in _distinct(problems, names):
         free -= _memory(one.schedule)
@@ -169,7 +169,7 @@ def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> 
 
 
 def memory_of_schedules(problems: Problems, names: Sequence[str]) -> int:
-    """Return the bytes of a rank for all schedules whose variant begins like one of `names`."""
+    """Return a rank's bytes for all schedules of variants with a prefix in `names`."""
     return sum(_memory(one.schedule) for one in _distinct(problems, names))
 
 
@@ -188,7 +188,7 @@ def _memory(schedule: Schedule) -> int:
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:
-    """Raise ValueError if a name begins no variant, or its schedules support no shape.
+    """Raise ValueError if a name is no prefix of a variant, or its schedules support no shape.
 
     fixed: variants that pin no schedule."""
     for name in names if shapes else ():
@@ -208,13 +208,13 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
 
 
 def cannot(names: Sequence[str], problems: Problems) -> list[str]:
-    """Return notes on the `names` that are omitted for a shape because their schedules do not support it."""
+    """Return notes on the `names` without a schedule that supports the shape."""
     found = {name: _why_not(name, problems) for name in names}
     return [f"not measured, {name}: {why}" for name, why in found.items() if why]
 
 
 def _why_not(name: str, problems: Problems) -> str:
-    """Return the reasons why no schedule that begins with `name` supports a shape; empty if one does."""
+    """Return why no schedule with prefix `name` supports the shape; empty if a schedule supports it."""
     reasons: dict[str, None] = {}
     for _, _, candidate in _beginning(problems, [name]):
         try:
@@ -226,7 +226,7 @@ def _why_not(name: str, problems: Problems) -> str:
 
 
 def roundings(schedule: Schedule) -> int:
-    """Return the most roundings of an output to its dtype: every step, or tile, that adds to it rounds it again."""
+    """Return the most roundings of an output element to its dtype. Every step or tile that adds to the element rounds it again."""
     steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
     added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)
     return 1 + max(added.values(), default=0)
@@ -235,8 +235,8 @@ def roundings(schedule: Schedule) -> int:
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:
     """Return the largest allowed error of a GEMM's output, relative to the largest element.
 
-    of_torch: the error of torch's GEMM in this dtype. The limit is twice that (at least half a rounding of the largest element),
-    times the number of roundings. None: the limit for torch itself, a few roundings plus those of k additions in fp32.
+    of_torch: the error of torch's GEMM in this dtype. The limit is twice this error, but at least half a rounding of the largest
+    element, times `roundings`. With None, return the limit for torch itself: a few roundings plus those of k additions in fp32.
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

@@ -1,9 +1,9 @@
 """Benchmark of GEMM + all-gather: shapes x variants.
 
-[m, k] @ [k, n] on each rank; every rank gets all products, concatenated by rows or, with `gather_dim=-1`, by columns. Variants in
-addition to weft's:
+Each rank computes [m, k] @ [k, n]. Every rank gets all products, concatenated by rows or, with `gather_dim=-1`, by columns.
+Variants in addition to weft's:
 
-    serial    the baseline: torch.mm, all_gather_into_tensor; for columns, a copy that puts them side by side
+    serial    the baseline: torch.mm, all_gather_into_tensor; with `gather_dim=-1`, then a copy into columns
 
 Also timed: the GEMM alone and NCCL's all-gather alone.
 """

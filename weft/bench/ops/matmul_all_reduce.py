@@ -1,9 +1,9 @@
 """Benchmark of GEMM + all-reduce: shapes x variants.
 
-[m, k] @ [k, n] on each rank, k being its part of a layer's rows; with `residual` and `norm` the next operators of a transformer.
-Variants beside weft's:
+Each rank computes [m, k] @ [k, n], where k is its part of a row-parallel layer. Options `residual` and `norm` add the next
+operators of a transformer. Variants in addition to weft's:
 
-    serial    the baseline: torch.mm, all_reduce, and if requested add_ and torch.nn.functional.rms_norm
+    serial    the baseline: torch.mm, all_reduce, and with these options add_ and torch.nn.functional.rms_norm
 
 Also timed: the GEMM alone and NCCL's all-reduce alone.
 """
@@ -37,7 +37,7 @@ class SumVariants(HandVariants):
         return y if call.norm is None else torch.nn.functional.rms_norm(y, y.shape[1:], call.norm[0], call.eps)
 
     def alone(self) -> tuple[Call, ...]:
-        product = self.calls[0].x.new_zeros(self.config.m, self.config.n)  # zeros, so that repeated sums stay finite
+        product = self.calls[0].x.new_zeros(self.config.m, self.config.n)  # zeros: repeated sums stay finite
         return (
             lambda which: torch.mm(self.calls[which].x, self.calls[which].w),
             lambda which: dist.all_reduce(product, group=self.ranks.group),

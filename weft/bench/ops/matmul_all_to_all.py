@@ -1,9 +1,9 @@
-"""Benchmark of GEMM + MoE combine: rows are multiplied at the ranks of their experts and sent back. Layers and variants are those
-of all_to_all_matmul.
+"""Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
-[k, n] is an expert's last matrix. `serial`, the baseline: torch's grouped GEMM, a copy into the order of source ranks,
-all_to_all_single. Its sizes are already on the host, from the dispatch, so it never waits, and can be captured. weft knows the
-number of this rank's tokens, as from a preceding dispatch; ...-bounded gets it as `rows`.
+Layers and variants are those of all_to_all_matmul; [k, n] is an expert's last matrix. `serial`, the baseline, runs torch's grouped
+GEMM, a copy into the order of source ranks, and all_to_all_single. The dispatch has already copied its sizes to the host, so
+`serial` never waits and can be captured. weft also knows the number of this rank's tokens from the dispatch; ...-bounded variants
+get it as `rows`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.runtime.unfused.sizes import remember_total
 
 
 class CombineVariants(ExpertVariants):
-    """Variants of the combine. A row has k columns at its expert, and n columns when it is sent back."""
+    """Variants of the combine. A row has k columns before the expert's GEMM, and n columns after."""
 
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
     ahead, sent_columns = BASELINE, "n"
@@ -41,7 +41,7 @@ class CombineVariants(ExpertVariants):
             remember_total(splits, self.config.rows)
 
     def rows_at(self, which: int, rank: int) -> torch.Tensor:
-        """Return the rows at the experts of `rank`, by expert and then by source."""
+        """Return the rows at the experts of `rank`, [rows, k], by expert and then by source rank."""
         return self.rows_drawn(which, rank, int(self.counts(which, rank).sum()))
 
     def reference(self, which: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class CombineVariants(ExpertVariants):
         return found
 
     def waits(self, name: str) -> bool:
-        """True if the host reads sizes: weft knows the number of tokens, and only copy engines need more."""
+        """True if the host reads sizes. weft needs them only for copy engines."""
         return "by=dma" in name
 
     def exchange(self, which: int) -> None:
@@ -74,7 +74,7 @@ class CombineVariants(ExpertVariants):
         return experts.matmul_all_to_all(self.arrived[which], self.w, self.known[which], group, self.config.rows)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return weft's call, without or with `rows`."""
+        """Return weft's call, with `rows` for bounded variants."""
         rows = self.config.rows if variant.endswith(BOUNDED) else None
         return lambda which: matmul_all_to_all(
             self.arrived[which], self.w, self.received[which], self.splits[which], group=self.ranks.group, rows=rows,

@@ -1,13 +1,13 @@
 """Benchmark of GEMM + reduce-scatter: shapes x variants.
 
-[m, k] @ [k, n] on each rank, k being its part of a layer's rows; a rank gets m / ranks rows of the sum. With fp8 operands, which
-have a scale for each whole tensor, it is the operator scaled_matmul_reduce_scatter. Variants beside weft's:
+Each rank computes [m, k] @ [k, n], where k is its part of a row-parallel layer, and gets m / ranks rows of the sum. With fp8
+operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor. Variants in addition to weft's:
 
     serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, reduce_scatter_tensor
     asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter (fused_scaled_matmul_reduce_scatter); GPUs only
 
-Also timed: the two halves of an ideal overlap, which are the GEMM alone and the copies of the peers' rows to them alone, and
-NCCL's reduce-scatter alone.
+Also timed alone: the GEMM, the copies of all peers' rows to the peers, and NCCL's reduce-scatter. An ideal overlap takes the longer
+of the GEMM and the copies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ScatterVariants(TorchVariants):
 
     def scattered(self) -> torch.Tensor:
         rank, world, rows, group = self.ranks.rank, self.ranks.world_size, self.problem.rows, self.ranks.group
-        if self.ranks.device.type != "cuda":  # gloo has no reduce-scatter: weft's replacement
+        if self.ranks.device.type != "cuda":  # gloo has no reduce-scatter, so use weft's replacement
             return reduce_scatter(self.product, [rows] * world, rank, group, STRAIGHT, "reduce_scatter")
         y = self.product.new_empty(rows, self.config.n)
         reduce_scatter_by_torch(y, self.product, group=group)
@@ -78,8 +78,9 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (source, target) of each peer's rows, the next rank's first. They are made late, since the first call of a
-        variant pays for its own memory."""
+        """Return (source, target) of each peer's rows, starting with the next rank.
+
+        Targets are allocated late, so that each variant's first call includes its own allocation."""
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)
         theirs = [parts[(rank + i) % world] for i in range(1, world)]
@@ -87,7 +88,7 @@ class ScatterVariants(TorchVariants):
 
 
 class ScaledScatterVariants(ScatterVariants):
-    """Operands in fp8 with a scale for each; products, sums and results in bf16. torch has this operator too."""
+    """Variants with fp8 operands, one scale per operand, and bf16 products, sums and results. AsyncTP has this operator."""
 
     def draw(self) -> None:
         self.dtype = torch.bfloat16

@@ -1,18 +1,18 @@
-"""Benchmark of whole blocks of tensor-parallel Llamas, forward and backward: how much of their communication is hidden.
+"""Benchmark of tensor-parallel Llama blocks, forward and backward: the fraction of communication that is hidden.
 
-Presets are models, with an MLP and an attention each, of one sequence. Variants:
+Presets are models; each has an MLP and an attention block, on one sequence. Variants:
 
     serial           the baseline: torch's all-gather before GEMMs and reduce-scatter after them
     weft             weft.nn.ParallelMLP, weft.nn.ParallelAttention
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
 
-Also timed: `compute`, the same work on one rank's part, without any communication, on arbitrary data. `hidden` is (serial -
-variant) / (serial - compute): 0 if all communication is exposed, 1 if none is. For compiled variants it includes other gains of
+Also timed: `compute`, the same computation on one rank's part of the data, without communication. hidden = (serial - variant) /
+(serial - compute): 0 if all communication is exposed, 1 if none is exposed. For compiled variants `hidden` includes other gains of
 the compiler, so tables show it for `weft` alone.
 
-Presets that end in -whole keep all activations on every rank between blocks, and run only if named. `serial` is then
-torch's all-reduce, in forward after the block and in backward before it.
+Presets that end in -whole replicate activations between blocks, and run only if named. Their `serial` is torch's all-reduce, after
+the block in forward and before the block in backward.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
 class Comparison(Variants):
-    """A block's inputs and variants on one rank. Making one is collective.
+    """A block's inputs and variants on one rank. Construction is collective.
 
-    The results of a variant are its output and all gradients. The reference is the result of `serial`."""
+    A variant's results are its output and all gradients. The reference is the results of `serial`."""
 
     baselines, claims, input_sets = (BASELINE, ASYNCTP), ((WEFT, BASELINE), (COMPILED, ASYNCTP)), 1
 
@@ -93,7 +93,7 @@ class Comparison(Variants):
     # --- compared results ---
 
     def results(self, name: str, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return this rank's part of `y` and of all gradients, after a call of this variant that returned `y`."""
+        """Return this rank's part of `y` and of all gradients, after a call of variant `name` that returned `y`."""
         gradients = {f"the gradient of {n}": local(p.grad) for n, p in self.blocks[name].module.named_parameters()}
         return {"y": local(y.detach()), "the gradient of x": local(self.x.grad)} | gradients
 
@@ -110,8 +110,9 @@ class Comparison(Variants):
             value.fill_(math.nan)
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
-        """Return the largest error of any result, relative to the largest element of `serial`'s; 0 for `compute`, whose results
-        are meaningless."""
+        """Return the largest error of any result, relative to the largest element of `serial`'s result.
+
+        Return 0 for `compute`, whose results are meaningless."""
         if name == COMPUTE:
             return 0.0
         found = self.results(name, output)
@@ -121,7 +122,7 @@ class Comparison(Variants):
         return errors[self.worst[name]]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Allow a few roundings: both variants round their results a few times, and add in different orders."""
+        """Return the error limit: a few roundings, because both variants round several times and sum in different orders."""
         return 4 * torch.finfo(self.dtype).eps + 1e-4
 
     def differs(self, name: str, how: str) -> str:
@@ -147,8 +148,9 @@ class Comparison(Variants):
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference over the largest of `wanted`; infinite if an element is not finite, or shape or dtype
-    differ."""
+    """Return the largest difference, relative to the largest element of `wanted`.
+
+    Return infinity if an element is not finite, or if shapes or dtypes differ."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return math.inf
     error = float((found.float() - wanted.float()).abs().max()) / max(float(wanted.abs().max()), 1e-30)
@@ -156,7 +158,7 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def hidden(serial: float | None, compute: float | None, mine: float | None) -> float | None:
-    """Return the hidden share of the communication; None without the other times, or if communication took no time."""
+    """Return the hidden fraction of the communication; None if a time is missing or communication took no time."""
     if serial is None or compute is None or mine is None or serial <= compute:
         return None
     return (serial - mine) / (serial - compute)
@@ -205,7 +207,7 @@ class _TensorParallel(OperatorBenchmark[Block]):
         return Comparison(preset, wanted, ranks, DTYPES[options.dtype])
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return the lines, without columns that were not measured."""
+        """Return (header, cells), without columns that were not measured."""
 
         def ms(variant: str) -> Callable[[Mapping[str, Record]], str]:
             return lambda of: milliseconds(of[variant]["p50_ms"]) if variant in of else ""

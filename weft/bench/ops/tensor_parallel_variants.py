@@ -1,8 +1,8 @@
-"""A Llama's MLP (SwiGLU) and causal attention (grouped-query), tensor-parallel, in the variants of
-`weft.bench.ops.tensor_parallel`: torch's collectives, no communication at all, weft's modules, AsyncTP.
+"""The variants of `weft.bench.ops.tensor_parallel`: a Llama's MLP (SwiGLU) and causal grouped-query attention, tensor-parallel.
 
-Between blocks the sequence is sharded over ranks. It is the first dimension, as in Megatron, so gathered and scattered tensors
-need no copy. In `whole` models it is the second dimension, and activations are replicated.
+Variants use torch's collectives, no communication, weft's modules, or AsyncTP. Between blocks the sequence is sharded over ranks.
+The sequence is the first dimension, as in Megatron, so that gathers and scatters need no copy. In `whole` models it is the second
+dimension, and activations are replicated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelSizes(NamedTuple):
     length: int
     """The length of the sequence, over all ranks."""
     whole: bool = False
-    """True if each rank has the whole sequence between blocks: no sequence parallelism."""
+    """True without sequence parallelism: each rank has the whole sequence between blocks."""
 
     @property
     def head_dim(self) -> int:
@@ -56,7 +56,7 @@ class Block:
 
 
 class Variant(NamedTuple):
-    """A variant of a block. call: forward. module: the module whose parameters get gradients."""
+    """A variant of a block. call: its forward. module: the module with its parameters."""
 
     module: nn.Module
     call: Callable[..., torch.Tensor]
@@ -94,11 +94,11 @@ def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.
     return {name: variant for name, variant in variants.items() if name in (BASELINE, COMPUTE, *wanted)}
 
 
-# -- blocks of plain linear layers, each with a rank's part of the weights
+# -- blocks of plain linear layers, with this rank's part of the weights
 
 
 class _Through(torch.autograd.Function):
-    """An autograd function: there(x) forward, back(gradient) backward."""
+    """An autograd function: forward is there(x), backward is back(gradient)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
@@ -136,13 +136,13 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """The exchanges of a plain block. anything: replaces all gathered data, so that there is no communication."""
+    """The exchanges of a plain block. anything: arbitrary data in place of gathered data, for runs without communication."""
 
     anything: torch.Tensor | None = None
     whole = False
 
     def exchanges(self) -> tuple[Exchange, Exchange]:
-        """Return (exchange before GEMMs, exchange after them); each is the other's backward."""
+        """Return (exchange before the GEMMs, exchange after the GEMMs). Each is the other's backward."""
         if self.whole:
             return _same, added_up if self.anything is None else _same
         if self.anything is None:
@@ -230,7 +230,7 @@ def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def fused_by_torch(call: Callable[[], Any]) -> int:
-    """Return the number of AsyncTP's operators in a call: above 0 if the compiler has fused any."""
+    """Return the number of AsyncTP operators in a compiled call; 0 if the compiler fused none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
