@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from weft.builders import AllGatherMatmul, AllToAllMatmul, candidates, named
+from weft.builders import AllGatherMatmul, AllToAllMatmul, MatmulAllToAll, candidates, named
 from weft.hw import load_machine
+from weft.hw.topology import load_topology
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY_OWN, CLEARLY_US, Choice, decide
 from weft.plan.predict import AT_LEAST, Mode, Row, predict
 from weft.schedule import Schedule
@@ -118,7 +119,7 @@ def test_serials_reason_names_the_best_of_the_others(monkeypatch: pytest.MonkeyP
 # -- predictions, if the host decides
 
 
-def built(problem: AllGatherMatmul | AllToAllMatmul, name: str) -> Schedule:
+def built(problem: AllGatherMatmul | AllToAllMatmul | MatmulAllToAll, name: str) -> Schedule:
     return next(candidate for candidate in candidates(problem) if candidate.name == name).build()
 
 
@@ -136,6 +137,26 @@ def test_reading_sizes_costs_the_host_each_dynamic_step_of_a_run() -> None:
         schedule = built(problem, name)
         assert schedule.reads_on_host
         assert predict(schedule, slow, "queued") == pytest.approx(us)
+
+
+@pytest.mark.parametrize("problem_type", [AllToAllMatmul, MatmulAllToAll])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_serial_of_experts_between_hosts_takes_at_most_the_sum_of_its_parts(
+    problem_type: type[AllToAllMatmul | MatmulAllToAll], hosts: int
+) -> None:
+    """Serial sorts the rows of all ranks at once, so its host time does not grow with the number of ranks."""
+    world, rows, n, k, experts = 8 * hosts, 4096, 2048, 2048, 4
+    machine = load_machine("h100")
+    model = replace(model_of(machine, world), wiring=load_topology(f"hosts:{hosts}x8", machine))
+    serial = built(problem_type.even(rows, n, k, experts, world), "serial")
+    sent_us = 2 * rows * 2048 * (world - 8) / world / 48e3  # a NIC has 48 GB/s
+    gemms_us = experts * model.matmul_us(rows // experts, n, k, "bf16")
+    sorted_us = 4 * rows * 2048 / model.hbm_bytes_per_us
+    starts_us = 20 * (model.launch_us + model.collective_latency_us) + 2 * model.host_read_us
+    parts_us = 1.1 * (sent_us + 2 * gemms_us + sorted_us) + starts_us
+    assert sent_us + gemms_us < predict(serial, replace(model, host_call_us=0.0), "queued") <= parts_us
+    host_us = model.host_dynamic_us + 4 * TORCH_CALLS * 1e3
+    assert predict(serial, replace(model, host_call_us=1e3), "queued") == pytest.approx(host_us)
 
 
 def test_a_single_call_takes_at_least_what_the_host_needs_for_its_steps() -> None:
