@@ -211,7 +211,7 @@ def loads_wrongly(group: dist.ProcessGroup) -> list[str]:
 
 def test_tables_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
     for shape, other, plan in pool.run(loads_wrongly, ranks=2):
-        assert "pairs.weight has shape [26, 4] and must have [25, 4]" in shape
+        assert "pairs.weight has shape [26, 4] but must have [25, 4]" in shape
         assert "pairs.weight is a list" in other
         assert "is sharded in another way than this module's plan" in plan
 
