@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from support.on_ranks import error_of
-from support.pretended_hosts import on_two_hosts
+from support.pretended_hosts import on_two_hosts, slow_on_rank_0
 
 import weft
 from weft import symm
@@ -79,20 +79,12 @@ def chosen(group, slow):
     """Return how many of ten calls went far first, if rank 0 finds one way slow."""
     with on_two_hosts(group) as own:
         native, other = embedding_far_first.FarFirst.run, [0]
-        took = embedding_unfused.TwoWays.took
 
         def run(self, *given):
             other[0] += 1
             return native(self, *given)
 
-        def noted(self, size, seconds, deadline_s):
-            far = len(self._times[size.bit_length()]) % 2 == 1
-            took(self, size, 0.5 if own.rank() == 0 and far == (slow == "far first") else 0.25, deadline_s)
-
-        with (
-            mock.patch.object(embedding_far_first.FarFirst, "run", run),
-            mock.patch.object(embedding_unfused.TwoWays, "took", noted),
-        ):
+        with mock.patch.object(embedding_far_first.FarFirst, "run", run), slow_on_rank_0(own, slow == "far first"):
             for seed in range(10):
                 call(own, (2, 2), (0, 1), seed)
         return other[0]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import error_of, own_group
-from support.pretended_hosts import claimed, on_two_hosts
+from support.pretended_hosts import claimed, on_two_hosts, slow_on_rank_0
 
 import weft
 from weft import symm
@@ -108,19 +108,15 @@ def test_results_and_gradients_are_right_both_ways(pool: Pool, hosts: str, exper
 def chosen(group, slow):
     """Return how many of ten calls went far first, if rank 0 finds one way slow."""
     with on_two_hosts(group) as own:
-        native, took, other = experts_far_first.FarFirst.dispatch, two_ways.TwoWays.took, [0]
+        native, other = experts_far_first.FarFirst.dispatch, [0]
 
         def dispatch(self, *given):
             other[0] += 1
             return native(self, *given)
 
-        def noted(self, size, seconds, deadline_s):
-            far = len(self._times[size.bit_length()]) % 2 == 1
-            took(self, size, 0.5 if own.rank() == 0 and far == (slow == "far first") else 0.25, deadline_s)
-
         with (
             mock.patch.object(experts_far_first.FarFirst, "dispatch", dispatch),
-            mock.patch.object(two_ways.TwoWays, "took", noted),
+            slow_on_rank_0(own, slow == "far first"),
         ):
             for call in range(10):
                 count = 4 + (own.rank() + call) % 2  # ranks and calls differ, the size bucket does not

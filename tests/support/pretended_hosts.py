@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import torch.distributed as dist
 from support.on_ranks import own_group
 
+from weft.runtime.two_ways import TwoWays
 from weft.symm.entries import Entry
 
 HOSTS = ("alpha", "beta")
@@ -38,3 +40,16 @@ def on_two_hosts(group: dist.ProcessGroup, **changes: str) -> Iterator[dist.Proc
         own = own_group(group)
         yield own
         dist.destroy_process_group(own)
+
+
+@contextlib.contextmanager
+def slow_on_rank_0(group: dist.ProcessGroup, other: bool) -> Iterator[None]:
+    """Make rank 0 record twice the time for one of two implementations: the second one if `other`, else the first one."""
+    took = TwoWays.took
+
+    def noted(self: TwoWays, size: int, seconds: float, deadline_s: float) -> None:
+        is_slow = group.rank() == 0 and (len(self._times[size.bit_length()]) % 2 == 1) == other
+        took(self, size, 0.5 if is_slow else 0.25, deadline_s)
+
+    with mock.patch.object(TwoWays, "took", noted):
+        yield
