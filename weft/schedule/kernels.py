@@ -78,10 +78,30 @@ class GroupedMatmul(TileKernel):
 
 
 @dataclass(frozen=True, slots=True)
+class SortedMatmul(TileKernel):
+    """Grouped GEMM over rows sorted by expert, with one group for each local expert.
+
+    Rows of several source ranks share a tile, so it has fewer tiles than `GroupedMatmul` if each source rank sends few rows.
+
+    counts, x, weights, y: names of buffers. The other fields are as in `GroupedMatmul`.
+    """
+
+    kind: ClassVar[str] = "sorted_matmul"
+    counts: str
+    x: str
+    weights: str
+    y: str
+    experts: int
+    first_expert: int
+    n_experts: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
-    It is the reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`). It uses all of k, and does not accumulate.
+    If it multiplies the rows of all source ranks, and they are few (`few_rows`), rows of several source ranks share a tile. It
+    is the reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`). It uses all of k, and does not accumulate.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the rows from each rank for each local expert, its
     second half the rows of this rank for each expert of each rank. h, weights, y, outbox: names of buffers. Products for this
@@ -90,6 +110,8 @@ class ReturningMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "returning_matmul"
+    few_rows: ClassVar[int] = 192
+    """The largest mean number of rows of a (source rank, expert) for which they share tiles."""
     counts: str
     h: str
     weights: str
@@ -138,7 +160,9 @@ class LibraryGroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """A kernel that sorts rows by expert; its input is sorted by source rank."""
+    """A kernel that sorts rows by expert; its input is sorted by source rank. Each tile copies an expert's rows.
+
+    On GPUs the copies of one step read at most two buffers and write one."""
 
     kind: ClassVar[str] = "permute"
 

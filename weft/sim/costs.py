@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
-from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
@@ -166,16 +166,21 @@ _FIRST_TILE_US = 3.0
 GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, of which the launch is 2 us."""
 
 
+Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
+"""(a step of a tile, its operands, the number of tiles)."""
+
+
 class Rates(NamedTuple):
     """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
 
     whole: True if one compute unit computes each tile of the step. False if a tile of the step is one expert's segment, which the
-    kernel cuts further.
+    kernel cuts further. sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
     """
 
     compute: float = 1.0
     memory: float = 1.0
     whole: bool = False
+    sources: int = 1
 
 
 @singledispatch
@@ -190,6 +195,11 @@ def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
 
 
 @rates.register
+def _of_returning(kernel: ReturningMatmul, model: Model) -> Rates:
+    return Rates(sources=kernel.n_sources)
+
+
+@rates.register
 def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
     return Rates(whole=True)
 
@@ -197,7 +207,7 @@ def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
 def cost_of_tiles(
     model: Model,
     world: int,
-    parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
+    parts: Iterable[Part],
     read_bytes: int = 0,
     of_kernel: Rates = Rates(),  # noqa: B008 - a value
     rank: int = 0,
@@ -214,6 +224,7 @@ def cost_of_tiles(
     taken: dict[ResourcePlace, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
     parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
+    parts = _in_shared_tiles(parts, of_kernel.sources) if of_kernel.sources > 1 else parts
     units = sum(times for step, _, times in parts if step.multiplies)
     for step, operands, times in parts:
         if step.multiplies:
@@ -230,7 +241,7 @@ def cost_of_tiles(
     # The last wave may keep few units busy, but takes as long as a full wave.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
-    if what == "matmul" and of_kernel == Rates():
+    if what == "matmul" and of_kernel == Rates(sources=of_kernel.sources):
         gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
         a, *_, out = gemms[0][0]
         segments = [(operands[-1].rows, times) for operands, times in gemms]
@@ -240,6 +251,19 @@ def cost_of_tiles(
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
     return _cost(cast(What, what), start_us, us, uses, sent)
+
+
+def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
+    """Return `parts` with one segment per expert instead of one per source rank and expert, if these have few rows."""
+    gemms = [part for part in parts if part[0].multiplies]
+    segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
+    if not gemms or rows > ReturningMatmul.few_rows * segments:
+        return parts
+    experts = max(1, segments // sources)
+    step, (a, *factors, out), _ = gemms[0]
+    each = -(-rows // experts)
+    merged = (a._replace(rows=each), *factors, out._replace(rows=each))
+    return [*(part for part in parts if not part[0].multiplies), (step, merged, experts)]
 
 
 def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:

@@ -12,6 +12,7 @@ compute.grouped_matmul                  share of the matmul rate that a kernel f
 compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches, and
 memory.library_grouped_matmul           its share of memory.copy_bandwidth
 memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
+memory.grouped_loads (if known)         rate at which all units together load operands of a grouped GEMM from the cache
 memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
 memory.copy_bandwidth, .l2              bytes read and written
 memory.capacity (if known)              schedules that need more are refused
@@ -116,6 +117,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         signal_remote_us=us("signal.remote"),
         signal_kernel_us=us("signal.kernel"),
         tile_signal_us=known(us, "signal.tile"),
+        grouped_loads_bytes_per_us=known(per_us, "memory.grouped_loads") or None,
         unit_loads_bytes_per_us=known(per_us, "memory.operand_loads") or None,
         host_step_us=us("host.step"),
         host_read_us=us("host.read"),

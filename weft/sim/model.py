@@ -108,6 +108,8 @@ class Model:
     """The fraction of a library GEMM's compute units that later kernels cannot use until the GEMM ends."""
     tile_signal_us: float = 0.0
     """The time that a kernel takes longer for each signal that its tiles set."""
+    grouped_loads_bytes_per_us: float | None = None
+    """The rate at which all units together load operands of a grouped GEMM from the cache; None: no limit."""
     unit_loads_bytes_per_us: float | None = None
     """The rate at which all units together load matmul operands from the cache; None: `_UNIT_LOADS` * memory bandwidth."""
     tile_part_us: float | None = None
@@ -180,13 +182,18 @@ class Model:
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
         """Return a lower bound on the time of a grouped GEMM: rounds of tiles, with one tile per unit in each round.
 
+        A tile takes as long as its products, or as the loads of its operands from the cache, whichever is longer.
         segments: (rows, number of segments with so many rows). Tiles are as in `weft.kernels.grouped_matmul`.
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
         tiles = sum(times * np.maximum(1.0, m / rows + 0.5) for m, times in segments) * np.ceil(n / cols)
-        return float((self._grouped_rounds(tiles, k) * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
+        tile_us = 2 * rows * cols * (k + self.tile_ramp) / rate
+        if self.grouped_loads_bytes_per_us:
+            loads_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self.grouped_loads_bytes_per_us / self.compute_units)
+            tile_us = np.maximum(tile_us, loads_us)
+        return float((self._grouped_rounds(tiles, k) * tile_us).min())
 
     def _grouped_rounds(self, tiles: Any, k: int) -> Any:
         """Return the time of `tiles` tiles of a grouped GEMM, divided by the time of one tile.
@@ -245,6 +252,7 @@ class Model:
             compute_units=count,
             matmul_flops_per_us={dtype: rate * more for dtype, rate in self.matmul_flops_per_us.items()},
             vector_flops_per_us=self.vector_flops_per_us * more,
+            grouped_loads_bytes_per_us=self.grouped_loads_bytes_per_us and more * self.grouped_loads_bytes_per_us,
             unit_loads_bytes_per_us=more * self._unit_loads * (1.0 if self.unit_loads_bytes_per_us else memory),
             unit_bytes_per_us=memory * (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units),
             hbm_bytes_per_us=self.hbm_bytes_per_us * memory,

@@ -17,6 +17,7 @@ operations. They are in the same list (`weft.runtime.cuda.issue`). All operation
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 from functools import singledispatch
@@ -35,13 +36,13 @@ from weft.runtime.cuda.move import CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
-from weft.runtime.cuda.tile_kernels import Gemms, Tracked
+from weft.runtime.cuda.tile_kernels import Gemms, Sorted, Tracked
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
-from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import GroupedMatmul, Permute, ReturningMatmul, SortedMatmul, TileKernel, TrackedMatmul
 from weft.schedule.launches import Launch, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
+from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (True to wait, number of the base, offset in bytes, value)."""
@@ -57,7 +58,9 @@ class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
     program, items: what a run issues.
-    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}.
+    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a `Permute` step:
+        {id of the step: the address of these numbers of its copies}.
+    sorted: {id of a `Permute` step: its copies}.
     ahead: {lane: its `ReadAhead`, whose host wait comes after the GEMMs are issued}.
     scratch: {lane: memory for partial sums}.
     """
@@ -70,6 +73,7 @@ class Compiler:
         self._event_of: dict[Key, int] = {}
         self.ahead: dict[int, ReadAhead] = {}
         self.sizes: dict[int, int] = {}
+        self.sorted: dict[int, list[Copy]] = {}
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
@@ -411,10 +415,18 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     name = context.lanes[lane]
     copies = of_kind((step for lane_of, step in context.order if lane_of == name and step.copies_by == "kernel"), Copy)
     copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in compiler.sizes]
-    if not copies:
+    sized = {id(copy): [copy] for copy in copies}
+    for step_of, permute in context.order:
+        if step_of == name and isinstance(permute.tile_kernel, Permute) and id(permute) not in compiler.sizes:
+            sized[id(permute)] = compiler.sorted[id(permute)] = _copies_of(permute)
+    if not sized:
         return
+    copies = [copy for some in sized.values() for copy in some]
     totals = Totals(context.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)])
-    compiler.sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
+    first = 0
+    for key, some in sized.items():
+        compiler.sizes[key] = totals.address(3 * first)
+        first += len(some)
     compiler.items.kept.append(totals)
     if not totals.record(compiler.program, lane):
         compiler.items.launch(lane, lambda bases, stream: totals.launch(stream))
@@ -425,9 +437,28 @@ def _tiles(step: Tiles, compiler: Compiler, launch: Launch) -> None:
     emit_tiles(step.kernel, step, compiler, launch.lane)
 
 
+def _copies_of(step: Step) -> list[Copy]:
+    """Return the copies of all tiles of a `Permute` step. Copies from one buffer are consecutive."""
+    assert isinstance(step, Tiles)
+    tiles = [of_kind(substitute(step.body, {step.index: number}, partially_evaluated=True), Copy)
+             for number in range(int(step.extent))]  # fmt: skip
+    return sorted(itertools.chain(*tiles), key=lambda copy: copy.src.buffer)
+
+
+@emit_tiles.register
+def _permute(kernel: Permute, step: Tiles, compiler: Compiler, lane: int) -> None:
+    if id(step) not in compiler.sizes:
+        raise ScheduleError(f"{step}: on GPUs a permutation needs a read of its sizes earlier on its lane")
+    call = Sorted(compiler.context, compiler.regions, compiler.sorted[id(step)], compiler.sizes[id(step)])
+    compiler.items.dynamic(lane, call)
+
+
 @emit_tiles.register(GroupedMatmul)
+@emit_tiles.register(SortedMatmul)
 @emit_tiles.register(ReturningMatmul)
-def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
+def _grouped_matmul(
+    kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int
+) -> None:
     context = compiler.context
     expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
     # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied rows. All
