@@ -157,7 +157,7 @@ def measure_variants(
     work: Workload, variants: VariantCalls, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check and time `variants`. Collective.
+    """Check and time `variants`. All ranks must make this call.
 
     beside: further calls to time without checks. Mode "graph" omits variants that synchronise with the device.
     """
