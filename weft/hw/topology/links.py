@@ -52,8 +52,8 @@ class Topology:
     """The links between `ranks` ranks. Without links, transfers take no time.
 
     dims: the sizes of a grid of ranks, such as (GPUs per host, hosts). All lines along a dimension have equal links.
-        Ranks are numbered along the first dimension first. Collectives may use one dimension after the other. torus:
-        True if each line is a ring, of links "row" or "column".
+        Ranks are numbered along the first dimension first. Collectives may use one dimension after the other.
+    torus: True if each line is a ring, of links "row" or "column".
     """
 
     ranks: int
