@@ -65,8 +65,8 @@ class CompiledOperator:
     ) -> None:
         """Prepare calls of the problem `p`. The first call chooses a schedule.
 
-        remembered: True if any rank has cached times of schedules for exactly this problem. said, shown: the text that
-            CPU ranks compare at every call: in full, and shortened for error texts.
+        remembered: True if any rank has cached times of schedules for exactly this problem.
+        said, shown: the text that CPU ranks compare at every call: in full, and shortened for error texts.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown

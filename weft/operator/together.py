@@ -177,8 +177,9 @@ def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *
     stays usable. On GPUs the group fails if a peer has already made this call.
 
     what: the layer, for error texts.
-    like: as for `together`. last: True if the layer makes no further call. Then the peers' next call belongs to another
-        layer, and a program that catches errors per layer would pair wrong calls. So the group fails.
+    like: as for `together`.
+    last: True if the layer makes no further call. Then the peers' next call belongs to another layer, and a program
+        that catches errors per layer would pair wrong calls. So the group fails.
     """
     if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
         return
