@@ -49,7 +49,8 @@ class Inefficiencies:
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Return the losses of one queued run of `schedule`, a schedule of `problem`.
 
-    The losses of GEMMs are those of the rank that computes longest."""
+    For GEMMs, use the losses of the rank that computes longest.
+    """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)
     alone_us, beside_us = _matmuls(together)
@@ -74,7 +75,9 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 
 @lru_cache(maxsize=8)  # called for each candidate of a problem
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: include launches."""
+    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: True to include
+    launches.
+    """
     return max(_alone_us(lower(serial_of(problem), model), launches).values())
 
 
@@ -98,7 +101,9 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, to arbitrary addresses."""
+    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, at arbitrary
+    addresses.
+    """
     world = serial.world_size
     values = values_of_ranks(serial)
     d = Draft("puts", world)
