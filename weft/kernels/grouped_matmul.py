@@ -94,11 +94,11 @@ def choose_config(
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. Below about two tiles
-    per segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles
-    occupy more of them. If an expert's rows fill no tile, the time depends on loading weights, which narrow tiles load
-    faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K, stores
-        take a large part of the time. So a tile is stored in two pieces, which leaves shared memory for one more stage
-        of operands.
+    per segment, tiles of 64 rows waste less. With few rows, half of the multiprocessors may have no tile; narrow
+    tiles occupy more of them. If an expert's rows do not fill a tile, the time depends on loading weights, which narrow
+    tiles load faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K,
+    stores take a large part of the time. So a tile is stored in two pieces, which leaves shared memory for one more
+    stage of operands.
 
     segments: the number of (source, expert) pairs of a launch; 0 if unknown.
     """
@@ -159,6 +159,9 @@ def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: 
     """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
 
     first, end: the number of row tiles of the launch before this expert, and including it.
+    The other results are vectors with one entry per source: the first row tile, the end, and three offsets. A tile's
+    first row plus the offsets is: its row among the rows of its source, its row in `whole`, and minus the number of
+    rows left.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
