@@ -129,7 +129,8 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
             break;
         }
         }
-        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // make the stream wait, as the backend has not
+        // make the stream wait, because the backend has not
+        if (work.is_valid() && !work.is_none()) call_method(work, wait_);
     }
 }
 

@@ -1,8 +1,8 @@
 """Checks of arguments that all operators share.
 
-They run first in every call, also for known shapes. So a valid call passes after a few comparisons. Errors give the
-argument's name, its value, and what to pass instead. Equivalent arguments are normalised: ranks that write an argument
-differently make the same call.
+These checks run at the start of every call, so they cost only a few comparisons for valid arguments. Errors give the
+argument's name, its value, and what to pass instead. Equivalent arguments are normalised (a negative dimension becomes
+non-negative), so that ranks may write them differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 MOST_ROWS = 1 << 40
-"""The largest number of rows of a matrix. It keeps sizes in bytes within 64 bits for any number of columns."""
+"""The largest number of rows of a matrix. Sizes in bytes then fit in 64 bits for any number of columns."""
 _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 

@@ -1,6 +1,6 @@
 """`python -m weft.bench OP ...`: `weft bench` for machines that have torch but not typer or rich.
 
-Its help does not import torch. Presets and variants are checked by each operator (`OperatorBenchmark.check_options`).
+The help does not import torch. Each operator checks presets and variants (`OperatorBenchmark.check_options`).
 """
 
 from __future__ import annotations

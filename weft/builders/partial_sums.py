@@ -19,7 +19,8 @@ def mapped_sums(
 
     y: this rank's rows of the sum.
 
-    For the other arguments see `weft.builders.output_map.steps.write`."""
+    For the other arguments see `weft.builders.output_map.steps.write`.
+    """
     routes = routes_of("reduce_scatter", o.p.world_size, out.chunks, ((out.order, out.entries),))
     return write(o, routes, y, gemm=gemm, add=add, by=by, sender=sender, fetched=fetched)
 

@@ -13,7 +13,7 @@ class Named(TyperGroup):
     """A group of named commands."""
 
     noun = "command"
-    """The word for a command of the group in error texts."""
+    """The word for a command of the group in error texts, such as "operator"."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise `ValueError` for an option before the command's name."""

@@ -1,4 +1,4 @@
-"""The code that `weft plan` and `weft sim` share: a command for each operator, with arguments, help, and limits on ranks."""
+"""Code that `weft plan` and `weft sim` share: a command for each operator, with arguments, help, and limits on ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ _MANY = (
 
 
 class Operators(Named):
-    """The group with a command for each operator. It imports operators on demand, because other commands do not need numpy."""
+    """The group with a command for each operator. Operators are imported on demand, because other commands do not need
+    numpy.
+    """
 
     run: ClassVar[Callable[..., None]]
     """The function that all commands call. Its first argument is the operator's name."""
@@ -62,7 +64,7 @@ class Operators(Named):
 
 
 def _layers(command_name: str) -> Any:
-    """Return the command `tensor_parallel`, which explains that layers are not operators."""
+    """Return the command `tensor_parallel`, whose only output is the hint that layers are not operators."""
     verb = {"weft sim": "simulate"}.get(command_name, "plan")
     told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)
@@ -83,8 +85,8 @@ def _layers(command_name: str) -> Any:
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     """Return the command of an operator.
 
-    Its help is the first paragraph of the problem's docstring, and the docstring of `sized`, which defines M, N and K and has
-    examples. `--option` lists the keywords of `sized` after dtype.
+    The help is the first paragraph of the problem's docstring, followed by the docstring of `sized`, which defines M, N
+    and K and has examples. `--option` lists the keywords of `sized` after dtype.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
@@ -117,7 +119,9 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
 
 
 def _own_options(problem: type[Problem]) -> Any:
-    """Return the parameter `--option`. Its help lists the operator's own options; it is hidden if there are none."""
+    """Return the parameter `--option`, whose help lists the operator's own options. Hide the parameter if there are
+    none.
+    """
     from weft.builders.options import keywords
 
     listed = []
@@ -134,7 +138,7 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def shape_option(also: str) -> Any:
-    """Return the parameter `--shape`. also: a sentence on further allowed values."""
+    """Return the parameter `--shape`. also: a sentence of the help about other values than sizes."""
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
         "K: the summed dimension."
@@ -212,7 +216,9 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable the search for reference cycles, which would take a third of the time. Millions of steps have no cycles."""
+    """Disable the garbage collector's search for reference cycles. The search would take a third of the time, and finds
+    nothing: steps form no cycles.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -224,7 +230,10 @@ def without_collection() -> Iterator[None]:
 
 
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
-    """Parse `--shape`; return (M, N, K). ranks: not None if the text may name a GEMM of FiCCO; its N is divided by `ranks`."""
+    """Parse `--shape`; return (M, N, K).
+
+    ranks: not None if the text may name a GEMM of FiCCO. N of that GEMM is then divided by `ranks`.
+    """
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k

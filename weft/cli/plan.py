@@ -1,6 +1,7 @@
 """`weft plan OP`: print the schedule that would be chosen for a shape, on this or another machine, and the reason.
 
-It needs neither torch nor a GPU."""
+The command needs neither torch nor a GPU.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def _run(
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
-    # Progress is shown, because hundreds of ranks take minutes.
+    # Show progress, because plans for hundreds of ranks take minutes.
     with progress(1.0, True, "weft plan: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = explanation(op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **sized)
         step("simulating losses", 0.0)
@@ -91,11 +92,10 @@ def calibrate(
 ) -> None:
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs concurrent with copies.
 
-    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft), and all later plans use them. They are valid for the
-    installed versions. Without a calibration the planner uses the machine file. For GPUs without a machine file, it measures a
-    few numbers at a group's first call, and derives the others from the driver's numbers. `weft doctor` shows the source of the
-    numbers.
-
+    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft), and all later plans use them. They are valid for
+    the installed versions. Without a calibration the planner uses the machine file. For GPUs without a machine file,
+    the planner measures a few numbers at a group's first call, and derives the others from the driver's numbers. `weft
+    doctor` shows the source of the numbers.
 
         weft plan calibrate
 
@@ -141,7 +141,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
         table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
-        # Names are broken only if they do not fit, because users copy them.
+        # Users copy names, so break a name only if it does not fit.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
         texts = (escape(cell) for cell in (name, *(cells[i] for i in kept[1:])))
         table.add_row(*texts, style="green" if cells[-1] == "taken" else "")
@@ -157,15 +157,15 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
 
 
 _GAP = 2  # spaces between columns
-_LEAST_WHY = 20  # the least width of the last column, which has sentences
+_LEAST_WHY = 20  # the least width of the last column, which contains sentences
 _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return {index of a column: its width}; 0: the column is omitted.
+    """Return {index of a column: width}; width 0 means that the column is omitted.
 
-    A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names wrap only
-    if needed.
+    A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names
+    wrap only if needed.
     """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1
@@ -174,7 +174,7 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     least_why = max(words[last], min(_LEAST_WHY, full[last]))
 
     def why(widths: dict[int, int]) -> int:
-        """Return the width that the other columns leave for the last column."""
+        """Return the width that remains for the last column."""
         return room - sum(width + _GAP for i, width in widths.items() if width and i != last) - _GAP
 
     if why(full) >= least_why:

@@ -1,6 +1,7 @@
-"""`weft sim OP`: simulate every schedule of an operator on any modelled machine, and compare the times with a lower bound.
+"""`weft sim OP`: simulate every schedule of an operator on any modelled machine, and compare the times with a lower
+bound.
 
-It needs neither torch nor a GPU.
+The command needs neither torch nor a GPU.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Problem. Tokens are sorted by expert before they are exchanged. Afterwards a rank has one block of rows per source rank,
 each sorted by local expert. Only the device knows the numbers of rows, `counts[source, expert]`. torch's grouped matmul
-needs the rows of an expert to be contiguous, which costs a copy of all blocks. Here each (source, expert) is a segment,
-read in place:
+needs the rows of an expert to be contiguous, which costs a copy of all blocks. In this kernel each (source, expert) is
+a segment, read in place:
 
     y[y0(s, e) : y0(s, e) + counts[s, e]] = x_s[x0(s, e) : x0(s, e) + counts[s, e]] @ w[e]
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
@@ -12,12 +12,12 @@ read in place:
 x_s is the inbox, in which the block of the n-th source after this rank begins at row (n - 1) * slot_rows. For the rank
 itself, x_s is its own tokens, whose block begins at sum(splits[: rank * experts]).
 
-With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`. They are stored at x0(s, e) of
-`slots`, here an outbox. Rows of the rank itself are stored in `own`, its result. Rows that do not fit into their slot
-are dropped.
+With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
+now an outbox. Rows of the rank itself are stored in `own`, its result. Rows that do not fit into their slot are
+dropped.
 
-With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch takes its columns of x_s and rows of w.
-Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
+With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch multiplies some columns of x_s and rows
+of w. Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
 
 Tiles for all sources (MERGED). If a segment has few rows, a tile for each segment would be almost empty, and each would
 load the weights again. With MERGED a tile has rows of all sources of an expert. Then the rows of x must be sorted by
@@ -33,17 +33,18 @@ would break the compiler's pipelining.
 Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. Within an expert, GROUP row tiles
 of all sources of the launch form a group. Within a group, tiles are ordered by column, so that a column of the weights
 is read from memory once per group. Every expert has the same number of columns, so tile // columns is a row tile of the
-same expert. A comparison with a vector of running sums in registers finds the expert. Other values of a tile are
-computed only when the expert changes.
+same expert. The expert of a tile is found by comparison with a vector of running sums in registers. Other values of a
+tile are computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
-of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last to finish adds the
-partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
+of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
+the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with
+2
 experts: 172 us instead of 244 us.
 
-With TMA, operands are read through tensor maps that the host makes. The maps return zeros beyond K and N. Rows of x
-beyond their segment are read (as other rows, or as zeros beyond the tensor) but not stored. The map of y is ragged: the
-hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
+With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. Rows
+of x beyond their segment are read (as other rows, or as zeros beyond the tensor) but not stored. The map of y is
+ragged: the hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Config:
 
 
 MAX_SPLITS = 8
-"""Largest number of programs that share a tile. The last of them reads all partial sums."""
+"""Largest number of programs that share a tile. The last program reads all partial sums."""
 LEAST_STEPS = 16
 """Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
 """
@@ -109,11 +110,11 @@ def choose_config(
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. Below about two tiles
-    per segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles
-    occupy more of them. If an expert's rows fill no tile, the time depends on loading weights, which narrow tiles load
-    faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K, stores
-    take a large part of the time. Then a tile is stored in two pieces, which leaves shared memory for one more stage of
-    operands.
+    per segment, tiles of 64 rows waste less. With few rows, half of the multiprocessors may have no tile; narrow
+    tiles occupy more of them. If an expert's rows do not fill a tile, the time depends on loading weights, which narrow
+    tiles load faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K,
+    stores take a large part of the time. So a tile is stored in two pieces, which leaves shared memory for one more
+    stage of operands.
 
     segments: the number of (source, expert) pairs of a launch; 0 if unknown. merged: True if tiles have rows of all
     sources. Then a segment is an expert. Its last tile may be nearly empty too, but there are fewer of them, so tiles of
@@ -189,7 +190,7 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pick(here, of_segment):
-    """Return the entry of a vector at the one index where `here` is True."""
+    """Return the entry of a vector at the only index where `here` is True."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
 
 
@@ -198,8 +199,9 @@ def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: 
     """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
 
     first, end: the number of row tiles of the launch before this expert, and including it.
-    Then vectors, one entry per source: the first row tile, the end, and three offsets. A tile's first row plus these
-    offsets is its row among the rows of its source, its row in `whole`, and minus the number of rows left.
+    The other results are vectors with one entry per source: the first row tile, the end, and three offsets. A tile's
+    first row plus the offsets is: its row among the rows of its source, its row in `whole`, and minus the number of
+    rows left.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
@@ -234,7 +236,7 @@ def _rows_of(
 ):  # fmt: skip
     """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile of the expert.
 
-    is_own: True if the rows are this rank's own.
+    is_own: True if the rows belong to this rank itself.
     """
     here = (row_tile >= segment_first) & (row_tile < segment_end)
     is_own = _pick(here, sources) == rank
@@ -259,7 +261,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of y in fp32: the first `left` rows as earlier launches stored them, then rows of zeros."""
+    """Return a tile of y in fp32: the first `left` rows as stored by earlier launches, then rows of zeros."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -341,7 +343,7 @@ def _multiply(
 ):  # fmt: skip
     """Return acc plus the product of a row tile of x and columns of w, for K steps `first_step` to `end_step`.
 
-    x and w are tensor maps. A step covers BLOCK_K elements.
+    x and w are tensor maps. A step has BLOCK_K elements.
     """
     if BACK:
         x = whole
@@ -370,8 +372,8 @@ def _sum_of_parts(part, parts, stride):
 
 
 @triton.jit(
-    # Arguments that differ between calls must not select another compiled kernel: loading a kernel after a stream waits
-    # for a peer would never return.
+    # Arguments that differ between calls must not select another compiled kernel, because loading a kernel while a
+    # stream waits for a peer would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
         "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address", "slots_address",
@@ -389,13 +391,14 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BACK: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, as the module docstring describes.
+    """Run the multiplication that the module docstring describes.
 
     The operands own `[own_rows, K]` (tokens), slots `[slots_rows, K]` (inbox), w `[E, K, N]` (W_TRANSPOSED: `[E, N,
     K]`) and whole `[whole_rows, N]` (y) have the type DTYPE. Their last dimension has unit stride. BACK: own and slots
-    (y, outbox) have N columns and whole (h) has K. With TMA they are tensor maps. The maps' boxes are `[BLOCK_M,
-    BLOCK_K]` for operands, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for w, and ragged `[BLOCK_M, BLOCK_N //
-    PARTS]` for results. Without TMA they are pointers, with strides in elements that are multiples of ALIGN.
+    (y, outbox) have N columns and whole (h) has K. With TMA these operands are tensor maps. The maps' boxes are
+    `[BLOCK_M, BLOCK_K]` for operands, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for w, and ragged `[BLOCK_M,
+    BLOCK_N // PARTS]` for results. Without TMA the operands are pointers, with strides in elements that are multiples
+    of ALIGN.
 
     counts `[W, E]`, with row stride counts_stride, and splits `[W * E]` are int64. Negative counts mean that the group
     has failed: y becomes NaN. y_address: the address of whole, or with BACK of own. slots_address: the address of
@@ -433,7 +436,8 @@ def grouped_matmul_kernel(
 
     tiles = tl.max(ends, 0) * N_TILES
     K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    shared_tiles, sharers = 0, 1  # tiles of the last round that several programs share, and how many share one
+    # tiles of the last round that several programs share, and the number of programs per tile
+    shared_tiles, sharers = 0, 1
     if SPLITS > 1:
         last_round = tiles % programs
         sharers = tl.minimum(programs // tl.maximum(last_round, 1), SPLITS)
@@ -507,8 +511,8 @@ def grouped_matmul_kernel(
             ks = tl.arange(0, BLOCK_K)
             columns = column + tl.arange(0, BLOCK_N)
             is_column = columns < N
-            # This does not change the strides. It tells the compiler that they are multiples, so that it moves 16 bytes
-            # at a time.
+            # This does not change the strides. It tells the compiler their alignment, so that it moves 16 bytes at a
+            # time.
             x_at += from_row.to(tl.int64)[:, None] * (x_step // ALIGN * ALIGN) + ks[None, :]
             w_at = w + expert.to(tl.int64) * (w_stride // ALIGN * ALIGN)
             w_step = w_row_stride // ALIGN * ALIGN

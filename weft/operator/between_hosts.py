@@ -1,6 +1,6 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
-Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
+Between hosts, a rank cannot address a peer's memory. So only schedules that send data with collectives can run. On CPU,
 the first call of a problem family times the candidates in `Problem.between_hosts`. A size that differs by more than a
 factor of two from all timed sizes is timed again. On GPUs, and if no candidate is clearly faster than serial, calls run
 unfused.
@@ -32,12 +32,13 @@ def choose_between_hosts(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, *, deadline_s: float | None,
     serial: Callable[[], object] | None, built: Callable[[Candidate], Schedule],
 ) -> str:  # fmt: skip
-    """Return the name of the schedule for a group on several hosts, or "" if calls run unfused. Collective.
+    """Return the name of the schedule for a group on several hosts, or "" if calls run unfused. All ranks must make
+    this call.
 
     All ranks return the same name. A pinned schedule that needs another host's memory is replaced by the unfused
     implementation, with a warning.
 
-    built: builds and verifies a candidate's schedule.
+    built: a function that builds and verifies a candidate's schedule.
     """
     if pinned == "serial":
         return ""
@@ -82,8 +83,6 @@ def _fastest(
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text that names the first step, of any rank, that needs another host's memory. Return "" if there is
-    none.
-    """
+    """Return a text with the first step, of any rank, that needs another host's memory; "" if there is none."""
     faults = (needs_far(schedule, rank, comm.hosts) for rank in range(comm.world_size))
     return next(filter(None, faults), "")

@@ -1,6 +1,6 @@
 """embedding_all_to_all without overlap, on CPU and GPUs: one pooling kernel, all_to_all_single, a column permutation.
 
-It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it:
+This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it:
 
     pooled    [global batch, columns of this rank's tables]
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
@@ -8,7 +8,7 @@ It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user w
 
 CPU ranks on several hosts may instead pool and send the samples of other hosts first (`FarFirst`).
 
-It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
+No symmetric memory is used, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
 transports, and before the exchange, with the call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and
 errors apply to the exchange.
 """
@@ -132,9 +132,9 @@ def pool_alone(
 ) -> Callable[[], None] | None:  # fmt: skip
     """Pool all tables of `plan`, whose world size is 1, into `out` [global batch, columns], of `plan.output_dtype`.
 
-    Return a function that warns of bad indices. On GPUs return None: the call itself warns of bad indices in earlier
-    calls. rank: the rank to name in warnings. widest: the largest number of columns of a feature block pooled
-    elsewhere. It determines the kernel, so that sums have the same bits for any placement of tables.
+    Return a function that warns of bad indices. On GPUs return None: there each call warns of bad indices in earlier
+    calls. rank: the rank to name in warnings. widest: the largest number of columns of a feature block that another
+    kernel pools. It affects the choice of the kernel, so that sums have the same bits for any placement of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

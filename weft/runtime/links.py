@@ -1,8 +1,8 @@
-"""Measures the rate and the round trip between each pair of hosts, by the process group's all-to-all on CPU.
+"""Measurements of the rate and the round trip between each pair of hosts, with the process group's all-to-all on CPU.
 
 The first ranks of two hosts exchange data. Pairs without a common host are measured at the same time, in rounds as in a
-tournament. All rounds together take about `_MOST_S`. The round-trip time is twice that of the fastest exchange of one
-byte, including gloo's own time.
+tournament. All rounds together take about `_MOST_S`. The round-trip time is twice the time of the fastest exchange of
+one byte, including gloo's own time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft import env
 from weft.runtime.collectives import all_to_all_single, finish
 from weft.symm import Communicator
 
-_MOST_S = 0.5  # of all rounds
+_MOST_S = 0.5  # time of all rounds together
 _WHAT = "a measurement of the links between hosts"
 _TRIPS, _FIRST_BYTES, _MOST_BYTES, _GROWTH = 16, 64 << 10, 64 << 20, 4
 
@@ -44,10 +44,10 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def measure_links(comm: Communicator) -> list[LinkFound]:
-    """Return the links between all hosts of a group of CPU ranks, the same on every rank. Return no links for one host.
-    Collective.
+    """Return the links between all hosts of a group of CPU ranks, the same on every rank; no links for one host. All
+    ranks must make this call.
 
-    Every rank takes part in all exchanges. Ranks that measure nothing send nothing. Raises `DeadlineError` after
+    Ranks that measure nothing take part in the exchanges, but send nothing. Raises `DeadlineError` after
     `WEFT_DEADLINE_S`, or the group's error.
     """
     hosts = list(dict.fromkeys(comm.hosts))
@@ -56,7 +56,7 @@ def measure_links(comm: Communicator) -> list[LinkFound]:
     for pairs in rounds:
         ranks = [(first[one], first[other]) for one, other in pairs]
         both = ranks + [(there, here) for here, there in ranks]
-        trips = [_exchange_s(comm, both, 1) for _ in range(_TRIPS)][1:]  # the first one connects
+        trips = [_exchange_s(comm, both, 1) for _ in range(_TRIPS)][1:]  # the first trip connects
         trip_s = [2 * min(max(times[here], times[there]) for times in trips) for here, there in ranks]
         size, spent_s = _FIRST_BYTES, 0.0
         while True:

@@ -1,8 +1,8 @@
 """The choice between two implementations of a call by measurement, for CPU ranks on several hosts.
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
-(`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
-of each size use both implementations alternately, and later calls use the faster one. Nothing else decides between them.
+(`weft.runtime.unfused.far_first`). It has more and smaller messages and GEMMs, which costs time too. So the first calls
+of each size use both implementations alternately, and later calls use the faster implementation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class TwoWays:
         self._comm = comm
         self._times: defaultdict[int, list[float]] = defaultdict(
             list
-        )  # by size bucket, alternately of both implementations
+        )  # by size bucket, alternating between both implementations
         self._taken: dict[int, bool] = {}
 
     def takes_other(self, size: int) -> bool:
-        """Return True if the next call of this size shall use the second implementation."""
+        """True if the next call of this size must use the second implementation."""
         bucket = size.bit_length()
         return self._taken.get(bucket, len(self._times[bucket]) % 2 == 1)
 
@@ -40,7 +40,7 @@ class TwoWays:
         times.append(seconds)
         if len(times) < _MEASURED:
             return
-        mine = struct.pack("<2d", min(times[2::2]), min(times[3::2]))  # the first two may have set up connections
+        mine = struct.pack("<2d", min(times[2::2]), min(times[3::2]))  # the first two calls may have set up connections
         every = [
             struct.unpack("<2d", one) for one in self._comm.meet(mine, name="times of calls", deadline_s=deadline_s)
         ]

@@ -50,7 +50,8 @@ class Inefficiencies:
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Return the losses of one queued run of `schedule`, a schedule of `problem`.
 
-    The losses of GEMMs are those of the rank that computes longest."""
+    For GEMMs, use the losses of the rank that computes longest.
+    """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)
     alone_us, beside_us = _matmuls(together)
@@ -75,9 +76,11 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 
 @lru_cache(maxsize=8)  # called for each candidate of a problem
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: include launches.
+    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: True to include
+    launches.
 
-    For GEMMs of experts it is the time of torch's grouped GEMM, or of weft's kernel if that is faster."""
+    The time of experts' GEMMs is that of torch's grouped GEMM or of weft's kernel, whichever is faster.
+    """
     models = [model]
     if isinstance(problem, ExpertsProblem):
         models.append(replace(model, library_grouped=(model.grouped_efficiency, 1.0)))
@@ -104,7 +107,9 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, to arbitrary addresses."""
+    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, at arbitrary
+    addresses.
+    """
     world = serial.world_size
     values = values_of_ranks(serial)
     d = Draft("puts", world)

@@ -102,7 +102,7 @@ def _traffic(record: Record) -> Claim:
 
 
 def _worst(rows: Sequence[HardwareRow]) -> Claim:
-    """Judge the sub-layer in which T3-MCA loses most of the ideal's speedup."""
+    """Judge the sub-layer in which T3-MCA reaches the smallest fraction of the ideal's speedup."""
     lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"
@@ -158,7 +158,7 @@ def _more_units(record: Record) -> Iterator[Claim]:
 
 
 def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
-    """Judge if T3 with the tracker is within 1% of T3 with a tracker without limits."""
+    """Decide if T3 with the tracker is within 1% of T3 with a tracker without limits."""
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))

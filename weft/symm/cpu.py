@@ -1,9 +1,9 @@
 """Symmetric memory between CPU processes: anonymous files (memfd) that are passed over the communicator's sockets.
 
 The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all
-ranks have mapped it. So the kernel frees the pages when the last rank has ended, however it ended. Pages are reserved
-in advance, and the files are sealed against shrinking. So a lack of memory raises an error here, and causes no bus
-error in a kernel.
+ranks have mapped it. So the kernel frees the pages when the last rank has ended, for any reason. Pages are reserved in
+advance, and the files are sealed against shrinking. So a lack of memory raises an error during allocation, instead of a
+bus error in a kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _KEEP_FREE = 0.05  # fraction of the free memory that weft leaves free
 
 
 class CpuRegion:
-    """Memory of all ranks of a communicator that are on this host, mapped here. See `weft.symm.memory.Region`."""
+    """Memory of all ranks of a communicator that are on this host, mapped into this process. See
+    `weft.symm.memory.Region`.
+    """
 
     def __init__(self, nbytes: int, mappings: list[_core.Mapping | None]):
         self.nbytes = nbytes
@@ -68,12 +70,12 @@ class CpuRegion:
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve memory and exchange it (see `Communicator.allocate`). After each of its three rounds, all ranks know the
-    same.
+    """Reserve memory and exchange it (see `Communicator.allocate`). After each of the three rounds, all ranks have the
+    same information.
     """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # 1. Check that there is memory for all ranks before any rank reserves it: otherwise the kernel's out-of-memory
-    # killer could end processes.
+    # 1. Check that there is memory for all ranks before any rank reserves memory: otherwise the kernel's out-of-memory
+    #    killer could end processes.
     rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])

@@ -1,10 +1,10 @@
 """The verdict on rows: is weft ever slower than serial?
 
-A row is the record of one shape in one mode. It has, for each repetition, the slowest rank's milliseconds of weft and of the
-baseline, which alternate. A row of mode `changing` has statistics over all sizes.
+A row is the record of one shape in one mode. For each repetition, a row has the slowest rank's milliseconds of weft and
+of the baseline, which alternate. A row of mode `changing` has statistics over all sizes.
 
-A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
-second run. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
+A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, in
+two runs. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def key(row: Record) -> tuple[Hashable, ...]:
 
 
 def speed(row: Record) -> float:
-    """Return the speed of weft relative to serial by hand."""
+    """Return the speed of weft relative to the hand-written serial baseline."""
     return float(median(row["serial_ms"]) / median(row["weft_ms"]))
 
 
@@ -76,8 +76,9 @@ def overlaps(row: Record) -> bool:
 
 
 def ideal_ratio(row: Record) -> float | None:
-    """Return the longer of computation and collective, each alone, divided by serial's time. Return None if either was
-    not timed."""
+    """Return the ideal time divided by serial's time. The ideal time is the longer of the computation alone and the
+    collective alone. Return None if either was not timed.
+    """
     ideal = row["ideal_ms"]
     return None if ideal is None else float(ideal / median(row["serial_ms"]))
 
@@ -89,7 +90,9 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on all rows. Of rows with equal keys the last one is used, separately for the first and the second run."""
+    """The verdict on all rows. If several rows have the same key, the last row counts, separately for the first and the
+    second run.
+    """
 
     rows: Sequence[Record]
 
@@ -125,7 +128,9 @@ class Verdict:
 
     @property
     def worst(self) -> list[Record]:
-        """The rows sorted by speed relative to serial, the slowest first. If no mode is judged by speed, all timed rows."""
+        """The rows sorted by speed relative to serial, the slowest first. If no mode is judged by speed, all timed rows
+        are sorted.
+        """
         return sorted(self.judged or self.timed, key=speed)
 
     @property

@@ -1,4 +1,4 @@
-"""The command line of `weft bench never-slower`. Its help needs no torch."""
+"""The command line of `weft bench never-slower`. Its help does not import torch."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ class GatherShape(GemmShape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """Return `shape` with M halved until inputs, results and all schedules with a prefix in `names` fit. Collective.
+    """Return `shape` with M halved until inputs, results and all schedules with a prefix in `names` fit. All ranks must
+    make this call.
 
     Only GEMMs of the paper without a given divisor of M are reduced. If no M fits, return the full shape, which is refused later.
     See `pinned_schedules`.

@@ -31,8 +31,8 @@ class Scaled:
     column of a weight. out: the dtype of each y. biased: for each y, True if it has a bias. fast: for each y, True for cuBLAS's
     fast accumulation, which is less accurate.
 
-    Input buffers, beside the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and for
-    each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
+    Input buffers in addition to the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or
+    [1, n[i]], and for each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
     """
 
     by: Literal["tensor", "row"]
@@ -65,9 +65,9 @@ class Scaled:
 class AllGatherMatmul(Problem):
     """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
 
-    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with `return_gathered` also
-    x [sum(rows), k]. `scaled` adds the buffers that it names. Source: "Design Space Exploration of DMA based Finer-Grain Compute
-    Communication Overlap", II-B.
+    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
+        `return_gathered` also x [sum(rows), k]. `scaled` adds buffers (see `Scaled`). Source: "Design Space Exploration
+        of DMA based Finer-Grain Compute Communication Overlap", II-B.
 
     Builders: `weft.builders.all_gather_matmul`, `weft.builders.ficco`.
     """
@@ -95,7 +95,7 @@ class AllGatherMatmul(Problem):
 
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
-        """Return the problem of one [m, k] gathered from equal shards times one [k, n] on every rank."""
+        """Return the problem of one [m, k], gathered from equal shards, times one [k, n] on every rank."""
         require_even(m, n, k, world_size)
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
@@ -121,10 +121,11 @@ class AllGatherMatmul(Problem):
         return self.name if self.scaled is None else "all_gather_scaled_matmul"
 
     def takes(self, candidate: Candidate) -> bool:
-        """False, for more than 32 ranks, for schedules that cut shards into W pieces, or whose ranks compute different parts.
+        """Return False, for more than 32 ranks, for schedules that cut shards into W pieces, and for those whose ranks
+        compute different parts.
 
-        Planning such schedules would take longer than planning all others together: each rank sends more than a thousand
-        pieces, or each rank has to be simulated.
+        Planning such schedules would take longer than planning all others together: each rank sends more than a
+        thousand pieces, or each rank has to be simulated.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")
@@ -143,9 +144,10 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(the problem without M and whether shards are uneven, the rows of the largest shard).
+        """(the problem without M, together with True if shards are uneven; the rows of the largest shard).
 
-        Uneven shards are measured separately, because they have other schedules."""
+        Uneven shards are measured separately, because they have other schedules.
+        """
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 
     def resized(self, size: float) -> AllGatherMatmul:

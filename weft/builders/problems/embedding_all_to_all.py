@@ -19,7 +19,6 @@ _MOST_SAMPLES = 1024  # schedules are selected for at most this many samples per
 class EmbeddingAllToAll(Problem):
     """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one rank.
 
-
     slots: for each rank, (first column of out, columns) of each of its tables, in ascending order of columns. rows_read: the
     average number of rows per bag of each slot, in the same order; (): one row per bag.
 
@@ -134,5 +133,5 @@ class EmbeddingAllToAll(Problem):
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """True for candidates without parameters: order and slice size are chosen by the caller."""
+        """Return True for candidates without parameters: the caller chooses order and slice size."""
         return not candidate.parameters

@@ -12,14 +12,14 @@ from weft.schedule.steps import ITEM_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem(Problem):
-    """The numbers of tokens of each rank, and of their experts.
-
+    """The base class of MoE problems: the number of tokens of each rank, and for each expert.
 
     experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
-    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known only at
-    run time. (): equally many for each expert. most: the largest number of tokens that a rank may send to the experts of one
-    other rank. exact: True if the host reads the number of rows of the result. False if the caller passes a number, so that the
-    host does not wait."""
+    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known
+        only at run time. (): equally many for each expert. most: the largest number of tokens that a rank may send to
+        the experts of one peer. exact: True if the CPU reads the number of rows of the result. False if the caller
+        passes a number, so that the CPU does not wait.
+    """
 
     world_size: int
     experts: int
@@ -58,7 +58,9 @@ class ExpertsProblem(Problem):
             )
 
     def __str__(self) -> str:
-        """Return the repr. Omit `splits` if they are even, because they have an entry per expert, and `return_x` if it is False."""
+        """Return the repr, without `splits` if they are even, because they have an entry per expert, and without
+        `return_x` if it is False.
+        """
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"

@@ -14,10 +14,10 @@ from weft.words import counted
 class MatmulAllToAll(ExpertsProblem):
     """MoE combine: multiply the received rows by their experts' weights, and return every row to the rank that sent it.
 
-    exact: True if the host reads the number of rows of the result. False if the caller passes it, so that the host does not wait.
+    exact: True if the CPU reads the number of rows of the result. False if the caller passes a number, so that the CPU
+        does not wait.
 
-    Buffers; the last is the output:
-
+    Buffers. The last is the output:
 
         h         [rows that arrived, k]       by local expert, and then by source rank
         received  [ranks, experts] int64       the number of these rows

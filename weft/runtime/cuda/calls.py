@@ -1,7 +1,7 @@
 """Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
 
-Each call is prepared when a schedule is compiled, so a run only takes views and calls. Results are written where the
-step says, not into memory that torch allocates.
+Each call is prepared when a schedule is compiled, so a run only makes views and calls. Results are written to the
+step's destination, not into memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
 
     what, views: the operation and its operands. Calls with equal `what` and `views` run the same kernel. If `what` is
         None, the kernel is unknown.
-    aside: a call that loads the same kernel without writing memory that peers read or add to.
+    aside: a call that loads the same kernel, but writes no memory that peers read or add to.
     """
 
     call: Callable[[Tensors], None]

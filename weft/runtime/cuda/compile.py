@@ -1,17 +1,17 @@
-"""The compiler from a rank's steps to the list of operations that the host issues: native operations, calls of torch
-and NCCL, and small kernels.
+"""The compiler from a rank's steps to the list of operations that the CPU issues: native operations, calls of torch and
+NCCL, and small kernels.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.flags`), so that a CUDA
-graph can capture them. Copies by kernel include the signals around them.
+Signals between ranks are stream waits and stream writes, the same in every run (`weft.runtime.cuda.flags`), so that a
+CUDA graph can capture them. Copies by kernel include the signals around them.
 
 Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no
 operation, because a run begins after the previous run has ended on its rank.
 
 A separate stream, the monitor, writes the signals that compute lanes set: a write to a peer takes microseconds, and
-kernels need not wait for it. Each run also writes to memory that it has begun, for the watchdog.
+kernels need not wait for it. Each run also writes a mark to memory when it begins, for the watchdog.
 
 Calls of torch and NCCL (`weft.runtime.cuda.calls`) and steps of dynamic size (`weft.runtime.cuda.sizes`) are not native
-operations. They are in the same list (`weft.runtime.cuda.issue`). All operations get addresses from
+operations. They are entries of the same list (`weft.runtime.cuda.issue`). All operations get addresses from
 `weft.runtime.cuda.regions`.
 """
 
@@ -50,18 +50,18 @@ _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is kn
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Compile the rank's steps. This loads kernels, so no stream may wait on the device meanwhile."""
+    """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile."""
     return Compiler(context, timed).compile()
 
 
 class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
-    program, items: what a run issues.
-    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a `Permute` step:
-        {id of the step: the address of these numbers of its copies}.
+    program, items: the operations that a run issues.
+    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a
+        `Permute` step: {id of the step: the address of these numbers of its copies}.
     sorted: {id of a `Permute` step: its copies}.
-    ahead: {lane: its `ReadAhead`, whose host wait comes after the GEMMs are issued}.
+    ahead: {lane: its `ReadAhead`, whose CPU wait comes after the GEMMs are issued}.
     scratch: {lane: memory for partial sums}.
     """
 
@@ -85,7 +85,7 @@ class Compiler:
             context.schedule, context.rank, context.lanes, context.order, self._awaited, context.buffers
         )
         # By lane: the indices of steps whose signals the lane's stream writes, and the flags that the lane waits for.
-        # Copying kernels clear their own flags. Compute lanes clear their flags right after the wait: the monitor
+        # Copy kernels clear their own flags. Compute lanes clear their flags right after the wait, because the monitor
         # writes their signals, possibly after the lane's next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
         self._of_stream: dict[str, list[Flag]] = {name: [] for name in context.lanes}
@@ -104,8 +104,8 @@ class Compiler:
         last = {launch.lane: launch for launch in self._launches}
         waiting = [launch for launch in self._launches if self._flags_in(launch)]
         # Choose where the watchdog's words are written. If only kernels on one stream wait: at the first and the last
-        # of them. Otherwise at the first step of a lane whose flag is cleared soon, and therefore is 0 during most of a
-        # run. Otherwise on the monitor.
+        # of these kernels. Otherwise, if possible, at the first step of a lane whose flag is cleared soon, and
+        # therefore is 0 during most of a run. Otherwise on the monitor.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
         self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -139,8 +139,8 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """Return True if `launch` is the first of a copy lane, waits for a flag of the previous run, and only copies
-        delay the clearing of the flag.
+        """True if `launch` is the first of a copy lane, waits for a flag of the previous run, and only copies delay the
+        clearing of the flag.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -175,7 +175,7 @@ class Compiler:
             self.items.stamp(launch.lane, 2 * first + 1)
 
     def crosses(self, step: Step) -> bool:
-        """Return True if the step is a signal between ranks."""
+        """True if the step is a signal between ranks."""
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
@@ -209,7 +209,7 @@ class Compiler:
         if not parts:
             return  # no rank waits for this signal
         if self._computes[launch.lane] and not mine:
-            # A write to a peer takes microseconds, and kernels need not wait for it: write on the monitor.
+            # A write to a peer takes microseconds, and kernels need not wait for it, so write on the monitor.
             self._signal_aside(launch.lane, parts)
         else:
             self.program.signal(launch.lane, parts)
@@ -235,8 +235,8 @@ class Compiler:
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
-        """Issue a launch of copies as one kernel: first its signals and waits, then the copies, then signals and waits
-        again.
+        """Issue a launch of copies as one kernel: signals and waits before the copies, the copies, and signals and
+        waits after them.
         """
         context, words = self.context, self.context.words
 
@@ -317,7 +317,7 @@ def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and the signals around
     them, are issued as kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its
     kernel. An operation that writes to a peer's memory must define `Operation.aside`, which loads the kernel without
-    writing there.
+    writing to this memory.
     """
     raise AssertionError(f"{step} was not refused")
 
@@ -398,7 +398,7 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the host reads the sizes too.
+    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the CPU reads the sizes too.
 
     The device computes the numbers for the lane's copies by kernel.
     """
@@ -461,8 +461,8 @@ def _grouped_matmul(
 ) -> None:
     context = compiler.context
     expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
-    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied rows. All
-    # other GEMMs leave multiprocessors free for them.
+    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied
+    # rows. All other GEMMs leave multiprocessors free for these copies.
     name = context.lanes[lane]
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and s.tile_kernel][-1]

@@ -1,5 +1,5 @@
-"""The launcher of `weft.kernels.grouped_matmul`. It makes tensor maps or pointers, chooses the grid, and compiles
-variants before any stream waits.
+"""The launcher of `weft.kernels.grouped_matmul`. The launcher makes tensor maps or pointers, chooses the grid, and
+compiles variants before any stream waits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GroupedVariant(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """Return the largest number of programs that share a tile."""
+        """The largest number of programs that share a tile."""
         return self.config.splits if self.tma and not self.adds else 1
 
     def options(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ def prepare(
     """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes
     seconds.
 
-    Without `prepare` the first launch compiles, which must not happen while a stream waits for a peer.
+    Without `prepare` the first launch compiles the kernel, which must not happen while a stream waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
@@ -144,20 +144,20 @@ def _variant(
 
 
 class GroupedMatmulLauncher:
-    """Launches GEMMs of the rows of some sources and experts with their experts' weights. Launches share the state that
-    the constructor prepares.
+    """A launcher of GEMMs that multiply the rows of some sources and experts by the experts' weights. Launches share
+    the state that the constructor prepares.
 
     slots: `[at least (W - 1) * slot_rows, K]`. The rows of the n-th source after this rank begin at row `(n - 1) *
         slot_rows`.
-    counts: int64 `[W, E]`, the number of rows from each source for each local expert. It need not be contiguous.
+    counts: int64 `[W, E]`, the number of rows from each source for each local expert. Any strides are allowed.
     splits: int64 `[W * E]`, the number of this rank's rows for each global expert.
     first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
-    first_expert, n_experts: the same for experts.
+        first_expert, n_experts: the same for experts.
     spare: the number of multiprocessors left to other kernels.
-    back: read rows ordered by expert, and store them by source into `slots`, which then have N columns.
-    adds: add to the rows of y, in fp32. Not together with `back`.
-    merged: tiles have rows of all sources. Launches then compute all sources. Without `back`, x has the rows of all
-        sources, sorted by expert, and slots is not read. Not together with `adds`.
+    back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
+    adds: True to add to the rows of y, in fp32. Not together with `back`.
+    merged: True for tiles with rows of all sources. Launches then compute all sources. Without `back`, x has the rows of
+        all sources, sorted by expert, and slots is not read. Not together with `adds`.
     config: the tile sizes of the compiled kernel, see `prepare`.
     scratch: memory shared with other launches on the same stream.
     """
@@ -247,7 +247,7 @@ class GroupedMatmulLauncher:
         _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
         own, whole = (y, x) if self._back else (x, y)
-        # A tensor map of an empty tensor cannot be made, and is not used.
+        # A tensor map of an empty tensor cannot be made, and is not needed.
         slots = self._slots if self._slots.numel() else own
         own = own if own.numel() else slots
         if 0 in (own.numel(), w.numel(), whole.numel()):

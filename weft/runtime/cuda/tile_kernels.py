@@ -185,8 +185,8 @@ class Tracked:
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Return (number of tiles, words that are then set) for each counter, and for each set the counter of every
-        tile.
+        """Return (number of tiles, words to set after these tiles) for each counter, and for each set the counter of
+        every tile.
         """
         named: dict[tuple[str, int, int], int] = {}
         of_tiles = []
