@@ -249,7 +249,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     data = json.loads(file.read_text())
     assert data["choice"].startswith("dispatch")
     assert "serial" in data["reason"]
-    assert "cannot be captured, because the host reads sizes" in data["reason"]
+    assert "cannot be captured, because the CPU reads sizes" in data["reason"]
     assert data["heuristic"] == "ficco_1d[start=uniform,gemms=fused,steps=0,by=kernel]"
     assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
 

@@ -139,7 +139,8 @@ class GemmVariants(ChoosingVariants):
         if not found:
             made = "; ".join(str(call.p) for call in of_rule) or "nothing"
             raise RuntimeError(
-                f"{name} of {self.spec.name} was called for {self.problem}, but its calls are for {made}"
+                f"variant {name} of {self.spec.name} ran {made}, but its record would say {self.problem}: let the spec's "
+                "drawn() return calls of this problem"
             )
         self._taken[name] = found[-1]
 
@@ -382,7 +383,7 @@ class GemmOperator(OperatorBenchmark[S]):
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        return [f"Medians of a call's host time and of a shape's first call: {', '.join(found)}."] if found else []
+        return [f"Medians of a call's CPU time and of a shape's first call: {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) for each pinned schedule of a shape, the fastest first."""
