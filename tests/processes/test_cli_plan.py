@@ -297,7 +297,7 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
     [
         (["--json", "."], "--json . is a folder: give a file"),
         (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: the folder /nowhere does not exist"),
-        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
+        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl cannot be written"),
         (["--pictures", __file__], "is a file: give a folder"),
         (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
     ],
@@ -325,7 +325,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,8,8", "--ranks", "1024"], "ranks=1024: at most 256 can be simulated"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder"),
-        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
+        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of a100, b200, h100, h200"),

@@ -83,7 +83,7 @@ def test_files_are_tried_before_work_starts(command: str, path: str, monkeypatch
 def test_folders_of_pictures_are_tried_before_work_starts(command: str, folder: str, monkeypatch, capsys) -> None:
     for study in (ficco, t3, t3_hardware):
         monkeypatch.setattr(study, "simulated", lambda *given, **more: pytest.fail("it has started"))
-    assert f"--pictures {folder}: cannot be written" in _refused(
+    assert f"--pictures {folder} cannot be written" in _refused(
         [*WRITERS[command], "--pictures", folder], monkeypatch, capsys
     )
 
