@@ -60,7 +60,9 @@ def check_folder(option: str, path: Path) -> None:
     try:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
     except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written ({nearest}: {error.strerror}): give another folder") from error
+        raise ValueError(
+            f"{option} {path} cannot be written ({nearest}: {error.strerror}): give another folder"
+        ) from error
 
 
 def check_pictures(path: Path) -> None:
