@@ -89,7 +89,7 @@ def world_size() -> int:
 
 def push_gradients() -> bool:
     """`WEFT_PUSH_GRADIENTS`: 1 replaces NCCL's all-to-all of embedding gradients by a kernel that stores them into the
-    memory of the tables' owners (default 0). For GPUs of one host. Set the same value on all ranks. The results
+    memory of the tables' owners (default 0). All ranks must use GPUs of one machine, and set the same value. The results
     are bitwise equal with and without it.
     """
     return _is_on("WEFT_PUSH_GRADIENTS")
