@@ -117,7 +117,8 @@ def _measured(found: Sequence[Record], short: bool) -> str:
 
 def _code(record: Record) -> str:
     source = f"sources {record['source']}" if record["source"] is not None else "hash of sources not recorded"
-    return f"commit {record['commit']} ({source}), harness {record['harness']} of {HARNESS}"
+    newest = "" if record["harness"] == HARNESS else f" (newest: {HARNESS})"
+    return f"commit {record['commit']} ({source}), harness {record['harness']}{newest}"
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
@@ -129,7 +130,7 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
         configs.setdefault(_code(r), {})[r["config"]] = None
     *few, most = sorted(configs, key=lambda code: len(configs[code]))
     said = [f"{', '.join(configs[code])}: {code}" for code in few]
-    return ["; ".join([*said, f"{'all others' if few else 'all'}: {most}"]) + "."]
+    return ["Measured code: " + "; ".join([*said, f"{'all others' if few else 'all shapes'}: {most}"]) + "."]
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:

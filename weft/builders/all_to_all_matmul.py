@@ -214,7 +214,7 @@ class Sending(_Dispatch):
             raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "the host must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
+                "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
             )
         if send == "at_once" and world == 2:
             raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")

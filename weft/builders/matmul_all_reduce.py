@@ -102,7 +102,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     slots = 1 if by == "load" else p.world_size
     if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
         raise NotApplicableError(
-            f"it needs memory for {slots} whole products, which is more than {_MOST_SLOTS >> 20} MiB: use two_shot"
+            f"one_shot would need memory for {slots} whole products, more than {_MOST_SLOTS >> 20} MiB: use two_shot"
         )
     d, result, peers = o.d, _Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")

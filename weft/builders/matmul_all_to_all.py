@@ -164,7 +164,7 @@ class _Sending(_Combine):
             raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "the host must not wait for sizes in this call, but it needs them to start copy engines: use "
+                "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use "
                 "by=kernel or by=store"
             )
         self.pieces = split(p.experts, chunks, what="experts of a rank")

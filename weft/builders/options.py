@@ -63,8 +63,8 @@ def from_text(name: str, text: str, annotation: Any) -> Any:
     if not known:
         of = ", ".join(getattr(one, "__name__", str(one)) for one in wanted)
         raise ValueError(
-            f"{name}={text}: {of} cannot be given as text, only bool, int, float, str and Literal can: pass the value to "
-            "weft.plan.explain"
+            f"{name}={text}: a value of type {of} cannot be written as text: pass the value to weft.plan.explain. (Only bool, "
+            "int, float, str and Literal can be written as text)"
         )
     raise ValueError(f"{name}={text}: give {or_list(known)}")
 

@@ -45,7 +45,7 @@ class Problem:
         the override, which defines M, N and K, and the text in the `Annotated` type of each option."""
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
-            raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
+            raise ValueError(f"{cls.name} cannot be planned by M, N and K: define {cls.__name__}.sized")
         return cls(**given)
 
     @property

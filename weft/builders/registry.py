@@ -209,7 +209,7 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     known = [str(value) for value in listed if value not in numbers and value not in proportions]
     known += [f"a number from {min(numbers)} to {_MOST}"] if numbers else []
     known += [f"a proportion such as {proportions[-1]}"] if proportions else []
-    raise ValueError(f"{where} must be {' or '.join(known)}, not {text!r}")
+    raise ValueError(f"{where} is {text!r}: use {' or '.join(known)}")
 
 
 @lru_cache(maxsize=2)  # the first call builds a schedule twice: to check it and to run it

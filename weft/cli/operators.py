@@ -183,7 +183,8 @@ Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machin
 ModeOf = Annotated[
     Mode,
     typer.Option(
-        help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+        help="queued: the CPU launches calls ahead of the GPU. graph: calls are captured and replayed. single: the CPU "
+        "synchronises after each call."
     ),
 ]
 Json = Annotated[

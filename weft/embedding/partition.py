@@ -113,7 +113,9 @@ class Partition:
     def __post_init__(self) -> None:
         check_tables(self.tables)
         if len(self.tables) != len(self.shardings):
-            raise ValueError(f"{counted(len(self.shardings), 'sharding')} for {counted(len(self.tables), 'table')}")
+            raise ValueError(
+                f"{counted(len(self.shardings), 'sharding')} for {counted(len(self.tables), 'table')}: pass one for each table"
+            )
         for table, sharding in zip(self.tables, self.shardings, strict=True):
             self._check(table, sharding)
 
@@ -130,8 +132,8 @@ class Partition:
             widths = self._widths(table, sharding)
             if len(widths) != len(ranks) or min(widths) < 1 or sum(widths) != table.embedding_dim:
                 raise ValueError(
-                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: the table has "
-                    f"{counted(table.embedding_dim, 'column')}, and a part needs at least 1"
+                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: give each rank a part of at "
+                    f"least 1 column, {counted(table.embedding_dim, 'column')} together"
                 )
 
     def _ranks(self, sharding: TableSharding) -> tuple[int, ...]:

@@ -231,7 +231,8 @@ class EmbeddingSharding:
             raise ValueError(f"world_size={self.world_size} must be at least 1")
         if len(self.rank_of_table) != len(self.tables):
             raise ValueError(
-                f"rank_of_table has {counted(len(self.rank_of_table), 'entry', 'entries')} for {counted(len(self.tables), 'table')}"
+                f"rank_of_table has {counted(len(self.rank_of_table), 'entry', 'entries')} for "
+                f"{counted(len(self.tables), 'table')}: pass the rank of each table"
             )
         for table, rank in zip(self.tables, self.rank_of_table, strict=True):
             if not 0 <= rank < self.world_size:
@@ -240,7 +241,8 @@ class EmbeddingSharding:
             object.__setattr__(self, "rows_read", tuple(float(rows) for rows in self.rows_read))
             if len(self.rows_read) != len(self.tables):
                 raise ValueError(
-                    f"rows_read has {counted(len(self.rows_read), 'entry', 'entries')} for {counted(len(self.tables), 'table')}"
+                    f"rows_read has {counted(len(self.rows_read), 'entry', 'entries')} for "
+                    f"{counted(len(self.tables), 'table')}: pass one number for each table"
                 )
 
     def __hash__(self) -> int:
@@ -316,17 +318,17 @@ class EmbeddingSharding:
         ]
 
     def difference(self, other: EmbeddingSharding) -> str | None:
-        """Return the first difference from `other`, as "this and not that"; None if they are equal."""
+        """Return the first difference from `other`, as "this and that"; None if they are equal."""
         if self.world_size != other.world_size:
-            return f"world_size={self.world_size} and not {other.world_size}"
+            return f"world_size={self.world_size} and {other.world_size}"
         if len(self.tables) != len(other.tables):
-            return f"{counted(len(self.tables), 'table')} and not {len(other.tables)}"
+            return f"{counted(len(self.tables), 'table')} and {counted(len(other.tables), 'table')}"
         placed = zip(self.tables, other.tables, self.rank_of_table, other.rank_of_table, strict=True)
         for index, (mine, theirs, my_rank, their_rank) in enumerate(placed):
             if mine != theirs:
-                return f"table {index} {mine} and not {theirs}"
+                return f"table {index} is {mine} and {theirs}"
             if my_rank != their_rank:
-                return f"table {mine.name!r} on rank {my_rank} and not on rank {their_rank}"
+                return f"table {mine.name!r} is placed on rank {my_rank} and on rank {their_rank}"
         return None
 
     def describe(self) -> str:

@@ -61,7 +61,7 @@ def first_name() -> str:
 def _library() -> Iterator[ctypes.CDLL]:
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     if nvml.nvmlInit_v2():
-        raise OSError("NVML cannot be initialised")
+        raise OSError("NVML cannot be initialised: check the driver with nvidia-smi")
     try:
         yield nvml
     finally:

@@ -385,11 +385,13 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         local = dict(zip(self.embedding_bags, self._weights(), strict=True))
         for name, weight in local.items():
             if name not in weights:
-                raise ValueError(f"weights lacks table {name!r} of rank {self.rank}: it has {', '.join(weights)}")
+                raise ValueError(
+                    f"weights has {', '.join(weights)}, but not table {name!r} of rank {self.rank}: pass all of its tables"
+                )
             check_tensor(f"weights[{name!r}]", weights[name])
             if weights[name].shape != weight.shape:
                 given, wanted = list(weights[name].shape), list(weight.shape)
-                raise ValueError(f"table {name!r} is {wanted} but the weight given is {given}: pass the whole table")
+                raise ValueError(f"weights[{name!r}] has shape {given}: pass the whole table, {wanted}")
         with torch.no_grad():
             for name, weight in local.items():
                 weight.copy_(weights[name])

@@ -25,7 +25,7 @@ from weft.operator.layers import activated, compare_options, ends_group, fill, r
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.symm.groups import group_of
-from weft.words import counted, kind
+from weft.words import kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -151,8 +151,8 @@ class ExpertParallelMLP(nn.Module):
         missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
         if missing:
             raise ValueError(
-                f"the state dict has no {self.first_name}, and lacks {counted(len(missing), 'weight')} of single experts, such as "
-                f"{missing[0]}; it has {', '.join(list(whole)[:4])}, ...: strip the prefix of the experts' names"
+                f"the state dict has {', '.join(list(whole)[:4])}, ..., but needs {self.first_name} (all experts) or {missing[0]}, "
+                "... (each expert): remove the prefix before these names"
             )
         first = [torch.cat([found[i, name] for name in parts]) for i in mine]
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}

@@ -267,7 +267,7 @@ class InputDist:
             )
         if values.numel() >= 2**31:
             raise ValueError(
-                f"{values.numel()} values: a rank's batch may have at most 2**31 - 1 ids, use a smaller one"
+                f"the batch has {values.numel()} ids, but at most 2**31 - 1 are allowed on a rank: use a smaller batch"
             )
         return _LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
 

@@ -89,10 +89,10 @@ def agree_on_module(
         difference = first_sharding.difference(other_sharding)
         for name, value in first_said.items():
             if other_said[name] != value:
-                difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
+                difference = difference or f"{name}={value!r} and {other_said[name]!r}"
         if difference:
             raise DisagreementError(
-                f"rank 0 has {difference} as on rank {rank}: construct the module with the same arguments on all ranks"
+                f"ranks 0 and {rank} construct different modules ({difference}): pass the same arguments on all ranks"
             )
     assert sharding is not None
     return sharding, seed

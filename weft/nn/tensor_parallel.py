@@ -135,7 +135,9 @@ class ParallelAttention(nn.Module):
                 "shared by equally many query heads"
             )
         if head_dim is None and hidden % heads:
-            raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
+            raise ValueError(
+                f"hidden={hidden} must be divisible by heads={heads}: change one of them, or pass head_dim"
+            )
         if sequence_dim not in (0, 1, None):
             raise ValueError(
                 f"sequence_dim={sequence_dim} is not supported: pass 1 for [B, S, H], 0 for [S, B, H], or None if "

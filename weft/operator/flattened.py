@@ -47,8 +47,8 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
-            f"{what} has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by "
-            f"world_size={world}: pad to {below + world}"
+            f"{what} has shape {tuple(shape)}, whose size {shape[dim]} in dimension {name}={dim} must be divisible by "
+            f"world_size={world}: pad it to {below + world}"
         )
 
 

@@ -181,7 +181,7 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
         return ""
     if weight.is_meta:
         memory = "give the layer memory by to_empty(device=...), then values by reset_parameters() or load_state_dict()"
-        return f"its weight is on meta and x on {x.device}: {memory}"
+        return f"the weight is on meta, but x is on {x.device}: {memory}"
     if x.device.type not in ("cpu", "cuda"):
         return f"x is on {x.device}: pass a tensor on a GPU or on the CPU"
     return f"x is on {x.device}, but the weight is on {weight.device}: use one device"

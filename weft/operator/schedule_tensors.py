@@ -84,7 +84,7 @@ class _Making:
                 self._memory[name] = _memory_of(buffer, t)
                 _check_apart(self._memory.values())
         except ValueError as error:
-            raise ValueError(f"the function for {name}, called with {rows} rows: {error}") from error
+            raise ValueError(f"the function that allocates {name} was called with {rows} rows: {error}") from error
         return t  # type: ignore[no-any-return]
 
 

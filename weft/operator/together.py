@@ -90,8 +90,8 @@ class together:
 
     def _refuse_second_thread(self, calls: GroupCalls) -> NoReturn:
         text = (
-            f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a "
-            "call of this group: only one thread at a time may call on a group; give each thread its own group"
+            f"thread {threading.current_thread().name!r} called {self._operator} during a call of another thread on the same "
+            "group: only one thread at a time may use a group. Give each thread its own group"
         )
         calls.misused = text  # read when the other thread has set up its communicator
         for kind in ("cpu", "cuda"):

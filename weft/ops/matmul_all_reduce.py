@@ -146,8 +146,8 @@ def matmul_all_reduce(
             check_tensor("residual", residual)
             if residual.shape[:-1] != x.shape[:-1]:
                 raise ValueError(
-                    f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all dimensions except the "
-                    "last must be equal"
+                    f"residual has shape {tuple(residual.shape)}, but x has {tuple(x.shape)}: pass a residual of shape "
+                    f"{(*x.shape[:-1], *w.shape[-1:])}, like the result"
                 )
             rows = residual.flatten(0, -2)
         added = checked_eps(eps)
@@ -170,7 +170,7 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
         return None
     check_tensor(name, given)
     if given.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(given.shape)}: it must be [N]")
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: pass one dimension, [N]")
     return given.unsqueeze(0)
 
 
@@ -212,12 +212,12 @@ class _MatmulAllReduce(Operator[_Call]):
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
         if (norm is None) != (eps is None):
-            raise ValueError(f"eps={eps} and norm={norm}: pass both or neither")
+            raise ValueError(f"eps={eps} with norm {'not ' * (norm is None)}given: pass both or neither")
         for name, given, rows in (("bias", bias, 1), ("residual", residual, m), ("norm", norm, 1)):
             if given is None:
                 continue
             if given.shape != (rows, n):
-                raise ValueError(f"{name} has {given.shape[-1]} columns: it must have the N={n} of w")
+                raise ValueError(f"{name} has {given.shape[-1]} columns: pass {n}, as many as w has")
             if given.dtype != x.dtype or given.device != x.device:
                 raise ValueError(
                     f"{name} is {given.dtype} on {given.device} and x is {x.dtype} on {x.device}: use one dtype and device"

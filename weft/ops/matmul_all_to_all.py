@@ -204,7 +204,7 @@ class _MatmulAllToAll(Operator[_Call]):
             return call  # a later check refuses the call
         if h.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "matmul_all_to_all without rows reads the number of tokens on the host, which a CUDA graph cannot "
+                "matmul_all_to_all without rows reads the number of tokens on the CPU, which a CUDA graph cannot "
                 "capture: pass rows"
             )
         known = sizes_of(splits, received)

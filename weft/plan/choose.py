@@ -152,7 +152,7 @@ def decide(
     rows = [replace(row, measured_us=measured.get(row.candidate.name)) for row in rows]
     chosen, reason = _best(rows, mode, bool(measured))
     if mode == "graph" and chosen.reads_on_host:
-        reason += "; it cannot be captured in a graph, nor can any other candidate: the host reads sizes"
+        reason += "; it cannot be captured in a graph, nor can any other candidate: the CPU reads sizes"
     serial = next((row for row in rows if row.candidate.name == "serial"), None)
     reason += _too_busy_for(rows, chosen, serial) if mode == "queued" and not measured else ""
     rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
@@ -196,14 +196,14 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         best, among = _simplest(timed, fastest, measured)
         return best, (
             f"{best.candidate.name} {among}: {in_us(best.us or 0.0)} {how}; serial, {in_us(serial.us)}, cannot be "
-            "captured, because the host reads sizes"
+            "captured, because the CPU reads sizes"
         )
     needed_us = _needed_us(fastest, serial, mode)
     sparing = [row for row in timed if row is not serial and _spares_host(row, serial)]
     if mode == "queued" and not measured and serial.us - fastest.us < needed_us and sparing:
         best = min(sparing, key=_simplicity)
         return best, (
-            f"{best.candidate.name} takes as long as serial, {in_us(best.us or 0.0)} {how}, and uses less host time: about "
+            f"{best.candidate.name} takes as long as serial, {in_us(best.us or 0.0)} {how}, and uses less CPU time: about "
             f"{best.host_us:.0f} us per call instead of {serial.host_us:.0f}"
         )
     if fastest is serial:
@@ -254,7 +254,7 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
     reasons = {
         "certainly take longer": any(row.why_not.startswith(AT_LEAST) for row in rows),
         "round at every step": any(row.rough for row in rows),
-        "keep the host busy longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
+        "keep the CPU busy longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
         "cannot be captured": mode == "graph" and any(row.reads_on_host for row in rows if row is not serial),
     }
     held = [reason for reason, holds in reasons.items() if holds]
@@ -274,7 +274,7 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
         return ""
     best = min(faster, key=lambda row: row.us or 0.0)
     return (
-        f"; {best.candidate.name}, {in_us(best.us or 0.0)}, would keep the host busy for {best.host_us:.0f} us per call"
+        f"; {best.candidate.name}, {in_us(best.us or 0.0)}, would keep the CPU busy for {best.host_us:.0f} us per call"
     )
 
 
@@ -326,11 +326,11 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
     if measured and row.measured_us is None:
         return "not measured"
     if mode == "graph" and row.reads_on_host and not chosen.reads_on_host:
-        return "cannot be captured, because the host reads sizes"
+        return "cannot be captured, because the CPU reads sizes"
     if row.rough:
         return "rounds at every step: larger rounding error"
     if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
-        return f"keeps the host busy for {row.host_us:.0f} us per call"
+        return f"keeps the CPU busy for {row.host_us:.0f} us per call"
     if row.us < chosen.us and chosen is serial:
         return "not clearly faster than serial"
     if row.us < chosen.us:

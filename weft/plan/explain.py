@@ -45,7 +45,7 @@ LEGEND = (
     "the time with concurrent work / the time alone. 1 is no loss"
 )
 HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
-IN_A_ROW = "measured us: time per call of calls in a row, with the host ahead of the device, unless graphs were timed"
+IN_A_ROW = "measured us: time per call of calls that the CPU launches ahead of the GPU, unless graphs were timed"
 _SHOWN = 10
 MOST_RANKS = 256
 """The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all, so that simulating all

@@ -105,7 +105,7 @@ class SelfCalibration:
         for name, field in (
             ("a signal to a peer", "signal_remote_us"),
             ("a signal between streams", "signal_local_us"),
-            ("a step on the host", "host_step_us"),
+            ("the launch of a step", "host_step_us"),
         ):
             us = getattr(self, field)
             yield _Number(name, "us", us, getattr(base, field), _setting(**{field: us}))

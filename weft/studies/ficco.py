@@ -143,7 +143,7 @@ def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
             made.insert(
                 0,
                 claims_table(
-                    "The paper's claims, and a bar of weft's, beside our numbers", [*claims(rows), *bars_of(rows)]
+                    "The paper's claims, and two targets of weft, beside our numbers", [*claims(rows), *bars_of(rows)]
                 ),
             )
     others = rows.others if isinstance(rows, GemmRows) else {}

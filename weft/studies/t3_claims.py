@@ -65,7 +65,7 @@ def _splits(record: Record) -> Iterator[Claim]:
         paper = figures.PAPER_SPLITS[split]
         name = "ideal" if split == figures.SPLITS[0] else f"{split[0]}-{split[1]} units"
         if paper[0]:
-            derived = " (gave the rate of a unit)" if split == (72, 8) else ""
+            derived = " (used to derive the rate of a unit)" if split == (72, 8) else ""
             yield Claim(f"{name}: all-reduce slower{derived}", "3.2.1, figure 6", 100 * paper[0], 100 * ring, "%")
         if paper[1]:
             yield Claim(f"{name}: GEMM slower", "3.2.1, figure 6", 100 * paper[1], 100 * gemm, "%")
@@ -162,5 +162,5 @@ def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))
-    said = f"T3 {100 * lost:.1f}% slower than without limits; {each:.1f} bytes an entry (gave the ways)"
+    said = f"T3 {100 * lost:.1f}% slower than without limits; {each:.1f} bytes an entry (used to derive the ways)"
     return Claim("a tracker of 256 entries is enough, in 19 KB", "4.2.1", "yes", said, held=lost <= 0.01)

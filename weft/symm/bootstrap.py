@@ -493,7 +493,7 @@ class _Setup:
         if entry is not None and entry.pids == self.mine.pids and has_ended(entry.pid):
             text = f"rank {rank} (pid {entry.pid}) died"
         if text:
-            raise PeerLostError(f"{text}; rank {self.rank} was waiting for it to set up symmetric memory", rank)
+            raise PeerLostError(f"{text} while rank {self.rank} waited for it to set up symmetric memory", rank)
 
     def _too_late(self, missing: list[int]) -> DeadlineError:
         before = "".join(f"; rank {r} gave up before: {self.gave_up[r]}" for r in missing if r in self.gave_up)

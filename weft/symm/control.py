@@ -172,8 +172,8 @@ class Control:
         self.check()
         if self._calls.unanswered > 0:
             text = (
-                f"rank {self.rank} waited {deadline_s:g} s for its peers to answer if they have made the call "
-                "that it refused"
+                f"rank {self.rank} refused a call, and waited {deadline_s:g} s for its peers to answer whether they have made it. "
+                "Check that all ranks still run"
             )
             self.poison(text)
             raise DeadlineError(text)

@@ -45,7 +45,8 @@ class CpuRegion:
             raise ValueError(f"offset_bytes={offset_bytes} must be a multiple of {dtype.itemsize}, the size of {dtype}")
         if offset_bytes + wanted > self.nbytes:
             raise ValueError(
-                f"{tuple(shape)} {dtype} at byte {offset_bytes} needs {offset_bytes + wanted} of {self.nbytes} bytes"
+                f"a {dtype} tensor of shape {tuple(shape)} at byte {offset_bytes} ends at byte {offset_bytes + wanted}, but the "
+                f"memory has {self.nbytes} bytes: reserve more"
             )
         # The tensor refers to the mapping, not to this region, so closing the region leaves the tensor valid.
         flat = lent(mapping.address + offset_bytes, [wanted], torch.uint8, _CPU, mapping)
@@ -65,7 +66,9 @@ class CpuRegion:
         if not 0 <= rank < len(self._mappings):
             raise ValueError(f"rank={rank} must be between 0 and {len(self._mappings) - 1}")
         if (mapping := self._mappings[rank]) is None:
-            raise ValueError(f"memory of rank {rank}, on another host, is not mapped here")
+            raise ValueError(
+                f"rank {rank} is on another host, so its memory is not mapped: use only ranks of this host"
+            )
         return mapping
 
 

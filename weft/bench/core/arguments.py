@@ -47,7 +47,7 @@ def check_file(option: str, path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from error
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): give another file") from error
     if not found:
         path.unlink(missing_ok=True)  # another rank may have removed it
 
@@ -60,7 +60,9 @@ def check_folder(option: str, path: Path) -> None:
     try:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
     except OSError as error:
-        raise ValueError(f"{option} {path}: cannot be written: {nearest}: {error.strerror}") from error
+        raise ValueError(
+            f"{option} {path} cannot be written ({nearest}: {error.strerror}): give another folder"
+        ) from error
 
 
 def check_pictures(path: Path) -> None:

@@ -17,6 +17,7 @@ from statistics import median
 
 from weft.bench.core.tables import Record, geomean, share
 from weft.bench.ops.any_operator import NEVER_BELOW
+from weft.words import counted
 
 BENCHMARK = "never-slower"
 """The field `benchmark` of this benchmark's rows."""
@@ -175,17 +176,17 @@ class Verdict:
         """The violated criteria as phrases; empty if all hold."""
         found = []
         if self.below:
-            found.append(f"{len(self.below)} of {len(self.judged)} below {NEVER_BELOW}x")
+            found.append(f"{len(self.below)} of {len(self.judged)} pairs of shape and mode are below {NEVER_BELOW}x")
         if self.suspects:
-            found.append(f"{len(self.suspects)} under {NEVER_BELOW}x once and not measured again")
+            found.append(f"{len(self.suspects)} were below {NEVER_BELOW}x once, and were not measured again")
         overlapped = self.overlapped_share
         if overlapped is not None and overlapped < OVERLAPPED_SHARE:
-            found.append(f"{overlapped:.0%} overlapped where overlap can gain (at least {OVERLAPPED_SHARE:.0%})")
+            found.append(f"weft overlaps {overlapped:.0%} of the shapes that can gain (wanted: {OVERLAPPED_SHARE:.0%})")
         for how, most in ADDED_US.items():
             added = self.added_us(how)
             if added is not None and added > most:
                 found.append(
-                    f"single calls add {added:.0f} us {'overlapped' if how else 'serial'} (at most {most:.0f})"
+                    f"single calls of {'overlapped' if how else 'serial'} schedules add {added:.0f} us (limit: {most:.0f} us)"
                 )
         beyond = []
         for row in self.changing:
@@ -193,10 +194,10 @@ class Verdict:
             if mean > CHANGING_MEAN or p99_ms > CHANGING_P99_MS:
                 beyond.append(f"{row['op']} {mean:.2f}x and {p99_ms:+.2f} ms")
         if beyond:
-            limits = f"{CHANGING_MEAN}x serial's mean and {CHANGING_P99_MS} ms above its 99th percentile"
-            found.append(f"changing sizes (at most {limits}): {', '.join(beyond)}")
+            limits = f"mean time {CHANGING_MEAN}x serial's, 99th percentile {CHANGING_P99_MS} ms above serial's"
+            found.append(f"calls with changing sizes exceed a limit ({limits}): {', '.join(beyond)}")
         if self.errors:
-            found.append(f"{len(self.errors)} ended with an error")
+            found.append(f"{counted(len(self.errors), 'row')} ended with an error")
         return found
 
 

@@ -140,7 +140,8 @@ class GemmVariants(ChoosingVariants):
         if not found:
             made = "; ".join(str(call.p) for call in of_rule) or "nothing"
             raise RuntimeError(
-                f"{name} of {self.spec.name} was called for {self.problem}, but its calls are for {made}"
+                f"variant {name} of {self.spec.name} ran {made}, but its record would say {self.problem}: let the spec's "
+                "drawn() return calls of this problem"
             )
         self._taken[name] = found[-1]
 
@@ -385,7 +386,7 @@ class GemmOperator(OperatorBenchmark[S]):
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        return [f"Medians of a call's host time and of a shape's first call: {', '.join(found)}."] if found else []
+        return [f"CPU time of a call, and time of a shape's first call (medians): {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) for each pinned schedule of a shape, the fastest first."""
@@ -468,6 +469,6 @@ def _summary_of_predictions(mine: Sequence[Record]) -> list[str]:
         else ""
     )
     return [
-        f"On {calibrated:.0%} of the shapes the prediction from measured GEMMs is within {_NEAR_PREDICTION:.0%} of the time"
-        f"{on_blind or '. Predictions from the machine file alone were not recorded'}"
+        f"On {calibrated:.0%} of the shapes the prediction from measured GEMMs is within {_NEAR_PREDICTION:.0%} of the measured "
+        f"time{on_blind or '. Predictions from the machine file alone were not recorded'}"
     ]

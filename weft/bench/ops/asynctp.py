@@ -105,4 +105,4 @@ class TorchOperator(AnyOperator):
         return [*peers, *remarks.of_nccl(rows)]
 
     def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
-        return ["asynctp ran without NVLink multicast, which it would not use here."]
+        return ["asynctp ran without NVLink multicast, which torch does not use for this operator."]

@@ -385,7 +385,9 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
             if name not in known:
                 raise ValueError(f"no variant {name!r}: give {', '.join(known)}")
             if name == PUSH and options.device == "cpu":
-                raise ValueError(f"variant {name!r} cannot run here: kernels of GPUs store gradients at their owners")
+                raise ValueError(
+                    f"variant {name!r} cannot run on CPU, because a GPU kernel sends its gradients: use --device cuda"
+                )
             if name in DEFAULT_FBGEMM and (why := why_no_fbgemm()):
                 raise ValueError(f"variant {name!r} cannot run here: {why}")
 

@@ -47,17 +47,16 @@ class Scaled:
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
         """Raise `ValueError` for sizes, dtypes or entries that fp8 GEMMs do not support."""
         if dtype != "fp8":
-            raise ValueError(f"dtype={dtype!r}: operands with scales must be fp8")
+            raise ValueError(f"dtype={dtype!r}: scaled GEMMs need fp8 operands: use dtype='fp8'")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
-            raise ValueError(f"{self}: out, biased and fast must each have one entry per weight, as n={n} does")
+            raise ValueError(f"{self}: give out, biased and fast one entry for each of the {len(n)} weights (n={n})")
         require_multiple("K", k)
         for i, columns in enumerate(n):
             require_multiple(f"N of Bs[{i}]", columns)
         for dtype in self.out:
             if dtype not in ("bf16", "fp16", "fp32") and (dtype, self.by) != ("fp8", "tensor"):
                 raise ValueError(
-                    f"out={self.out} is not supported: results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if "
-                    "there is one scale per tensor"
+                    f"out={self.out} is not supported: use bf16, fp16 or fp32, or, if there is one scale per tensor, fp8"
                 )
 
 
@@ -83,7 +82,7 @@ class AllGatherMatmul(Problem):
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.world_size:
-            raise ValueError(f"rows={self.rows} must have one entry for each of {self.world_size} ranks")
+            raise ValueError(f"rows={self.rows}: give one number for each of {self.world_size} ranks")
         if min(self.rows) < 0 or self.k < 0 or min(self.n, default=0) < 0 or not self.n:
             raise ValueError(
                 f"rows={self.rows}, n={self.n}, k={self.k}: sizes must not be negative, and n must not be empty"

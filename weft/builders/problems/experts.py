@@ -49,12 +49,15 @@ class ExpertsProblem(Problem):
         if not self.splits:
             object.__setattr__(self, "splits", self._even_splits())
         if [(len(of_rank), sum(of_rank)) for of_rank in self.splits] != [(everywhere, count) for count in self.rows]:
-            raise ValueError(f"splits must be {everywhere} numbers on each rank that sum to its rows={self.rows}")
+            raise ValueError(
+                f"splits={self.splits}: give each rank {everywhere} numbers (one for each expert of all ranks) whose sum is the "
+                f"rank's entry in rows={self.rows}"
+            )
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
             raise ValueError(
-                f"splits: a rank sends {sent} tokens to one other rank, but most={self.most}: pass most={sent} or more"
+                f"most={self.most}, but splits send {sent} tokens from one rank to another: pass most={sent} or more"
             )
 
     def __str__(self) -> str:
@@ -82,7 +85,7 @@ class ExpertsProblem(Problem):
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
         experts: Annotated[int | None, "Required: the number of experts of all ranks together. All ranks have "
                                        "the same number."] = None,
-        bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
+        bounded: Annotated[bool, "The CPU does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
         """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's weights.

@@ -37,7 +37,7 @@ class MatmulAllToAll(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"a CUDA graph cannot capture {self.name} without rows, because the host must read the number of "
+            f"a CUDA graph cannot capture {self.name} without rows, because the CPU must read the number of "
             "rows: plan it with --option bounded=true (in Python bounded=True), and call it with rows"
         )
 
@@ -45,7 +45,7 @@ class MatmulAllToAll(ExpertsProblem):
     def text(self) -> str:
         return (
             f"{self.tokens} of each of {counted(self.world_size, 'rank')}, [{self.k}] of them @ [{self.experts}, {self.k}, "
-            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the host' if self.exact else 'bounded'}"
+            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the CPU' if self.exact else 'bounded'}"
         )
 
     def worth_running(self, candidate: Candidate) -> bool:

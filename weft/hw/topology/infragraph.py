@@ -156,7 +156,7 @@ def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     direction.
     """
     if not topology.links:
-        raise ValueError("a topology without links cannot be written")
+        raise ValueError("the topology has no links to write: use a topology of at least 2 ranks")
     between: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for link in topology.links:
         between.setdefault((link.source, link.target), []).append((link.bytes_per_us, link.latency_us))
@@ -164,7 +164,10 @@ def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     edges = []
     for (source, target), numbers in between.items():
         if len(numbers) > 1 or between.get((target, source)) != numbers:
-            raise ValueError(f"nodes {source} and {target} need one link in each direction, both equally fast")
+            raise ValueError(
+                f"the links between nodes {source} and {target} differ by direction, which InfraGraph cannot represent: give "
+                "them one link in each direction, with equal numbers"
+            )
         if source < target:
             kind = kinds.setdefault(numbers[0], f"link{len(kinds)}")
             ends = (_endpoint(node, topology.ranks) for node in (source, target))

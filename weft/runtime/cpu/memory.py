@@ -163,7 +163,7 @@ class Worker(threading.Thread):
     def begin(self, job: Callable[[], None]) -> None:
         with self._ending:
             if self._ended:
-                raise ValueError("this group was closed during a run")
+                raise ValueError("this group was closed during a run: close it only after all calls have returned")
             self._done.acquire(blocking=False)  # an interrupted wait may have left the lock released
             self._busy = True
             self._jobs.put((job, torch.get_num_threads()))

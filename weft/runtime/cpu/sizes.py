@@ -94,7 +94,7 @@ def _table(
         if wrong.any():
             row, n_rows, col, n_cols, _ = here[wrong][0].tolist()
             raise ValueError(
-                f"{region.buffer}@{at}[{row}:+{n_rows}, {col}:+{n_cols}] is outside {region.buffer} of {most[0]} x {most[1]}, "
-                f"by the sizes of this run"
+                f"with the sizes of this run, {region.buffer}@{at}[{row}:+{n_rows}, {col}:+{n_cols}] is outside buffer "
+                f"{region.buffer} of {most[0]} x {most[1]}: correct the sizes, or declare a larger buffer"
             )
     return [Region(region.buffer, *numbers) for numbers in rows.tolist()]

@@ -95,8 +95,8 @@ class AddUp:
         passed = [part for part in parts if len(parts) <= _ARGUMENTS or not fixed[part.base]]
         if len(passed) > _ARGUMENTS:
             raise ScheduleError(
-                f"{len(passed)} of the {len(parts)} parts of a reduction are the caller's tensors: the GPU kernel takes at most "
-                f"{_ARGUMENTS} of them"
+                f"a reduction has {len(parts)} parts, of which {len(passed)} are inputs or outputs of the schedule: use at most "
+                f"{_ARGUMENTS} such parts, and copy the others to scratch first"
             )
         # Without gaps between the rows, treat the matrix as one long row.
         if norm is None and all(place.pitch == cols * item for place in (out, *parts)):

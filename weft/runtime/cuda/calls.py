@@ -90,7 +90,9 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
         return Operation(lambda t: void(all_reduce_single(dst(t).copy_(src(t)), group=group)))
     if step.op == "reduce_scatter":
         if len(set(sizes)) > 1:
-            raise ScheduleError(f"{step}: reduce_scatter needs equal parts, but the ranks' parts have {sizes} rows")
+            raise ScheduleError(
+                f"{step}: the parts of the ranks have {sizes} rows, but reduce_scatter needs equal parts: pad them"
+            )
         return Operation(lambda t: void(reduce_scatter_single(dst(t), src(t), group=group)))
     if len(set(sizes)) == 1:
         return Operation(lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group)))

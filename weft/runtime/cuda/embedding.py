@@ -260,7 +260,7 @@ def _warn_of_bad_input(
     if bad_offsets:
         warn(
             f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values; they were clamped. "
-            f"Check the offsets on the host, or pass bounds_check='fatal'"
+            f"Check the offsets on the CPU, or pass bounds_check='fatal'"
         )
     if bad:
         where = f"the first at position {at} of values"

@@ -101,7 +101,7 @@ class CudaSchedule(Executor):
         if self.schedule.contents:
             if capturing and self._reads_on_host:
                 raise ValueError(
-                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot do: pass max_rows"
+                    f"schedule {self.schedule.name} reads sizes on the CPU, which a captured graph cannot do: pass max_rows"
                 )
             run = context.run
             run.caller = torch.cuda.current_stream(self.device)
@@ -170,7 +170,7 @@ class CudaSchedule(Executor):
             t = tensors.get(b.name)
             if t is None:
                 raise ValueError(
-                    f"no tensor for buffer {b.name}: pass a {b.dtype} tensor of shape ({b.rows}, {b.cols})"
+                    f"buffer {b.name} has no tensor: pass a {b.dtype} tensor of shape ({b.rows}, {b.cols})"
                 )
             if not isinstance(b.rows, int):
                 if callable(t):
@@ -181,8 +181,8 @@ class CudaSchedule(Executor):
             shape = t.shape if t.dim() != 3 else (t.shape[0] * t.shape[1], t.shape[2])
             if shape != wanted or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
                 raise ValueError(
-                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device}, but the schedule needs "
-                    f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
+                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass ({b.rows}, {b.cols}) "
+                    f"{TORCH_DTYPE[b.dtype]} on {self.device}"
                 )
 
     def warm_up(self, tensors: Tensors, capturing: bool = False) -> None:

@@ -37,7 +37,7 @@ class Sizes:
         if both.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    "the host reads sizes here, which a captured CUDA graph cannot do: pass max_rows (all_to_all_matmul) or "
+                    "the CPU reads sizes here, which a captured CUDA graph cannot do: pass max_rows (all_to_all_matmul) or "
                     "rows (matmul_all_to_all), use a schedule other than 'serial', and capture without gradients"
                 )
             copied = torch.cuda.Event()

@@ -62,7 +62,7 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
                     yield f"{where}: a size depends on {name}, which the lane has not read: add read({name}) before this step"
                 elif step.copies_by == "dma" and known[name] != "host":
                     yield (
-                        f"{where}: a copy engine gets its size from the host, but the host has not read {name}: use "
+                        f"{where}: a copy engine gets its size from the CPU, but the CPU has not read {name}: use "
                         f'read({name}, by="host") before this step, or copy by="kernel"'
                     )
 
