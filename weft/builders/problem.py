@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """True if a call without a pinned schedule may use `candidate`."""
+        """The family for choices by measurement. Its problems may differ in more sizes than problems of `family`."""
         return self.family
 
     def resized(self, size: float) -> Problem:

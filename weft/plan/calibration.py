@@ -63,7 +63,7 @@ class Measure(Protocol):
         """Return the time of a copy of `count` bytes to a peer by copy engine, one of several in a row, while all ranks copy."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the CPU time to issue one step of a schedule."""
+        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
         """Return the time of a copy by weft's copy kernel, including the launch. put: store to a peer; otherwise load
