@@ -321,7 +321,7 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region with `rows` tokens from one source rank, from its token `first` on.
+        """Return the region with `rows` tokens from one source rank. `first` is the index of the first token.
 
         distance: the distance of the source rank before this rank in the ring; 0 is this rank.
         """
@@ -338,7 +338,7 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of an inbox's slot for the source rank `distance` places before the inbox's rank in the
-        ring.
+        """Return the first row of the slot for a source rank. In the ring, the source is `distance` places before the
+        rank that has the inbox.
         """
         return (self.world_size - 1 - distance) * self.p.most

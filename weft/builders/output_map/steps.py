@@ -222,7 +222,9 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Signal to the ranks that copy this rank's sums that a chunk is complete."""
+        """Append the signal that a chunk of this rank's sums is complete. The signal goes to the ranks that copy the
+        chunk.
+        """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 

@@ -152,8 +152,8 @@ class SortedAhead:
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work, such as the dense
-    part of the model. While a graph is captured, this function does nothing.
+    The sort runs concurrently with later work, such as the dense part of the model. `sorted_rows` of the same call
+    returns the result. While a graph is captured, this function does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
