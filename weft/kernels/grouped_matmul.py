@@ -38,8 +38,7 @@ tile are computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
 of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
-the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with
-2
+the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
 experts: 172 us instead of 244 us.
 
 With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. Rows

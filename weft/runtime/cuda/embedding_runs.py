@@ -84,7 +84,7 @@ class Occurrences(NamedTuple):
     """All ids of a batch, ordered by layer and position.
 
     keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
-        scales: None if all are 1.
+    scales: None if all are 1.
     """
 
     keys: torch.Tensor
@@ -139,7 +139,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """If no stream has waited for the rows, keep their memory from reuse until they are computed."""
+        """Keep the rows' memory from reuse until the rows are computed, unless a stream has waited for the rows."""
         if not self._is_taken and self._side is not None:
             self._note(self._side)
 
