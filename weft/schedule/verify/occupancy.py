@@ -11,9 +11,9 @@ by kernel and collectives need a unit. A step gets a unit if the open launches o
 
 The check computes Y, the largest set of steps that may never run. For each step y in Y there are launches that wait for
 steps in Y and may be open when y could begin. Together these launches can hold all compute units. A launch may be open
-at this time if three conditions hold: the launch is in the same run and on the same rank as y, but on another lane; it
-does not always begin after y; and it does not always end before y. A launch waits for the steps that happen before the
-end of its waits, but not before its begin.
+at this time if it is in the same run and on the same rank as y, but on another lane. Also, the launch must not always
+begin after y, nor always end before y. A launch waits for the steps that happen before the end of its waits, but not
+before its begin.
 
 Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get a unit until nothing
 changes. If Y is empty, there is no deadlock. The check is conservative: it treats launches as open together even if
