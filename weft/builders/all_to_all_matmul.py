@@ -14,8 +14,8 @@ and only tokens for peers are copied. Three orders of computation overlap the ex
 
     dispatch            source by source, the rank's own tokens first. Peers' tokens travel while the own tokens are multiplied
     dispatch_by_expert  expert by expert, a few experts at a time with the tokens of all sources. Every weight is read once
-    dispatch_sorted     as dispatch_by_expert, but arrived tokens are first copied, sorted by expert. So an expert's tokens from all
-                        sources share tiles of the GEMM: faster if each source sends few tokens for each expert
+    dispatch_sorted     like dispatch_by_expert, but a copy first sorts the arrived tokens by expert. Then tokens of all sources
+                        share tiles of an expert's GEMM, which is faster if each source sends few tokens for each expert
 
 Copies by kernel read their sizes on the device. Copy engines get sizes from the CPU, which has to wait for the splits
 and cannot enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the CPU must
@@ -278,7 +278,7 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def sort_and_multiply(self, ordered: Buffer, first: int, count: int) -> None:
-        """Append the copy into `ordered` of the tokens of all sources for `count` experts, and their GEMMs."""
+        """Append the copy of all sources' tokens for `count` experts into `ordered`, and the GEMMs of these experts."""
         expert = Expr(_TILE) + first
         copies = []
         for distance in range(self.world_size):
@@ -321,7 +321,7 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region with `rows` tokens from one source rank, from its token `first` on.
+        """Return the region with `rows` tokens from one source rank. `first` is the index of the first token.
 
         distance: the distance of the source rank before this rank in the ring; 0 is this rank.
         """
@@ -338,7 +338,7 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of an inbox's slot for the source rank `distance` places before the inbox's rank in the
-        ring.
+        """Return the first row of the slot for a source rank. In the ring, the source is `distance` places before the
+        rank that has the inbox.
         """
         return (self.world_size - 1 - distance) * self.p.most

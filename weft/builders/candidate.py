@@ -14,7 +14,7 @@ class Candidate:
     """A builder with values for its parameters.
 
     builder: the builder's name. parameters: (name, value) of the parameters that differ from the builder's defaults.
-        build: a function that returns the schedule.
+    build: a function that returns the schedule.
     """
 
     builder: str

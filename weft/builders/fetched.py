@@ -7,8 +7,8 @@ around the ring, so that no two ranks read from the same rank at once. Own rows 
 NVLink. With `apart`, a second copy engine copies own rows concurrently.
 
 A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. They wait for
-this signal before they write to that memory in the next run, even if other signals already order these accesses: the
-next run may have other sizes, which move chunks to other places in the same memory.
+this signal before they write to that memory in the next run, even if other signals already order these accesses. The
+reason is that the next run may have other sizes, which move chunks to other places in the same memory.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class _Combine(Draft):
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
-        """Append copies of both tables into `counts`, and a `Read` of `counts`. also_to: regions into which `received`
-        is copied too.
+        """Append copies of `received` and `splits` into `counts`, and a `Read` of `counts`. also_to: regions into which
+        `received` is copied too.
         """
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):

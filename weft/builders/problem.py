@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """True if a call without a pinned schedule may use `candidate`."""
+        """The family for choices by measurement. Its problems may differ in more sizes than problems of `family`."""
         return self.family
 
     def resized(self, size: float) -> Problem:
@@ -92,8 +92,7 @@ class Problem:
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """The smallest larger problem whose ranks all do the same work, with the ratio of its rows to this problem's
-        rows.
+        """The smallest larger problem whose ranks all do the same work, and its number of rows divided by this problem's.
 
         None if there is no such problem, or if it is not known.
         """

@@ -1,7 +1,7 @@
 """Sparse features and pooled vectors by name, as small classes with the interface of TorchRec's containers.
 
 Jagged means that samples have different numbers of ids. With T keys and B samples, the bag of key t and sample b is
-`values[offsets[t * B + b] : offsets[t * B + b + 1]]` (feature-major: all samples of the first key come first).
+`values[offsets[t * B + b] : offsets[t * B + b + 1]]`. So all samples of the first key come first (feature-major).
 `as_jagged` reads weft's containers, TorchRec's own, or a tuple of tensors.
 """
 

@@ -1,7 +1,8 @@
 """Optimizers that update embedding tables during backward: names, hyperparameters and states of the rules.
 
-A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates that
-row at once: no gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w the row:
+A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates
+that row at once. No gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w
+the row:
 
     all                     g = g + weight_decay * w                       (L2, as torch.optim; only rows that the batch reads)
     SGD                     w = w - lr * g

@@ -100,8 +100,8 @@ class Partition:
     hash: True to hash ids to rows of the whole table. With row-wise tables, ids are hashed before they are sent,
         because the row determines the owner.
 
-    Raises `ValueError` for a rank out of range, a row-wise table with two parts on one rank, columns of parts that do
-    not sum to the table's columns, or no tables.
+    Raises `ValueError` for a rank out of range, for a row-wise table with two parts on one rank, and if there are no
+    tables. Also raises `ValueError` if the columns of parts do not sum to the table's columns.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]

@@ -47,8 +47,8 @@ def place_tables(
         breaks ties. So pass `placement` to separate tables that do not fit on one rank.
 
     Raises `ValueError` if there are no tables, if tables have equal names or different dtypes, or if `world_size` is
-    below 1. Also if `rows_read` or `placement` lacks a table, names an unknown table, or has a negative number of rows
-    or an invalid rank.
+    below 1. Raises `ValueError` also if `rows_read` or `placement` lacks a table, names an unknown table, or has a
+    negative number of rows or an invalid rank.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)

@@ -299,7 +299,7 @@ def _chosen(
 
 
 def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
-    """Return a text about the rank whose free memory is furthest from enough."""
+    """Return a text about the rank that lacks the most memory."""
     over = [held + load.nbytes - (memory or 0) for held, load in zip(nbytes, choice.loads, strict=True)]
     rank = over.index(max(over))
     return (

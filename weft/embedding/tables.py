@@ -42,8 +42,8 @@ class EmbeddingBagConfig:
     feature that is looked up in this table, and pooled by `pooling` ("sum" or "mean") into one vector per sample.
 
     `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max`
-    (default: -+sqrt(1 / num_embeddings)), or by `init_fn`, a function that fills the [num_embeddings, embedding_dim]
-    tensor, or returns another tensor of this shape. Equality of configs ignores initial values.
+    (default: -+sqrt(1 / num_embeddings)), or calls `init_fn`. This function fills the [num_embeddings, embedding_dim]
+    tensor that it gets, or returns another tensor of this shape. Equality of configs ignores initial values.
 
     Raises `ValueError` for sizes below 1, an unknown pooling or dtype, no feature, a duplicate feature, a minimum above
     the maximum, or both bounds and `init_fn`.

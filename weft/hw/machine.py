@@ -95,9 +95,9 @@ def load_machine(name: str | Path) -> Machine:
 
     A machine that comes with weft is read once per process. A file at a path is read at each call.
 
-    Raise `ValueError` if a number lacks its unit or source, has an unknown key, unit or source, has an implausible
-    value (`weft.hw.keys`), or is assumed without a note, and if numbers for a derivation are missing. Raise
-    `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
+    Raise `ValueError` if a number has an unknown key, has no valid unit or source, has an implausible value
+    (`weft.hw.keys`), or is assumed without a note. Also raise `ValueError` if numbers for a derivation are missing.
+    Raise `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
     """
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))
 

@@ -9,7 +9,7 @@ buffer and an unpack pass. This kernel stores each vector in the output of the s
 Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice are
 pooled into a staging area of the program, which stays in the L2 cache. They are sent as one contiguous copy, followed
 by a fence and the slice's flag. One program pools a whole slice, so it needs no bitmask to find the last vector. The
-program fences and sets a slice's flag only when it has pooled its next slice, because the copy has arrived by then.
+program waits to fence and to set a slice's flag until it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
   1. The first program grants every peer credit for its output `slot`. It stores the fingerprint of its call, then, with release,
@@ -23,12 +23,12 @@ Protocol, per call number `epoch` (kept in device memory and advanced by the ker
      the output. Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. In
      both cases the program writes a record to pinned memory, and then stores nothing else.
 
-Speed. Memory latency is a microsecond when all programs access it, so many rows in flight and short chains of dependent
-loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags. While rows
-of one bag arrive, the ids of the next bag and the offsets of the third are being loaded. Ids are read one per lane, and
-a gather passes them to the lanes that load the row. Values that can be read again are not kept in registers, which are
-needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a static distribution
-the slowest program ends 5-25% later.
+Speed. When all programs access memory, its latency is a microsecond, so many rows in flight and short chains of
+dependent loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags.
+While rows of one bag arrive, the ids of the second bag and the offsets of the third bag are being loaded. Ids are read
+one per lane, and a gather passes them to the lanes that load the row. Values that can be read again are not kept in
+registers, which are needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a
+static distribution the slowest program ends 5-25% later.
 """
 
 from __future__ import annotations

@@ -360,9 +360,10 @@ def by_owner_kernel(
 ):
     """Write the gradients for each rank as a block [rows, columns of its tables]. Blocks are consecutive.
 
-    grad: rows are stride * WIDTH elements apart. table [chunks, OWNER_FIELDS], int64, a line for each WIDTH columns in
-        the order of the blocks: first column in grad; columns of all blocks before; columns of the block; first column
-        in the block. All numbers are multiples of WIDTH. Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
+    grad: rows are stride * WIDTH elements apart. table [chunks, OWNER_FIELDS], int64: a line for each WIDTH columns, in
+        the order of the blocks. A line has the first column in grad, the number of columns of all blocks before, the
+        number of columns of the block, and the first column in the block. All numbers are multiples of WIDTH. Grid:
+        (tiles of ROWS rows, tiles of CHUNKS lines).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)

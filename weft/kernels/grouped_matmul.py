@@ -19,10 +19,10 @@ dropped.
 With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch multiplies some columns of x_s and rows
 of w. Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
 
-Tiles for all sources (MERGED). If a segment has few rows, a tile for each segment would be almost empty, and each would
-load the weights again. With MERGED a tile has rows of all sources of an expert. Then the rows of x must be sorted by
-expert: with BACK they are, without BACK a kernel (`weft.kernels.permute`) has copied them into `own`. With BACK the
-rows of a tile go to several places, so they are stored through pointers, not through a tensor map. On an H100, 26
+Tiles for all sources (MERGED). If segments have few rows, tiles for single segments would be almost empty, and each tile
+would load the weights again. With MERGED a tile has rows of all sources of an expert. Then the rows of x must be sorted
+by expert: with BACK they are sorted; without BACK the kernel of `weft.kernels.permute` has copied them into `own`. With
+BACK the rows of a tile go to several places, so they are stored through pointers, not through a tensor map. On an H100, 26
 tokens x 37760 x 18816 with 2 experts: 975 us instead of 1069; 1241 x 51328 x 12800 with 16 experts: 7.5 ms instead of
 11.2.
 
@@ -38,8 +38,7 @@ tile are computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
 of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
-the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with
-2
+the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
 experts: 172 us instead of 244 us.
 
 With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. Rows
@@ -110,16 +109,16 @@ def choose_config(
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. Below about two tiles
-    per segment, tiles of 64 rows waste less. With few rows, half of the multiprocessors may have no tile; narrow
-    tiles occupy more of them. If an expert's rows do not fill a tile, the time depends on loading weights, which narrow
-    tiles load faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K,
+    per segment, tiles of 64 rows waste less. With few rows, half of the multiprocessors may have no tile; narrow tiles
+    occupy more of them. If an expert's rows do not fill a tile, the time depends on loading weights, which narrow tiles
+    load faster. On an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K,
     stores take a large part of the time. So a tile is stored in two pieces, which leaves shared memory for one more
     stage of operands.
 
     segments: the number of (source, expert) pairs of a launch; 0 if unknown. merged: True if tiles have rows of all
-    sources. Then a segment is an expert. Its last tile may be nearly empty too, but there are fewer of them, so tiles of
-    128 rows are faster above 64 rows. They are stored in two pieces: with BACK, addresses of a whole tile would not fit in
-    the registers.
+    sources. Then a segment is an expert. There are fewer last tiles, which may be nearly empty, so tiles of 128 rows are
+    faster above 64 rows. These tiles are stored in two pieces: with BACK, addresses of a whole tile would not fit in the
+    registers.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
@@ -153,7 +152,7 @@ def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: 
 
 @triton.jit
 def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
-    """Return the table of the rows that tiles are made for. MERGED: the rows of all sources are those of `rank`."""
+    """Return the numbers of rows to divide into tiles. MERGED: the rows of all sources count as rows of `rank`."""
     if MERGED:
         rows = tl.minimum(tl.sum(table, 0), most)
         return tl.where(sources[:, None] == rank, rows[None, :], 0)
@@ -162,8 +161,10 @@ def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
 
 @triton.jit
 def _of_sources(table, expert, experts, block_first):
-    """Return for each source of an expert the end of its rows among the expert's, and its first row in its block minus
-    the begin of its rows among the expert's.
+    """Return two numbers for each source: where its rows end, and the offset of its block, as follows.
+
+    All rows of the expert, ordered by source, form one list. The first number is the end of the source's rows in this
+    list. The second is added to an index in the list to get the row in the source's block.
     """
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)

@@ -4,9 +4,9 @@ A launch sets the flags of `sets_before`, waits for the flags of `waits`, and co
 programs are done, it clears the flags of `waits`, sets the flags of `sets`, waits for the flags of `waits_after`, and
 clears them.
 
-So one launch can be a whole small all-gather: it grants credit to the peers, waits for their credit, copies the shard
-to all ranks, notifies the peers, and waits for their shards. For the watchdog, a launch writes numbers to memory: at
-its start (`begins`), after `waits` (`passes`), and at its end (`ends`).
+So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the
+shard to all ranks, notifies the peers, and waits for their shards. For the watchdog, a launch writes numbers to memory:
+at its start (`begins`), after `waits` (`passes`), and at its end (`ends`).
 
 Use kernel copies where copy engines are slow: for small copies (an engine takes about ten microseconds to start) and
 for copies within a device.

@@ -1,8 +1,8 @@
-"""Copies many segments of rows in one launch: the tokens of each expert, from where they arrived to where they belong.
+"""Copy many segments of rows in one launch, for example to sort the received tokens by expert.
 
-A segment is (first row of the source, first row of the target, rows). The device computes these numbers
-(`weft.kernels.totals`). All segments together are one sequence of blocks, which the programs share evenly, whatever
-their sizes. A comparison with the running sums of blocks finds the segment of a block.
+A segment is (first row of the source, first row of the target, number of rows). The device computes these numbers
+(`weft.kernels.totals`). All segments together form one sequence of blocks, which the programs share evenly. The segment
+of a block is found by comparison with the running sums of blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def permute_kernel(
     target_pitch: tl.int64,
     SEGMENTS_P2: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Copy the segments, as the module docstring describes.
+    """Run the copy that the module docstring describes.
 
     own, slots, target: addresses of `[own_rows, width]`, `[slots_rows, width]` and `[target_rows, width]`. width and
-        pitches count items of type ITEM, and are multiples of ALIGN, as are the addresses.
+        pitches count items of type ITEM. They and the addresses are multiples of ALIGN.
     segments: the address of int64 `[n_segments, 3]`. The first `n_own` segments are read from own, the others from
         slots. A segment that is not inside its source is skipped. Rows beyond the target are not copied.
     """

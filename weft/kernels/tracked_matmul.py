@@ -1,5 +1,5 @@
-"""Matrix multiplication that tracks its progress: it computes tiles in a given order, stores each tile at an address
-from a table, and sets signals as soon as their tiles are stored.
+"""Matrix multiplication that tracks its progress. The kernel computes tiles in a given order, stores each tile at an
+address from a table, and sets signals as soon as their tiles are stored.
 
 T3's tracker counts in the memory controller. Here a program increments a counter in this device's memory at the end of
 a tile. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and

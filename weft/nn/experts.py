@@ -134,9 +134,9 @@ class ExpertParallelMLP(nn.Module):
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's slice of the full expert state dict.
 
-        whole: stacked weights [num_experts, ...] with this module's names (the result has views), or three weights of
-            every expert i: `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, in Mixtral `i.w1.weight`,
-            `i.w3.weight` and `i.w2.weight` (the result has copies).
+        whole: either stacked weights [num_experts, ...] with this module's names; then the result has views. Or three
+            weights of every expert i, `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`; then the
+            result has copies. Mixtral's names `i.w1.weight`, `i.w3.weight` and `i.w2.weight` are also allowed.
         """
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)

@@ -205,8 +205,8 @@ class RowParallelLinear(ParallelLinear):
 
         residual: a tensor of the result's shape, which is added to the result.
         norm: a norm over the hidden dimension. With `sequence_dim=None`, norm and residual are fused with the
-            all-reduce if the residual has the dtype of the parameters, and the norm is an `nn.RMSNorm` with a weight,
-            an eps and no hooks.
+            all-reduce under two conditions. The residual has the dtype of the parameters. The norm is an `nn.RMSNorm`
+            with a weight, an eps and no hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)

@@ -350,7 +350,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of partial vectors, in float32 and in their order. If `lengths` is given, divide it by them."""
+    """Return the sum of partial vectors, in float32 and in their order. If `lengths` is given, divide the sum by the
+    lengths.
+    """
     total = partial[0].to(torch.float32)
     for one in partial[1:]:
         total = total + one.to(torch.float32)

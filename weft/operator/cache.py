@@ -113,8 +113,8 @@ class _OfGroup(Generic[E]):
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
         """Return a compiled operator of the family if a new size shall run unfused; None if the size shall be compiled.
 
-        A size is identified by its family and the rows of its first tensor, not by the memory layout: layouts may
-        differ between ranks, and all ranks must compile the same sizes.
+        A size is identified by its family and the rows of its first tensor. The memory layout does not count: layouts
+        may differ between ranks, and all ranks must compile the same sizes.
 
         capturing: True while a graph is captured. A size that has run unfused is then captured unfused.
         """

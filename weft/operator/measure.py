@@ -97,7 +97,7 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return the name under which executors of a problem family share memory; "" for builders that are not weft's own."""
+    """Return the name under which executors of a problem family share memory; "" for users' builders."""
     return "" if plan.from_outside(p, candidate) else candidate.name
 
 

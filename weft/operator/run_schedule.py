@@ -78,10 +78,10 @@ def run_schedule(
 
     Raises:
 
-    - `RefusedError` on every rank, before anything is written, if any rank's input is bad: a missing or unknown buffer,
-      a schedule for another world size, or a tensor that has a wrong shape, dtype, device or layout, requires a
-      gradient, was freed, or overlaps an output. On GPUs, at later calls of a schedule, the group fails instead if a
-      peer has already begun its run.
+    - `RefusedError` on every rank, before anything is written, if any rank's input is bad. Examples are a missing or
+      unknown buffer, or a schedule for another world size. A tensor is bad if it has a wrong shape, dtype, device or
+      layout, requires a gradient, was freed, or overlaps an output. On GPUs, at later calls of a schedule, the group
+      fails instead if a peer has already begun its run.
     - `ValueError` for bad input if the group has one rank, and for a bad group.
     - `DisagreementError` if ranks pass different schedules.
     - `ScheduleError` if `verify` finds a fault, if the device cannot run a step, or on CPU if a dynamic size is

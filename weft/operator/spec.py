@@ -1,7 +1,8 @@
 """The specification of an operator: the form of its calls, checks, problem, buffers and gradients.
 
 For all operators, weft derives the rest from the specification: the comparison across ranks, the cache of shapes, the
-choice of a schedule, the unfused call, autograd in eager mode and under torch.compile, plans and benchmarks.
+choice of a schedule, and the unfused call. It also derives autograd in eager mode and under torch.compile, plans and
+benchmarks.
 
 A specification is a class with one instance, in the file of the public function (`weft.ops`). The function puts its
 arguments into the form of a call, and passes the call to `weft.operator.calls.made`.
@@ -83,8 +84,8 @@ class Operator(ABC, Generic[C]):
     compiled: Any
     """The operator in torch.ops, set by registration.
 
-    This is an attribute, not an entry of a table, because an operator may be registered during a trace, and Dynamo sees
-    a table as it was when the trace began.
+    This is an attribute, not an entry of a table. An operator may be registered during a trace, and Dynamo sees a table
+    as it was when the trace began.
     """
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 

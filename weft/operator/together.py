@@ -15,7 +15,7 @@ wrong results without an error. So every error that leaves a call is handled:
   If a peer has already made the call, the group fails. The next call of this rank waits for its peers' answers.
 - Any other error on GPUs, such as out of memory: the group fails at once.
 
-If two threads of a rank are in calls of one group at the same time, the group fails, since a peer's call could pair
+If two threads of a rank are in calls of one group at the same time, the group fails. Otherwise a peer's call could pair
 with the call of either thread.
 
 At the first call of a shape, GPU ranks synchronise too, and compare how many calls each has made. Later calls are

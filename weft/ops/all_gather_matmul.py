@@ -139,7 +139,7 @@ class _AllGatherMatmul(Operator[_Call]):
         grad x_shard = reduce-scatter of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
     If both are needed, `weft.ops.all_gather_matmul_gradients` computes them. Uneven rows, or a forward that returned x,
-    use torch and NCCL instead: NCCL gathers x during the GEMMs of grad x, and reduces grad x during the GEMMs of grad
+    use torch and NCCL instead. NCCL gathers x during the GEMMs of grad x, and reduces grad x during the GEMMs of grad
     w. If only grad x is needed, `matmul_reduce_scatter` fuses the reduce-scatter with the GEMMs.
     """
 

@@ -470,9 +470,7 @@ def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
 
 
 def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Only this rank needs to call
-    it.
-    """
+    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Ranks do not communicate."""
     if (comm := symm.open_communicator(group, device.type)) is None:
         return []
     executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}
@@ -481,7 +479,7 @@ def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.devic
 
 def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
     """Free the symmetric memory of all calls with the plan `p`, for `ShardedEmbeddingBagCollection.close`. All ranks
-    must call it.
+    must make this call.
     """
     comm = symm.communicator(group, device, deadline_s=deadline_s)
     prepared = calls_with(p, comm)

@@ -93,8 +93,9 @@ def matmul_all_to_all(
     rounded once, so equal calls give equal bits. Under torch.compile without rows, y has a dynamic size, which needs
     `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its first backward, set up memory and
-    kernels on all ranks, which takes milliseconds to seconds. Make them before you capture a CUDA graph.
+    The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
+    to seconds. A shape consists of K, N, E, dtype, capacity, and whether `rows` is given. Make them before you capture
+    a CUDA graph.
 
     Memory: y, and symmetric memory of (W - 1) x capacity x N elements for each shape that weft keeps (as in
         `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs

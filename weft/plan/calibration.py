@@ -57,13 +57,13 @@ class Measure(Protocol):
         """Return the time from the end of a kernel to the start of the next, averaged over many empty kernels."""
 
     def host_step_us(self) -> float:
-        """Return the host's time to issue one step of a schedule."""
+        """Return the CPU time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
         """Return the time of a copy of `count` bytes to a peer by copy engine, one of several in a row, while all ranks copy."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the CPU time to issue one step of a schedule."""
+        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
         """Return the time of a copy by weft's copy kernel, including the launch. put: store to a peer; otherwise load
@@ -164,8 +164,8 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    Raises `ValueError` if it was made with other versions than the installed versions, and `UnreadableError` if its
-    file is broken. Both texts give the fix.
+    Raises `ValueError` if the calibration was made with other versions than the installed versions, and
+    `UnreadableError` if its file is broken. Both texts give the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 

@@ -97,8 +97,9 @@ def choose(
 
     Args:
         mode: "queued", "graph" or "single".
-        pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the pick of FiCCO's
-            heuristic for the model's machine, if it supports `problem`. "autotune" pins nothing.
+        pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the
+            schedule that FiCCO's heuristic chooses for the model's machine, if it supports `problem`. "autotune" pins
+            nothing.
         measured: {candidate: time in us}, including serial. Only these candidates are considered.
         among: the names of the candidates to consider. Default: all.
         near: True if the choice also applies to nearby sizes. The warning then mentions this.

@@ -48,8 +48,8 @@ HERE = "measured here: this process has measured all GEMMs of the candidate, and
 IN_A_ROW = "measured us: time per call of calls that the CPU launches ahead of the GPU, unless graphs were timed"
 _SHOWN = 10
 MOST_RANKS = 256
-"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all, so that simulating all
-candidates for this number takes minutes, and for more ranks would also take gigabytes.
+"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all. So simulating all
+candidates for this number of ranks takes minutes. For more ranks it would also take gigabytes.
 """
 MOST_OF_A_TORUS = 1 << 16
 """The maximum number of ranks of a torus, of which only one rank is simulated (`weft.sim.orbits`). 16,384 ranks take

@@ -77,8 +77,8 @@ def _machine(name: str) -> Machine:
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:
-    """Return the datasheet's FLOP/s for `dtype`. If it lacks the dtype, scale bf16's by the ratio of measured matmul
-    rates.
+    """Return the datasheet's FLOP/s for `dtype`. If the datasheet lacks the dtype, scale bf16's by the ratio of
+    measured matmul rates.
     """
     if f"compute.{dtype}_dense" in machine.quantities:
         return machine[f"compute.{dtype}_dense"].si

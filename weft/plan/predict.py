@@ -182,7 +182,7 @@ def predicted_rows(
     """Return (a row for each candidate, {name: schedule}).
 
     needed: the names of candidates to simulate in any case. among: the names of candidates to consider; default: all.
-        every: True to simulate all candidates that fit in memory, even if they cannot be the fastest.
+    every: True to simulate all candidates that fit in memory, even if they cannot be the fastest.
     """
     built = [
         replace(one, row=replace(one.row, why_not=why), schedule=None)

@@ -26,7 +26,7 @@ def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mappin
     """Return the `kind` that was saved for this machine and number of ranks; None if there is no file.
 
     what: the kind of file, such as "calibration", for the file's name and error texts. checks: a check for each field.
-        fix: the advice at the end of error texts.
+    fix: the advice at the end of error texts.
 
     Raise `UnreadableError` if the file is broken or another machine's, and `ValueError` if other versions are installed now.
     """

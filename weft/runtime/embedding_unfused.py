@@ -40,7 +40,7 @@ from weft.words import counted
 
 
 class EmbeddingAllToAllUnfused(Executor):
-    """The executor of a plan with transport "serial" on a communicator. It keeps no memory."""
+    """The executor of a plan with transport "serial" on a communicator. The executor keeps no memory."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule

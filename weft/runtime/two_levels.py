@@ -51,12 +51,12 @@ _known: dict[Communicator, TwoLevels] = {}
 def two_levels_for(
     schedule: Schedule, lanes: Iterable[Lane], rows: Iterable[tuple[int, ...]], comm: Communicator
 ) -> TwoLevels | None:
-    """Return the two-level collectives of `comm`, with memory for the collectives of `lanes`; None if they cannot be
-    used. All ranks must make this call.
+    """Return the two-level collectives of `comm`, with memory for the collectives of `lanes`; None if two levels cannot
+    be used. All ranks must make this call.
 
-    They cannot be used if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a host has
-    too little memory. rows: for each collective, the number of rows of each rank's shard. Raise `DeadlineError` on
-    every rank if ranks cannot connect within the deadline of set-up.
+    Two levels cannot be used if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a
+    host has too little memory. rows: for each collective, the number of rows of each rank's shard. Raise
+    `DeadlineError` on every rank if ranks cannot connect within the deadline of set-up.
     """
     if comm.all_mapped or not (per_host := ranks_per_host(comm.hosts)):
         return None

@@ -101,13 +101,14 @@ class SortedMatmul(TileKernel):
 class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
-    The reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`), always with all of k, and without accumulation. If a step
-    multiplies the rows of all source ranks, at most `few_rows` on average, rows of several source ranks share a tile.
+    The reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`), always with all of k, and without accumulation. If a launch
+    multiplies the rows of all source ranks, and each sends few rows (`few_rows`), rows of several source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
-        local expert. Its second half has the number of this rank's rows for each expert of each rank. h, weights, y,
-        outbox: names of buffers. Products for this rank are stored in y. Products for a peer are stored in the peer's
-            slot of the outbox of rank `at`. The other fields are as in `GroupedMatmul`.
+        local expert. Its second half has the number of this rank's rows for each expert of each rank.
+    h, weights, y, outbox: names of buffers. Products for this rank are stored in y. Products for a peer are stored in the
+        peer's slot of the outbox of rank `at`.
+    The other fields are as in `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"

@@ -260,7 +260,7 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts` with one segment per expert instead of one per source rank and expert, if these have few rows."""
+    """Return `parts` with one segment for each expert instead of each (source rank, expert), if such a pair has few rows."""
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
     if not gemms or rows > ReturningMatmul.few_rows * segments:

@@ -79,7 +79,7 @@ def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
     """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: True to include
     launches.
 
-    The time of experts' GEMMs is that of torch's grouped GEMM or of weft's kernel, whichever is faster.
+    For GEMMs of experts, return the time of torch's grouped GEMM, or of weft's kernel if the kernel is faster.
     """
     models = [model]
     if isinstance(problem, ExpertsProblem):

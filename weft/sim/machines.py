@@ -191,7 +191,7 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 def share_held(model: Model, bytes_per_us: float) -> float:
     """Return the mean fraction of units that copy kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
 
-    If copy kernels write faster alone, they held no units for a part of the time, because they waited for units.
+    If copy kernels write faster alone, they waited for units, and held none, for a part of the time.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

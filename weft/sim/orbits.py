@@ -120,8 +120,8 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Items that a rank has once (in `first`; `other` is empty), or for its first peer (`first`) and each other peer
-    (`other`).
+    """Items of a lane, without repetition for each peer. Either the rank has the items `first` once, and `other` is
+    empty. Or the rank has the items `first` for its first peer, and the items `other` for each other peer.
     """
 
     first: Sequence[NumberedStep]

@@ -48,7 +48,7 @@ def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
 def dynamic_steps(schedule: Schedule) -> int:
     """Return the number of copies, `Tiles` steps and collectives with dynamic sizes.
 
-    Consecutive `Tiles` steps with equal kernels count as at most `_STEPS_OF_PERMUTATION` steps: serial has a `Permute`
+    Consecutive `Tiles` steps with equal kernels count as at most `_STEPS_OF_PERMUTATION` steps. Serial has a `Permute`
     step for each source rank, but an unfused run sorts the rows of all ranks at once.
     """
     held = {contents.buffer for contents in schedule.contents}

@@ -57,7 +57,7 @@ def _identity(place: ByRank) -> int:
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
-    """True if the sets of one signal define a renaming of its counters, and its waits are consistent with it."""
+    """True if ranks differ only by a renaming of one signal's counters, in its sets and in its waits."""
     if not sets:
         return False  # a counter that is never set has no renaming
     of_distance: dict[int, list[ByRank]] = {}

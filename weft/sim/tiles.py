@@ -270,7 +270,9 @@ class Tables:
 
 
 def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
-    """Return the concatenated lists of all steps for rank `number`. A step with a single list has it for all ranks."""
+    """Return the concatenated lists of all steps for rank `number`. If a step has only one list, it applies to all
+    ranks.
+    """
     return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
 
 

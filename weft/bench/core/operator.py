@@ -253,7 +253,7 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), with a line per configuration: times, gains, `derived_cells`."""
+        """Return (header, cells), with a line per configuration: times, gains, and the cells of `derived_cells`."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]

@@ -101,7 +101,8 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return (shape of the largest size, `count` different sizes up to it, or all sizes if there are fewer).
+    """Return (shape of the largest size, different sizes up to it). There are `count` sizes, or fewer if not so many
+    exist.
 
     A size is M, the number of tokens of a rank, or the number of samples of all ranks.
     """

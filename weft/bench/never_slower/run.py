@@ -108,7 +108,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
-        """Return the file's rows for these shapes, and print the number of rows."""
+        """Return the rows for these shapes that the results file has already, and print the number of rows."""
         path = self.options.json
         if path is None or not path.is_file():
             return []

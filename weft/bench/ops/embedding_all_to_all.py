@@ -142,7 +142,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
-        """Return this rank's exact bytes, averaged over the input sets."""
+        """Return the exact number of bytes that this rank must move, averaged over the input sets."""
         rows = distinct = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())

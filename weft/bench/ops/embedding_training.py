@@ -9,8 +9,8 @@ A step's time is compared with two lower bounds: the time to move a rank's bytes
     once            each distinct row is read for the forward, and read and written for the update
     per occurrence  a row and a gradient are read for each id, and each distinct row is read and written once
 
-Both bounds also include ids and offsets twice, one pass of a sort over 4-byte keys and numbers, vectors written once,
-gradients read once, and the bytes over the link.
+Both bounds also include the bytes over the link, reading ids and offsets twice, and one pass of a sort over 4-byte keys
+and numbers. They also include writing vectors once and reading gradients once.
 """
 
 from __future__ import annotations

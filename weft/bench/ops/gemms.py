@@ -231,8 +231,8 @@ def _why_not(name: str, problems: Problems) -> str:
 
 
 def roundings(schedule: Schedule) -> int:
-    """Return how often an output element is rounded to its dtype, at most. Every step or tile that adds to the element
-    rounds it again.
+    """Return the largest number of times that an output element is rounded to its dtype. Every step or tile that adds
+    to the element rounds it again.
     """
     steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
     added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)

@@ -15,8 +15,8 @@ update and accumulates into it (beta = 1). With add=reduce, a kernel after the G
 Updates from several peers are reduced in fp32 in ring order, starting with the rank before the receiver, so that the
 bits are reproducible.
 
-With gemm=tracked, one kernel computes all chunks in order, and is T3's tracker in software: it sets a chunk's signal
-when all tiles of the chunk are stored, locally or in a peer's slot. The kernel does not wait, so it requires
+With gemm=tracked, one kernel computes all chunks in order. The kernel is T3's tracker in software: it sets a chunk's
+signal when all tiles of the chunk are stored, locally or in a peer's slot. The kernel does not wait, so it requires
 add=reduce.
 
 A slot is reused only after its last reader has sent the signal `credit` to the ranks that fill it. A signal covers all
@@ -222,7 +222,9 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Signal to the ranks that copy this rank's sums that a chunk is complete."""
+        """Append the signal that a chunk of this rank's sums is complete. The signal goes to the ranks that copy the
+        chunk.
+        """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 

@@ -120,11 +120,11 @@ class AllGatherMatmul(Problem):
         return self.name if self.scaled is None else "all_gather_scaled_matmul"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return False, for more than 32 ranks, for schedules that cut shards into W pieces, and for those whose ranks
-        compute different parts.
+        """Return False for schedules that are planned for at most 32 ranks, if there are more ranks.
 
-        Planning such schedules would take longer than planning all others together: each rank sends more than a
-        thousand pieces, or each rank has to be simulated.
+        These schedules cut shards into W pieces, or their ranks compute different parts. Planning such schedules for
+        more ranks would take longer than planning all other schedules together: each rank sends more than a thousand
+        pieces, or each rank has to be simulated.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")

@@ -58,7 +58,8 @@ class AllToAllMatmul(ExpertsProblem):
         than 32 ranks.
 
         `ficco_2d` rounds at every step, which costs too much accuracy in 16 bits. On many ranks, schedules with W
-        pieces send thousands of small pieces, and planning them takes longer than planning all others together.
+        pieces send thousands of small pieces, and planning them takes longer than planning all other schedules
+        together.
         """
         if candidate.pieces_grow and self.world_size > 32:
             return False

@@ -61,8 +61,8 @@ class ExpertsProblem(Problem):
             )
 
     def __str__(self) -> str:
-        """Return the repr, without `splits` if they are even, because they have an entry per expert, and without
-        `return_x` if it is False.
+        """Return the repr without `return_x` if it is False, and without `splits` if they are even: `splits` has an
+        entry per expert.
         """
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))

@@ -50,7 +50,7 @@ class Place:
 
 
 def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_stride: int, col_stride: int) -> Place:
-    """Return the `Place` of a matrix at `address`. It does not own the memory."""
+    """Return the `Place` of a matrix at `address`. The `Place` does not own the memory."""
     items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
     flat = lent(address, [items * dtype.itemsize], torch.uint8, _CPU, ())
     return Place(flat.view(dtype), row_stride, col_stride, rows, cols)

@@ -83,7 +83,8 @@ class CpuSchedule(Executor):
 
         Raises `RefusedError` on every rank if a tensor on any rank does not match, before any rank starts. The group
         stays usable. Any other error makes the group fail on all ranks: `DeadlineError` (with rank, signal, expected
-        and found value), `PeerLostError`, `DisagreementError` if ranks make different calls, or the error of a step.
+        and found value), `PeerLostError`, or the error of a step. If ranks make different calls, it is a
+        `DisagreementError`.
         """
         # These references exist until the end of the run, so that a concurrent close does not unmap memory that lanes
         # use.

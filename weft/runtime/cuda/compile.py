@@ -58,8 +58,8 @@ class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
     program, items: the operations that a run issues.
-    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a
-        `Permute` step: {id of the step: the address of these numbers of its copies}.
+    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a `Permute`
+        step, {id of the step: the address of these numbers for all its copies}.
     sorted: {id of a `Permute` step: its copies}.
     ahead: {lane: its `ReadAhead`, whose CPU wait comes after the GEMMs are issued}.
     scratch: {lane: memory for partial sums}.

@@ -25,7 +25,7 @@ class RankSchedule:
     """A schedule for one rank.
 
     given: the buffers that the caller passes. order: (lane, step) in the order of issue. flags: the flags of all ranks.
-        lanes: the names of lanes; the first is the caller's stream.
+    lanes: the names of lanes; the first is the caller's stream.
     """
 
     schedule: Schedule
@@ -102,7 +102,7 @@ class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
-        side: the streams of all lanes except the first. begun_word: pinned memory. [0] is not 0 if a run has begun. [1]
+    side: the streams of all lanes except the first. begun_word: pinned memory. [0] is not 0 if a run has begun. [1]
             is 1 + the rank that sent a different number of rows than expected, or 0.
     """
 

@@ -64,7 +64,9 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Tables that calls share if they have the same batch sizes, or all even batch sizes, and the same size of units."""
+    """The tables of units. Calls share them if they have the same size of units, and if their batch sizes are equal or
+    all even.
+    """
 
     tables: Tables
     """The units of a sample. For uneven batch sizes also the first sample of each rank and the end (int64)."""
@@ -200,7 +202,7 @@ class EmbeddingKernel:
         return table
 
     def _taken(self) -> torch.Tensor:
-        """Return int64 `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
+        """Return an int64 tensor `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
 
         If the block is full, forget all tables and reuse their memory in stream order. If a graph reads the block,
         allocate another block.

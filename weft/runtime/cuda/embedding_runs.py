@@ -84,7 +84,7 @@ class Occurrences(NamedTuple):
     """All ids of a batch, ordered by layer and position.
 
     keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
-        scales: None if all are 1.
+    scales: None if all are 1.
     """
 
     keys: torch.Tensor
@@ -139,7 +139,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """If no stream has waited for the rows, keep their memory from reuse until they are computed."""
+        """Keep the rows' memory from reuse until the rows are computed, unless a stream has waited for the rows."""
         if not self._is_taken and self._side is not None:
             self._note(self._side)
 
@@ -152,8 +152,8 @@ class SortedAhead:
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work, such as the dense
-    part of the model. While a graph is captured, this function does nothing.
+    The sort runs concurrently with later work, such as the dense part of the model. `sorted_rows` of the same call
+    returns the result. While a graph is captured, this function does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):

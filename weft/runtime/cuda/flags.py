@@ -66,7 +66,7 @@ class Flag:
 def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait.
 
-    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is raised.
+    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised again before it is cleared.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     _require_set_once(schedule, ranks)
@@ -141,8 +141,8 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
     """Return the index of the lane's next set for the setter, if this set can carry the clear; otherwise None.
 
-    It can if the setter waits for the set before it sets the wait's counter again: in the same run for a wait for the
-    previous run's set, otherwise in the next run.
+    The set can carry the clear if the setter waits for this set before it sets the wait's counter again. The setter
+    does so in the same run if the wait is for the previous run's set, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

@@ -152,12 +152,12 @@ class GroupedMatmulLauncher:
     counts: int64 `[W, E]`, the number of rows from each source for each local expert. Any strides are allowed.
     splits: int64 `[W * E]`, the number of this rank's rows for each global expert.
     first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
-        first_expert, n_experts: the same for experts.
+    first_expert, n_experts: the same for experts.
     spare: the number of multiprocessors left to other kernels.
     back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
     adds: True to add to the rows of y, in fp32. Not together with `back`.
-    merged: True for tiles with rows of all sources. Launches then compute all sources. Without `back`, x has the rows of
-        all sources, sorted by expert, and slots is not read. Not together with `adds`.
+    merged: True if tiles have rows of all sources. Launches then compute all sources. Without `back`, x has the rows of
+        all sources, sorted by expert, and `slots` is not read. Not together with `adds`.
     config: the tile sizes of the compiled kernel, see `prepare`.
     scratch: memory shared with other launches on the same stream.
     """

@@ -1,9 +1,9 @@
 """The items of a compiled schedule, which the CPU issues in order in every run.
 
-An item is (kind, what, where): either a range [what, where) of native operations of the program; or a call of torch or
-NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`. The compiler
-(`weft.runtime.cuda.compile`) records native operations in the program, and adds other items here. Native operations
-between two items are issued in one call.
+An item is (kind, what, where). It may be a range [what, where) of native operations of the program. Otherwise it is a
+call of torch or NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`.
+The compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds other items here. Native
+operations between two items are issued in one call.
 
 `issue` determines the CPU time of a call, so it only iterates over the list.
 """

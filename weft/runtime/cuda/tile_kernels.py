@@ -87,8 +87,11 @@ class Gemms:
 
 
 class Sorted:
-    """A launch of `Permute`. copies: the copies of all tiles. sizes: the device address of their (first source row, first target
-    row, rows), those from the first copy's source first.
+    """A launch of `Permute`.
+
+    copies: the copies of all tiles.
+    sizes: the device address of (first source row, first target row, rows) for each copy. Copies with the same source as
+        the first copy come first.
     """
 
     def __init__(self, context: Context, regions: Regions, copies: Sequence[Copy], sizes: int) -> None:

@@ -16,7 +16,7 @@ class Op:
     """The signature and cost of an operation.
 
     inputs: the maximum number of inputs. optional: the number of inputs at the end that may be omitted.
-        flops_per_element: FLOPs per output element, for operations other than GEMMs.
+    flops_per_element: FLOPs per output element, for operations other than GEMMs.
     """
 
     inputs: int

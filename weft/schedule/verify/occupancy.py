@@ -9,11 +9,11 @@ On GPUs most waits are stream waits, which hold no compute unit. Two kinds of la
 Such a launch is open from the end of the previous step of its lane until its waits have ended. Computing steps, copies
 by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all units.
 
-The check computes Y, the largest set of steps that may never run: for each step y in Y, launches that may be open when
-y could begin, and that wait for steps in Y, can hold all compute units. A launch may be open at this time if three
-conditions hold. It is in the same run and on the same rank as y, but on another lane. It does not always begin after y.
-It does not always end before y. A launch waits for the steps that happen before the end of its waits, but not before
-its begin.
+The check computes Y, the largest set of steps that may never run. For each step y in Y there are launches that wait for
+steps in Y and may be open when y could begin. Together these launches can hold all compute units. A launch may be open
+at this time if it is in the same run and on the same rank as y, but on another lane. Also, the launch must not always
+begin after y, nor always end before y. A launch waits for the steps that happen before the end of its waits, but not
+before its begin.
 
 Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get a unit until nothing
 changes. If Y is empty, there is no deadlock. The check is conservative: it treats launches as open together even if
