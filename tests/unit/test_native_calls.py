@@ -63,7 +63,7 @@ def test_steps_run_in_order_and_return_every_buffer() -> None:
     with pytest.raises(ValueError, match="no buffer has the name"):
         steps.run({"v": w}, Group())
     for wrong in (("addmm", "y", ("x", "w"), None), ("matmul", "y", ("x",), None), ("matmul", "z", ("x", "w"), None)):
-        with pytest.raises(ValueError, match="not a plain step|no buffer"):
+        with pytest.raises(ValueError, match=r"not a plain step|no buffer"):
             _core.PlainSteps(played.calls(), BUFFERS, [wrong], WORLD)
 
 
