@@ -113,7 +113,7 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
     const uint64_t bags = uint64_t(of.slots.size()) * uint64_t(batch_);
     if (bags >= uint64_t(1) << 32)
         throw std::invalid_argument(std::to_string(of.slots.size()) + " features of " + std::to_string(batch_) +
-                                    " samples read one table: it may have less than 2**32 bags in a batch");
+                                    " samples read one table, which may have at most 2**32 - 1 bags in a batch: use a smaller batch");
     const bool weighted = in.per_sample_weights != nullptr;
     bool mean = false;
     int64_t given = 0;
@@ -125,7 +125,7 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
     const int row_bits = bits_of(uint64_t(rows - 1));
     if (of.payload_bits + row_bits > 64)
         throw std::invalid_argument(std::to_string(given) + " ids of a table of " + std::to_string(rows) +
-                                    " rows: too many for one batch");
+                                    " rows are too many for one batch: use a smaller batch");
     const int digits = given <= sort_by_comparison ? 0 : std::max(1, (row_bits + most_digit_bits - 1) / most_digit_bits);
     const int digit_bits = digits > 0 ? (row_bits + digits - 1) / digits : 0;
     const int64_t places = int64_t(1) << digit_bits, mask = places - 1;

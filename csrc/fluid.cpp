@@ -209,7 +209,9 @@ class Fluid {
 };
 
 std::vector<double> max_min_speeds(const std::vector<weft::Load> &loads, const std::vector<int> &counts) {
-    if (loads.size() != counts.size()) throw nb::value_error("there must be a count for each load");
+    if (loads.size() != counts.size())
+        throw nb::value_error((std::to_string(counts.size()) + " counts for " + std::to_string(loads.size()) +
+                               " loads: pass a count for each load").c_str());
     std::vector<int> keys(loads.size());
     std::iota(keys.begin(), keys.end(), 0);
     return weft::MaxMinShares(loads).speeds(keys, counts);

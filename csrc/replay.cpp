@@ -70,7 +70,7 @@ class KnownCall {
           differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
           on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && steps_, captured && steps_}, returned_(returned) {
         if (!inputs.is_none()) inputs_.emplace(inputs);
-        if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: steps need them");
+        if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: pass the inputs, which the steps read");
         if (steps_)
             for (nb::handle name : results) results_.push_back(steps_->place(name));
     }

@@ -32,7 +32,7 @@ def name_and_value(text: str) -> tuple[str, str]:
     """Split "NAME=VALUE" into (name, value). Raise `ValueError` if either is missing."""
     name, equals, value = text.partition("=")
     if not name.isidentifier():
-        raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
+        raise ValueError(f"option {text!r} has no name: write NAME=VALUE, such as gather_dim=-1")
     if not equals or not value:
         raise ValueError(f"option {text!r} has no value: write it as {name}=VALUE")
     return name, value

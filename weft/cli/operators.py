@@ -29,9 +29,7 @@ class Mode(enum.StrEnum):
 
 SAYS_EVERY_S = 2.0  # seconds between progress lines if there is no terminal
 GEMMS_OF = "all_gather_matmul"  # the operator whose --shape may name one of FiCCO's GEMMs
-_MANY = (
-    "The planning time grows with the square of this number, and with the number of experts: hundreds may take minutes."
-)
+_MANY = "Planning takes longer with more GPUs (quadratically) and with more experts; hundreds may take minutes."
 
 
 class Operators(Named):
@@ -152,8 +150,8 @@ Ranks = Annotated[
     typer.Option(
         min=1,
         help=(
-            "Number of GPUs, at most 256, which must divide gathered or scattered rows. Default: the size of the topology "
-            f"if it has one, otherwise 2. {_MANY}"
+            "Number of GPUs, at most 256. Rows that are gathered or scattered must be divisible by it. Default: the size in "
+            f"--topology if it has one, otherwise 2. {_MANY}"
         ),
         show_default=False,
     ),
@@ -163,8 +161,8 @@ Hw = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=(
-            "A machine file of weft/hw, such as h100 or mi300x, or a TOML file of the same form. Default: "
-            "this machine, or h200."
+            "A machine: the name of a file in weft/hw, such as h100 or mi300x, or the path of such a TOML file. Default: "
+            "this machine, or h200 if weft does not know it."
         ),
     ),
 ]
@@ -173,9 +171,10 @@ Topology = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=(
-            "How GPUs are linked: switch, mesh, ring, torus, hosts, a TOML file of the form of weft/hw/topology, or "
-            "an InfraGraph as JSON. "
-            "With a size: torus:16x8 (columns, rows), hosts:4x8 (hosts, GPUs of each), ring:8. Default: the machine file's."
+            "How GPUs are linked: switch, mesh, ring, torus, hosts, or the path of a TOML file as in weft/hw/topology or of "
+            "an InfraGraph in JSON. A name may have a size: torus:16x8 (columns, rows), hosts:4x8 (machines, GPUs of each), "
+            "ring:8. "
+            "Default: the topology of the machine file."
         ),
     ),
 ]
@@ -189,7 +188,7 @@ ModeOf = Annotated[
 ]
 Json = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; existing lines stay."),
+    typer.Option(dir_okay=False, help="Append all results to this file, as one line of JSON; existing lines stay."),
 ]
 
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from weft.plan import Explanation
 
 
-_LOSSES = """For operators with GEMMs, DIL and CIL are the factors of decomposition and contention loss (1: no loss), `comm` is
-communication, and exposed is the time in which a rank has nothing to compute."""
+_LOSSES = """Columns for operators with GEMMs: DIL (decomposition loss) is the time of the pieces divided by the time of the whole.
+CIL (contention loss) is the time during concurrent work divided by the time alone. 1 means no loss. `comm` is communication.
+Exposed is the time in which a rank has nothing to compute."""
 
 
 def _run(
@@ -77,7 +78,7 @@ plan = typer.Typer(
     cls=_Plans,
     no_args_is_help=True,
     help=(
-        "Show the choice for a shape, on this machine or another, and the reason: candidates, predicted times, losses."
+        "Show which schedule weft chooses for a shape, on this machine or another, and why: candidates, predicted times, losses."
     ),
 )
 
@@ -85,17 +86,18 @@ plan = typer.Typer(
 @plan.command("calibrate")
 def calibrate(
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="GPUs to measure with. Default: all of this machine.")
+        int | None, typer.Option(min=2, help="Number of GPUs to measure with. Default: all GPUs of this machine.")
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; may be repeated. Default: bf16.")] = None,
-    seconds: Annotated[float, typer.Option(min=10, help="No further GEMM is measured after this many seconds.")] = 60,
+    seconds: Annotated[float, typer.Option(min=10, help="Start no further GEMM after this many seconds.")] = 60,
 ) -> None:
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs concurrent with copies.
 
-    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft), and all later plans use them. They are valid for
-    the installed versions. Without a calibration the planner uses the machine file. For GPUs without a machine file,
-    the planner measures a few numbers at a group's first call, and derives the others from the driver's numbers. `weft
-    doctor` shows the source of the numbers.
+    The command stores the numbers in WEFT_CACHE_DIR (default ~/.cache/weft). All later plans use them, until the versions of weft,
+    torch or the driver change. Without a calibration the planner uses the machine file. For GPUs without a machine file, weft
+    measures a few numbers at a group's first call, and derives the others from properties that the driver reports. `weft doctor`
+    shows the source of the numbers.
+
 
         weft plan calibrate
 

@@ -87,8 +87,8 @@ def ficco(
 def t3(
     hw: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help=(
-            "Existing GPUs, which overlap in software: a file of weft/hw, such as h200 or mi300x, or a TOML file of the same "
-            "form. Default: the paper's own hardware."
+            "Existing GPUs, which overlap in software: the name of a file in weft/hw, such as h200 or mi300x, or the path of such "
+            "a TOML file. Default: the paper's own hardware."
         ))
     ] = None,
     topology: Annotated[
@@ -109,11 +109,11 @@ def t3(
 ) -> None:  # fmt: skip
     """Reproduce T3's evaluation, on the paper's hardware or in software on existing GPUs.
 
-    By default the paper's hardware is simulated: a ring of GPUs whose memory controllers track updates, trigger copies,
-    add, and arbitrate. All tables and figures whose numbers are in the paper's text are compared with the paper.
+    By default the command simulates the paper's hardware: a ring of GPUs whose memory controllers track updates, trigger copies,
+    add values and prioritise accesses. It compares all numbers of the paper's text with the simulation.
 
-    With --hw the same sub-layers are simulated in software on existing GPUs (figures 15, 16 and 18). To measure them on a machine
-    with GPUs:
+    With --hw the command simulates the same sub-layers in software on existing GPUs (figures 15, 16 and 18). To measure them on a
+    machine with GPUs:
 
         weft bench matmul_reduce_scatter --preset t3 --mode queued --json t3.jsonl
 

@@ -169,7 +169,9 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
         if descends.any():
             at = begin + int(descends.nonzero()[0])
             here, after = int(offsets[at]), int(offsets[at + 1])
-            fail(at, f"is {here} and the next is {after}: offsets must ascend, a bag ends where the next begins")
+            fail(
+                at, f"is {here} and the next is {after}: offsets must ascend, because a bag ends where the next begins"
+            )
     if jagged.whole and last != count:
         raise ValueError(wrong_sum(last, count))
     if last > count:

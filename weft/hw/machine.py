@@ -191,7 +191,7 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     unknown = set(node) - {"value", "unit", "source", "note"}
     if unknown:
         raise ValueError(
-            f"{file}: {path} has {', '.join(sorted(unknown))}; a number has only value, unit, source and note"
+            f"{file}: {path} has {', '.join(sorted(unknown))}, but a number has only value, unit, source and note: remove the rest"
         )
     unit, source, note, value = node.get("unit"), node.get("source"), node.get("note", ""), node["value"]
     if not isinstance(unit, str) or unit not in UNITS:

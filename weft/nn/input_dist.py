@@ -421,7 +421,7 @@ class InputDist:
             tables = [self.sharding.tables[s.table].name for s in self.sharding.slots if s.feature == feature]
             return (
                 f"feature {feature!r} (tables {tables}), sample {sample}: length {int(local.lengths[negative[0]])} is "
-                f"negative: a bag has 0 or more ids, offsets must ascend"
+                f"negative: a bag has 0 or more ids, so offsets must ascend"
             )
         total, count = sum(local.lengths.flatten().tolist()), local.values.numel()
         if local.offsets is None:

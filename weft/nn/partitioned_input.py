@@ -229,7 +229,7 @@ def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
         key, sample = divmod(int((lengths < 0).nonzero()[0]), batch)
         raise ValueError(
             f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag has 0 or "
-            "more ids, offsets must ascend"
+            "more ids, so offsets must ascend"
         )
     if ends[0] < 0 or ends[-1] > count:
         raise ValueError(

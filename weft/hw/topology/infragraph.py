@@ -102,7 +102,7 @@ def read_infragraph(path: str | Path) -> Wiring:
 def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[str, str, dict[str, Any]]]) -> Wiring:
     ranks = [name for name, of in nodes if of == "xpu"]
     if not ranks:
-        raise ValueError(f"{path} has no component of type xpu: ranks are xpus")
+        raise ValueError(f"{path} has no component of type xpu: give the GPUs this type, because each xpu is a rank")
     numbers = {name: number for number, name in enumerate((*ranks, *(name for name, of in nodes if of != "xpu")))}
     links: list[Link] = []
     sent, got = [0] * len(numbers), [0] * len(numbers)
