@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self.rank, self.group, self.input = rank_in(group), group, input
         self._is_weighted, self._optimizer, self._sparse = is_weighted, optimizer, sparse
         self._fused_optimizer: FusedOptimizer | None = None
+        self._prefetched: Any = None
         self._is_trained, self._is_frozen = optimizer is None, False
         self.embedding_bags = nn.ModuleDict()
         partition, refusal = None, None
@@ -185,18 +186,18 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     f"batch_sizes={batch_sizes} works only with input='global_batch': do not pass it, because ranks "
                     "exchange the sizes of local batches"
                 )
-            given, checked = self._arranged(features)
+            given, checked = self._arrived(features) if self._prefetched else self._arranged(features)
             return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
 
     def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
         """Return the input, separated by kind of table, and the result of checks for data-parallel tables. Raise
-        `ValueError` for bad input. Not collective.
+        `ValueError` for bad input. Ranks do not communicate.
         """
         given = self._arrange(features, self.device)
         return given, None if self._replicated is None else self._replicated.checked(given.replicated)
 
     def _joined(self, vectors: torch.Tensor | None, given: Arranged, checked: CheckedInput | None) -> KeyedTensor:
-        """Pool data-parallel tables, and return the vectors of all tables. Not collective. vectors: those of parts."""
+        """Pool data-parallel tables, and return the vectors of all tables. vectors: those of parts."""
         parts, replicated, of_replicated = self._parts, self._replicated, None
         if replicated is not None and checked is not None:
             step = None if parts is None or parts._update is None else parts._update.step
@@ -205,14 +206,38 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return self._output(vectors, of_replicated, given.lengths)
 
     def prefetch(self, features: Any) -> None:
-        parts = self._parts
-        if parts is None or self._arrange.is_needed:
-            with together(f"prefetch of {NAME}", self.group, self._speaks_on, self.deadline_s):
-                raise ValueError(
-                    "prefetch does not support row-wise or data-parallel tables, because the module's call distributes their "
-                    "ids: remove the call to prefetch"
-                )
-        parts.prefetch(features)
+        if self._parts is not None and not self._arrange.is_needed:
+            self._parts.prefetch(features)
+        else:
+            super().prefetch(features)
+
+    def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
+        arranged, given = None, features
+        try:
+            arranged = self._arranged(features)
+            given = arranged[0].parts
+        except Exception as error:  # the call raises it, on every rank
+            refusal = error
+        self._prefetched = _Ahead(features, arranged, refusal)
+        if self._parts is not None:
+            self._parts._begin_ahead(given, refusal)
+
+    def _arrived(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
+        """Return the arranged input of a prefetched batch. Raise the errors of a bad batch, on every rank."""
+        ahead = cast(_Ahead, self._prefetched)
+        self._require_prefetched(features)
+        self._prefetched = None
+        if ahead.refusal is not None and self._parts is not None:
+            self._parts(features)  # raises on every rank
+        if ahead.refusal is not None:
+            raise ahead.refusal
+        assert ahead.arranged is not None
+        return ahead.arranged
+
+    def cancel_prefetch(self) -> None:
+        super().cancel_prefetch()
+        if self._parts is not None:
+            self._parts.cancel_prefetch()
 
     @opaque
     def _opaque(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
@@ -348,6 +373,17 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             f"rank {self.rank} of {self.group.size()} on {self.device}, input={self.input!r}, "
             f"is_weighted={self._is_weighted}\n{self.partition.describe()}"
         )
+
+
+class _Ahead(NamedTuple):
+    """A prefetched batch: its arranged input, or the reason why it is bad. `parts` distributes the ids."""
+
+    features: Any
+    arranged: tuple[Arranged, CheckedInput | None] | None
+    refusal: Exception | None
+
+    def discard(self) -> None:
+        """Do nothing: the collection of the parts has its own batch."""
 
 
 def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
