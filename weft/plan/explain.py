@@ -61,7 +61,7 @@ _EXACT_RANKS, _NEARLY = 8, 1.02
 """
 _MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
 """The maximum number of ranks if ranks differ, so that each rank must be simulated: {operator: maximum}, and the
-maximum for other operators (one NVLink domain).
+maximum for all other operators (one NVLink domain).
 """
 
 

@@ -113,7 +113,7 @@ class ReturningMatmul(TileKernel):
 
     kind: ClassVar[str] = "returning_matmul"
     few_rows: ClassVar[int] = 192
-    """The largest mean number of rows of a (source rank, expert) for which they share tiles."""
+    """The largest mean number of rows of a (source rank, expert) for which rows of several source ranks share tiles."""
     counts: str
     h: str
     weights: str
