@@ -1,7 +1,9 @@
-"""TorchRec's `EmbeddingCollection` with sharded tables. A call returns a row for each id, without pooling.
+"""TorchRec's `EmbeddingCollection` with sharded tables.
 
-ids of this rank's samples -> owners of the rows -> rows of this rank's samples    (`weft.nn.row_dist`)
-gradients of rows -> owners, which reduce them by row and update the tables        (`weft.runtime.embedding_rows`)
+    ids of this rank's samples -> owners of the rows -> rows of this rank's samples    (`weft.nn.row_dist`)
+    gradients of rows -> owners, which reduce them by row and update the tables        (`weft.runtime.embedding_rows`)
+
+A call returns a row for each id, without pooling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tables of a sharded collection, pooled or not, under TorchRec's names: parameters, state dict, optimizer.
 
-<container>.<table>.weight    a parameter: this rank's part, or empty if it has none. A ShardedTensor in the state dict.
-                              A data-parallel table is whole on every rank, and a plain tensor in the state dict
+The parameter `<container>.<table>.weight` is this rank's part of the table, or empty if the rank has no part. In the
+state dict it is a ShardedTensor. A data-parallel table is whole on every rank, and a plain tensor in the state dict.
 """
 
 from __future__ import annotations
