@@ -430,8 +430,9 @@ def _lanes_us(built: _Built, model: Model) -> float:
         for priced, times in lane.items():
             found = cost(model, world, priced.step, priced.operands)
             us += times * (found.work_us + (0.0 if priced.step.copies_by == "kernel" else found.latency_us))
-            for how, (kind, at), amount in found.uses if world > _MANY_RANKS else ():
-                if how == "share" and (built.even or at == 0):
-                    busy_us[kind] = busy_us.get(kind, 0.0) + times * amount * found.work_us
+            for use in found.uses if world > _MANY_RANKS else ():
+                kind, at = use.place
+                if use.how == "share" and (built.even or at == 0):
+                    busy_us[kind] = busy_us.get(kind, 0.0) + times * use.amount * found.work_us
         longest = max(longest, us)
     return max(longest, *busy_us.values(), 0.0)
