@@ -90,8 +90,9 @@ class Problem:
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """The smallest problem that contains this one and whose ranks all do the same work, and how many times as many rows it
-        has. None if there is none, or if it is not known."""
+        """(a problem that takes as long on the slowest rank, and whose ranks all do the same; how many times as many rows it has).
+
+        None if there is none, or if it is not known."""
         return None
 
     def takes(self, candidate: Candidate) -> bool:
@@ -107,6 +108,9 @@ class Problem:
         """True if `candidate` should be timed on machines without a model. Few should, because each delays the first call."""
         return True
 
+
+NEARLY = 1.02
+"""If all ranks do the same with at most this many times as many rows, the time is regarded as equal."""
 
 _MOST = 1 << 40
 """The largest size of `described`: counts of elements then fit into 64 bits where two sizes are multiplied with a small number."""
