@@ -77,9 +77,10 @@ def test_what_goes_into_a_node_comes_out_of_it(topology: Topology, flows: list[t
         rank, target = a % ranks, b % ranks
         left[rank] += count
         left[target] -= count
-        for _, (kind, at), share in Links(topology, rank).uses(0, target - rank, count, us=7.0):
+        for use in Links(topology, rank).uses(0, target - rank, count, us=7.0):
+            kind, at = use.place
             link = by_place[kind, (rank + at) % ranks]
-            carried[link] += share * link.bytes_per_us * 7.0
+            carried[link] += use.amount * link.bytes_per_us * 7.0
     for node, count in enumerate(left):
         out = sum(n for link, n in carried.items() if link.source == node)
         into = sum(n for link, n in carried.items() if link.target == node)
