@@ -159,12 +159,12 @@ def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> No
     link_s = (group.size() // 2) * (batch // 2) * 4 * 64 * 4 / rate  # one host's tables, for the other host's samples
 
     def run(call: Callable[..., torch.Tensor], pieces: int, far_last: bool) -> torch.Tensor:
-        kept = FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other
-        FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other = pieces or 2, far_last, lambda *_: pieces > 0  # type: ignore
+        kept = FarFirst.pinned_pieces, FarFirst.far_last, TwoWays.takes_other
+        FarFirst.pinned_pieces, FarFirst.far_last, TwoWays.takes_other = pieces or None, far_last, lambda *_: pieces > 0  # type: ignore
         try:
             return call()
         finally:
-            FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other = kept  # type: ignore[method-assign]
+            FarFirst.pinned_pieces, FarFirst.far_last, TwoWays.takes_other = kept  # type: ignore[method-assign]
 
     def point(
         call: Callable[..., torch.Tensor], ways: dict[str, tuple[int, bool]], calls: int, **about: Any

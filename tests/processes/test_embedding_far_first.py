@@ -57,7 +57,7 @@ CASES = [
 
 
 def both_ways(group, sizes, placement, more):
-    far_last = mock.patch.multiple(embedding_far_first.FarFirst, pieces=3, far_last=len(placement) == 4)
+    far_last = mock.patch.multiple(embedding_far_first.FarFirst, pinned_pieces=3, far_last=len(placement) == 4)
     with on_two_hosts(group) as own, far_last:
         found = []
         for other in (False, True):
@@ -90,7 +90,7 @@ def chosen(group, slow):
         return other[0]
 
 
-@pytest.mark.parametrize(("slow", "wanted"), [("far first", 3), ("one pass", 3 + 4)])
+@pytest.mark.parametrize(("slow", "wanted"), [("far first", 4), ("one pass", 4 + 2)])
 def test_ranks_take_the_way_that_is_faster_on_the_slowest_rank(pool: Pool, slow: str, wanted: int) -> None:
     assert pool.run(chosen, slow, ranks=2, timeout_s=60) == [wanted] * 2
 

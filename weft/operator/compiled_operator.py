@@ -21,6 +21,7 @@ from weft.errors import WeftError
 from weft.operator import select
 from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.agreement import agreement_on
+from weft.operator.know_links import know_links
 from weft.operator.spec import Operator
 from weft.runtime.capture import is_captured
 from weft.runtime.executor import Executor
@@ -338,6 +339,8 @@ class CompiledOperator:
             # Ranks compile and measure here, which takes each rank a different time.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
+                if not plan.names_schedule(self.pinned):
+                    know_links(comm, patience_s)
                 if op.has_executors:
                     self.chosen = op.own_executors(p, call, comm, tensors, deadline_s)
                 else:

@@ -79,12 +79,15 @@ class EmbeddingAllToAllUnfused(Executor):
             cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         begin = time.perf_counter()
-        if self._far_first is not None and self._chosen.takes_other(checked.global_batch):
-            output, warn = self._far_first.run(weights, jagged, checked, turn)
+        far_first = self._far_first
+        if far_first is not None:
+            self._chosen.rule_out(checked.global_batch, far_first.most_gain_s(checked.batch_sizes))
+        if far_first is not None and self._chosen.takes_other(checked.global_batch):
+            output, warn = far_first.run(weights, jagged, checked, turn)
         else:
             output, warn = self._in_turn(weights, jagged, checked, turn)
         turn.end()
-        if self._far_first is not None:
+        if far_first is not None:
             self._chosen.took(checked.global_batch, time.perf_counter() - begin, deadline_s)
         if warn is not None:
             warn()

@@ -2,7 +2,8 @@
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
 (`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
-of each size use both implementations alternately, and later calls use the faster one. Nothing else decides between them.
+of each size use both implementations alternately, and later calls use the second one only if it was clearly faster in every
+pair of calls. If the measured links show that it cannot be clearly faster, no call uses it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections import defaultdict
 
 from weft.symm import Communicator
 
-_MEASURED = 6  # calls of each size to measure
+_MEASURED = 8  # calls of each size to measure; the first two may set up connections
 _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
+_DOUBT = 1.5  # factor on predicted gains
+_TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
@@ -21,10 +24,18 @@ class TwoWays:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._times: defaultdict[int, list[float]] = defaultdict(
-            list
-        )  # by size bucket, alternately of both implementations
+        # By size bucket, alternately of both implementations.
+        self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._taken: dict[int, bool] = {}
+
+    def rule_out(self, size: int, most_gain_s: float) -> None:
+        """Never use the second implementation for this size if `most_gain_s` is too little. Call it before the first call.
+
+        most_gain_s: an upper bound on the gain, by prediction, the same on all ranks.
+        """
+        bucket = size.bit_length()
+        if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
+            self._taken[bucket] = False
 
     def takes_other(self, size: int) -> bool:
         """Return True if the next call of this size shall use the second implementation."""
@@ -40,9 +51,9 @@ class TwoWays:
         times.append(seconds)
         if len(times) < _MEASURED:
             return
-        mine = struct.pack("<2d", min(times[2::2]), min(times[3::2]))  # the first two may have set up connections
-        every = [
-            struct.unpack("<2d", one) for one in self._comm.meet(mine, name="times of calls", deadline_s=deadline_s)
-        ]
-        first, other = (max(times) for times in zip(*every, strict=True))
-        self._taken[bucket] = first - other > max(_CLEARLY * first, _CLEARLY_S)
+        found = self._comm.meet(_TIMES.pack(*times), name="times of calls", deadline_s=deadline_s)
+        slowest = [max(of_ranks) for of_ranks in zip(*map(_TIMES.unpack, found), strict=True)][2:]
+        first, other = slowest[::2], slowest[1::2]
+        gain = min(first) - min(other)
+        always = all(b < a for a, b in zip(first, other, strict=True))
+        self._taken[bucket] = always and gain > max(_CLEARLY * min(first), _CLEARLY_S)

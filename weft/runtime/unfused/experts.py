@@ -104,7 +104,8 @@ def _faster(
     far = far_first_on(comm)
     size = turn.largest(name, x.shape[0])  # the rendezvous of both ways
     key = what, w.shape, w.dtype
-    return far.faster(key, size, turn, lambda: plain(turn.met), lambda: far_first(far))
+    row_bytes = w.shape[1 if what == "dispatch" else 2] * x.itemsize
+    return far.faster(key, size, row_bytes, turn, lambda: plain(turn.met), lambda: far_first(far))
 
 
 def begin_in_expert_order(

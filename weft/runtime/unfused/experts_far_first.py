@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from weft.errors import OutOfSharedMemoryError
+from weft.runtime.links import network_of
 from weft.runtime.meeting import of_communicator
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import PIECES, begin_piece, ending_the_group, ranks_far, ranks_near
@@ -57,15 +58,19 @@ class FarFirst:
         _known.pop(self._comm, None)
 
     def faster(
-        self, key: Hashable, size: int, turn: Turn, plain: Callable[[], T], far_first: Callable[[], T]
+        self, key: Hashable, size: int, row_bytes: int, turn: Turn, plain: Callable[[], T], far_first: Callable[[], T]
     ) -> T:  # fmt: skip
         """Run the faster implementation of a call, chosen by measurement. All ranks must have reached the call.
 
-        key: distinguishes calls with different times. size: the size of the call, the same on all ranks.
+        key: distinguishes calls with different times. size: the largest number of rows of a rank, the same on all ranks.
+        row_bytes: the bytes of a row that is exchanged.
         """
         if self._memory is None:
             return plain()
         ways = self._ways.setdefault(key, TwoWays(self._comm))
+        if (network := network_of(self._comm)) is not None:
+            far_us = network.exchange_us(network.per_host * size * row_bytes)  # if all rows go to other hosts
+            ways.rule_out(size, (far_us - PIECES * network.round_trip_us / 2) / 1e6)
         begin = time.perf_counter()
         result = (far_first if ways.takes_other(size) else plain)()
         assert turn.deadline_s is not None
