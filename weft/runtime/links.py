@@ -5,13 +5,15 @@
     exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
     copies      all ranks copy at the same time, to mapped memory and to memory that is not mapped yet
 
-Everything together takes about `BUDGET_S`. The round-trip time is twice that of the fastest exchange of one byte, including
-gloo's own time. The numbers are equal on all ranks.
+Everything together takes about `BUDGET_S`. For a rate, the second rank answers with one byte, and the first rank's clock counts.
+So it does not matter when the second rank starts. The round trip is twice the time of the fastest exchange of one byte,
+including gloo's own time. The numbers are equal on all ranks.
 """
 
 from __future__ import annotations
 
 import mmap
+import statistics
 import struct
 import time
 import weakref
@@ -25,10 +27,11 @@ from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
 from weft.symm import Communicator
 
 BUDGET_S = 0.5
-_LINKS_UNTIL, _EXCHANGES_UNTIL, _COPY_S = 0.55, 0.8, 0.02  # fractions of the budget; seconds
+_LINKS_UNTIL, _EXCHANGES_UNTIL, _COPY_S = 0.45, 0.9, 0.02  # fractions of the budget; seconds
 _WHAT = "a measurement of the links between hosts"
 _TRIPS, _LEAST_TRIPS, _TRIPS_SHARE = 16, 3, 0.4
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 64 << 10, 16 << 20, 4
+_LEAST_TIMES, _MOST_TIMES = 3, 7
 _FRESH_BYTES = 4 << 20
 
 _networks: weakref.WeakKeyDictionary[Communicator, HostNetwork | None] = weakref.WeakKeyDictionary()
@@ -68,13 +71,12 @@ def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: fl
     """
     probe = _Probe(comm, env.deadline_s() if deadline_s is None else deadline_s)
     links = _measure_pairs(probe, comm, _LINKS_UNTIL * budget_s)
-    everybody = range(comm.world_size)
-    size, times = probe.largest_in(
-        _EXCHANGES_UNTIL * budget_s, lambda size: [(a, b) for a in everybody for b in everybody], comm.world_size
-    )
-    far = max(comm.hosts.count(host) * (comm.world_size - comm.hosts.count(host)) for host in comm.hosts)
+    world, until_s = comm.world_size, _EXCHANGES_UNTIL * budget_s
+    every = [(a, b) for a in range(world) for b in range(world)]
+    timed = probe.largest_in(until_s, lambda size: probe.exchange_s(every, size), parts=world)
+    far = max(count * (world - count) for count in map(comm.hosts.count, comm.hosts))
     trip_s = max((link.round_trip_us for link in links), default=0.0) / 1e6
-    exchange = far * size / _without(trip_s / 2, max(times)) / 1e6
+    exchange = far * _rate([(size, max(times)) for size, times in timed], trip_s / 2)
     return Measured(comm.hosts, links, exchange, *probe.copies())
 
 
@@ -84,21 +86,29 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
     found, rounds = [], rounds_of(hosts)
     for number, pairs in enumerate(rounds):
         ranks = [(first[one], first[other]) for one, other in pairs]
-        both = ranks + [(there, here) for here, there in ranks]
         begin_s, end_s = (until_s * (number + i) / len(rounds) for i in (0, 1))
+        both = ranks + [(there, here) for here, there in ranks]
         trips = [probe.exchange_s(both, 1) for _ in range(_LEAST_TRIPS)][1:]  # the first one connects
         while len(trips) < _TRIPS and probe.elapsed_s < begin_s + _TRIPS_SHARE * (end_s - begin_s):
             trips.append(probe.exchange_s(both, 1))
-        size, times = probe.largest_in(end_s, lambda size, ranks=ranks: ranks)  # type: ignore[misc]
+        timed = probe.largest_in(end_s, lambda size, ranks=ranks: probe.answered_s(ranks, size))  # type: ignore[misc]
         for pair, (here, there) in zip(pairs, ranks, strict=True):
             trip_s = 2 * min(max(one[here], one[there]) for one in trips)
-            rate = size / _without(trip_s / 2, max(times[here], times[there])) / 1e6
+            rate = _rate([(size, times[here]) for size, times in timed], trip_s)
             found.append(LinkFound(pair, rate, trip_s * 1e6))
     return tuple(found)
 
 
-def _without(latency_s: float, took_s: float) -> float:
-    return max(took_s - latency_s, took_s / 2)
+def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
+    """Return bytes per microsecond, from the times of a small and of a large transfer.
+
+    The difference of the two contains neither the latency nor the burst that a shaped link lets pass at once. If it is too
+    small, because the machine was busy, only the large transfer counts.
+    """
+    (small, small_s), (large, large_s) = timed
+    if large > small and large_s >= 2 * small_s:
+        return (large - small) / (large_s - small_s) / 1e6
+    return large / max(large_s - latency_s, large_s / 2) / 1e6
 
 
 class _Probe:
@@ -111,40 +121,64 @@ class _Probe:
         self._sent, self._received = (torch.ones(_FIRST_BYTES, dtype=torch.uint8) for _ in range(2))
 
     def largest_in(
-        self, until_s: float, pairs: Callable[[int], list[tuple[int, int]]], parts: int = 1
-    ) -> tuple[int, list[float]]:
-        """Exchange more and more bytes until `until_s`. Return the last number of bytes of a pair, and the ranks' times.
+        self, until_s: float, send_s: Callable[[int], list[float]], parts: int = 1
+    ) -> list[tuple[int, list[float]]]:  # fmt: skip
+        """Send more and more bytes, and then the same number again until `until_s`.
 
-        parts: the number of pairs in which a rank sends.
+        Return the last two numbers of bytes, and each rank's time for them. The last time is that of the fastest transfer,
+        since other work of the machine only slows transfers. parts: the number of pairs in which a rank sends.
         """
         size = _FIRST_BYTES // parts
-        while True:
-            times = self.exchange_s(pairs(size), size)
-            if size * parts * _GROWTH > _MOST_BYTES or self.elapsed_s + _GROWTH * max(times) > until_s:
-                return size, times
-            size *= _GROWTH
+        before, found = (size, send_s(size)), [send_s(size)]
+        while (
+            size * parts * _GROWTH <= _MOST_BYTES and self.elapsed_s + _LEAST_TIMES * _GROWTH * max(found[0]) <= until_s
+        ):
+            before, size = (size, found[0]), size * _GROWTH
+            found = [send_s(size)]
+        while len(found) < _MOST_TIMES and self.elapsed_s + max(found[-1]) < until_s:
+            found.append(send_s(size))
+        return [before, (size, min(found, key=max))]
 
     def exchange_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
         """Send `nbytes` from the first to the second rank of each pair. Return the times of all ranks, in seconds."""
-        comm = self._comm
-        leaving = [nbytes * ((comm.rank, rank) in pairs) for rank in range(comm.world_size)]
-        came = [nbytes * ((rank, comm.rank) in pairs) for rank in range(comm.world_size)]
-        self._reserve(max(sum(leaving), sum(came)))
-        sent, received = self._sent[: sum(leaving)], self._received[: sum(came)]
+        return self._timed([(pairs, nbytes)])
+
+    def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
+        """Do the same, and send one byte back. The time of a pair is that of its first rank."""
+        return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
+
+    def _timed(self, exchanges: Sequence[tuple[Sequence[tuple[int, int]], int]]) -> list[float]:
+        """Return the ranks' times of a sequence of exchanges: (pairs, bytes for each pair)."""
+        comm, ranks = self._comm, range(self._comm.world_size)
+        sizes = [
+            ([n * ((rank, comm.rank) in pairs) for rank in ranks], [n * ((comm.rank, rank) in pairs) for rank in ranks])
+            for pairs, n in exchanges
+        ]
+        self._reserve(max(sum(counts) for both in sizes for counts in both))
         comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)
         start = time.perf_counter()
-        work = all_to_all_single(received, sent, came, leaving, group=comm.group, async_op=True)
-        finish(work, comm, _WHAT, self._deadline_s, sent, received)
+        for came, leaving in sizes:
+            received, sent = self._received[: sum(came)], self._sent[: sum(leaving)]
+            work = all_to_all_single(received, sent, came, leaving, group=comm.group, async_op=True)
+            finish(work, comm, _WHAT, self._deadline_s, sent, received)
         return self._share(time.perf_counter() - start)
 
     def copies(self) -> tuple[float, float]:
-        """Return the bytes per microsecond that the slowest rank copies to mapped memory, and to memory not mapped yet."""
+        """Return the bytes per microsecond that a rank copies to mapped memory, and to memory that is not mapped yet.
+
+        This is the mean of a host's ranks, which share its cores unevenly for a short time, and the least of all hosts.
+        """
         self._reserve(_MOST_BYTES)
         self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)
         mapped = self._share(_copied_s_per_byte(lambda: self._received, self._sent))
         part = self._sent[:_FRESH_BYTES]
         fresh = self._share(_copied_s_per_byte(_fresh_memory, part))
-        return 1e-6 / max(mapped), 1e-6 / max(fresh)
+        return self._slowest_host(mapped), self._slowest_host(fresh)
+
+    def _slowest_host(self, s_per_byte: Sequence[float]) -> float:
+        hosts = self._comm.hosts
+        rates = ([1e-6 / s for s, at in zip(s_per_byte, hosts, strict=True) if at == host] for host in set(hosts))
+        return min(map(statistics.mean, rates))
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > len(self._sent):

@@ -6,19 +6,20 @@
     rounds    messages that depend on each other
     copied    bytes that a rank copies or adds before and after the transfers. All ranks copy at the same time, so the rate
               of copies includes the cores and the memory bandwidth that the ranks of a host share
-    fresh     the part of these bytes that is written to memory which the kernel maps page by page
+    fresh     the part of these bytes that is written to memory which the kernel maps page by page: the copy of the matrix in
+              torch's reduce-scatter. Pages of an all-gather's new buffer are mapped while bytes arrive, so they cost no time
 
 For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
 
     collective      by gloo: far, rounds, copied             in two levels: far, rounds, copied
     all_gather      crossings (W - 1) S / W, W - 1, S        (H - 1) S / H, H - 1, (1 + 1 / L) S
-    reduce_scatter  as all_reduce, copied 2 S                (H - 1) S / H, 1, 2 S + S / L
+    reduce_scatter  as all_reduce, copied S + S / W          (H - 1) S / H, 1, 2 S + S / L
     all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0  2 (H - 1) S / H, 2 (H - 1), 3 S
     all_to_all      L (W - L) S / W, 1, S / W                -
 
 crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather and
-all-reduce are rings. torch gathers into a new buffer and copies it, and reduces a copy of the whole matrix in its
-reduce-scatter (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). Rings have one stream in each direction, while an
+all-reduce are rings. torch gathers into a new buffer and copies it, and its reduce-scatter reduces a copy of the whole matrix
+(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). Rings have one stream in each direction, while an
 all-to-all has a stream for each pair of ranks, which share the link less well. So the link has two rates.
 
 glibc serves allocations of 32 MiB and more by mmap (mallopt(3), M_MMAP_THRESHOLD), so each call faults all pages of such a
@@ -50,7 +51,7 @@ class HostNetwork:
 
     hosts: the host of each rank. bytes_per_us: one stream between two hosts, in one direction. exchange_bytes_per_us: the
     bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the copies of one rank
-    while all ranks copy, to mapped memory and to memory that is not mapped yet. The slowest pair of hosts, or rank, counts.
+    while all ranks copy, to mapped memory and to memory that is not mapped yet. The slowest pair of hosts, or host, counts.
     """
 
     hosts: tuple[str, ...]
@@ -91,8 +92,8 @@ class HostNetwork:
             far = busiest * nbytes / self.ranks
             return far / self.exchange_bytes_per_us + self.round_trip_us / 2 + self._copied_us(nbytes / self.ranks)
         far, rounds, copied, fresh = {
-            "all_gather": (ring, rounds, nbytes, nbytes),
-            "reduce_scatter": (2 * ring, 2 * rounds, 2 * nbytes, nbytes),
+            "all_gather": (ring, rounds, nbytes, 0),
+            "reduce_scatter": (2 * ring, 2 * rounds, nbytes * (1 + 1 / self.ranks), nbytes),
             "all_reduce": (2 * ring, 2 * rounds, 0, 0),
         }[op]
         return far / self.bytes_per_us + rounds * self.round_trip_us / 2 + self._copied_us(copied, fresh)
