@@ -49,10 +49,13 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn =
 
 def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
-    turn: Turn = STRAIGHT, *, return_x: bool = False,
+    turn: Turn = STRAIGHT, *, return_x: bool = False, most: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
     tokens too.
+
+    most: a limit on the tokens of a rank, the same on all ranks. Between hosts it tells sizes apart. All ranks have
+    exchanged counts in this call, so they do not synchronise again.
 
     The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
     """
@@ -68,7 +71,7 @@ def all_to_all_matmul(
 
     return _faster(
         "dispatch", tokens, w, turn, _TOKENS, plain,
-        lambda far: far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x),
+        lambda far: far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x), most,
     )  # fmt: skip
 
 
@@ -96,16 +99,19 @@ def matmul_all_to_all(
 
 def _faster(
     what: str, x: torch.Tensor, w: torch.Tensor, turn: Turn, name: str, plain: Callable[[Turn], T],
-    far_first: Callable[[FarFirst], T],
+    far_first: Callable[[FarFirst], T], most: int = 0,
 ) -> T:  # fmt: skip
-    """Run a call, between hosts the faster way of two (`weft.runtime.unfused.experts_far_first`)."""
+    """Run a call, between hosts the faster way of two (`weft.runtime.unfused.experts_far_first`).
+
+    most: a number of rows that is the same on all ranks, if they have synchronised in this call; else 0.
+    """
     if (comm := turn.comm_between_hosts) is None:
         return plain(turn)
     far = far_first_on(comm)
-    size = turn.largest(name, x.shape[0])  # the rendezvous of both ways
+    size = most or turn.largest(name, x.shape[0])  # the rendezvous of both ways
     key = what, w.shape, w.dtype
     row_bytes = w.shape[1 if what == "dispatch" else 2] * x.itemsize
-    return far.faster(key, size, row_bytes, turn, lambda: plain(turn.met), lambda: far_first(far))
+    return far.faster(key, size, row_bytes, turn, name, lambda: plain(turn.met), lambda: far_first(far))
 
 
 def begin_in_expert_order(
