@@ -30,10 +30,14 @@ from support.pretended_hosts import claimed, on_two_hosts
 import weft
 from weft import symm
 from weft.embedding import ColumnWise, DataParallel, RowWise
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from weft.operator import between_hosts, know_links
-from weft.runtime.links import is_settled, measure_links, network_of
+from weft.runtime.cpu import embedding_far_first
+from weft.runtime.links import is_settled, measure_links, network_of, settle
+from weft.runtime.unfused import experts_far_first
 from weft.schedule import Draft
 from weft.schedule.expr import RANK, lookup
 from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
@@ -508,3 +512,53 @@ def test_all_ranks_plan_with_the_first_ranks_links(
         )
     assert len(list(tmp_path.glob("first/links-*.json"))) == known
     assert not list(tmp_path.glob("other/links-*.json"))
+
+
+def choices(group, network):
+    """Return whether schedules are timed, far first is tried, and the number of pieces, with these links."""
+    seen = {"timed": False, "tried": set()}
+
+    def measured(p, schedules, *rest):
+        seen["timed"] = True
+        return dict.fromkeys(schedules, 1.0)
+
+    def far_first(kind):
+        native = getattr(kind, "run" if kind is embedding_far_first.FarFirst else "dispatch")
+
+        def call(*given):
+            seen["tried"].add(kind.__module__)
+            return native(*given)
+
+        return mock.patch.object(kind, native.__name__, call)
+
+    tables = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(group.size())]
+    sharding = weft.place_tables(tables, group.size(), placement=range(group.size()))
+    x, w, ids = torch.ones(4, 8), torch.ones(8, 8), (torch.arange(4), torch.arange(5))
+    with (
+        on_two_hosts(group) as own,
+        mock.patch.object(between_hosts.measure, "measured", measured),
+        far_first(embedding_far_first.FarFirst), far_first(experts_far_first.FarFirst),
+    ):  # fmt: skip
+        settle(symm.communicator(own, "cpu"), network)
+        for _ in range(2):
+            weft.matmul_reduce_scatter(x, w, "sum", 0, own)
+            weft.embedding_all_to_all([torch.ones(10, 4)], ids, sharding, group=own)
+            weft.all_to_all_matmul(x, w[None], torch.tensor([2, 2]), group=own)
+        plan_of_tables = EmbeddingPlan(sharding, EmbeddingOptions())
+        calls = embedding_far_first.FarFirst(plan_of_tables, None, symm.communicator(own, "cpu"))
+        return seen["timed"], len(seen["tried"]), calls._pieces((10_000, 10_000))
+
+
+@pytest.mark.parametrize(
+    ("network", "wanted"),
+    [
+        (HostNetwork(("alpha", "beta"), 1e4, 10.0, 1e4, 1e4, 1e4), (False, 0, 2)),
+        (HostNetwork(("alpha", "beta"), 1e-2, 10.0, 1e-2, 1e4, 1e4), (True, 2, 4)),
+        (None, (True, 2, 2)),
+    ],
+    ids=["fast", "slow", "unknown"],
+)
+def test_fast_links_rule_out_what_cannot_gain(
+    pool: Pool, network: HostNetwork | None, wanted: tuple[bool, int, int]
+) -> None:
+    assert pool.run(choices, network, ranks=2, timeout_s=60) == [wanted] * 2

@@ -95,13 +95,13 @@ class Alone:
 @pytest.mark.parametrize(
     ("first", "other", "wanted"),
     [
-        ((1.0, 1.1, 1.2), (0.9, 0.9, 0.9), True),
-        ((1.0, 1.1, 1.2), (0.96, 1.0, 1.1), False),  # less than 5%
-        ((1.0, 1.1, 1.2), (0.5, 1.2, 0.5), False),  # slower in the second pair
-        ((1e-4, 1e-4, 1e-4), (5e-5, 5e-5, 5e-5), False),  # less than 100 us
+        ((1.0, 1.1, 1.2, 1.3, 1.4), (0.9, 0.9, 0.9, 0.9, 9.0), True),
+        ((1.0, 1.1, 1.2, 1.3, 1.4), (0.9, 0.9, 0.9, 9.0, 9.0), False),  # slower in two pairs
+        ((1.0, 1.0, 1.0, 1.0, 1.0), (0.96, 0.96, 0.96, 0.5, 0.5), False),  # less than 5% in the median
+        ((1e-4,) * 5, (1e-5,) * 5, False),  # less than 100 us
     ],
 )
-def test_the_second_way_is_taken_if_every_pair_of_calls_was_faster(
+def test_the_second_way_is_taken_if_it_was_clearly_faster_in_most_pairs(
     first: tuple[float, ...], other: tuple[float, ...], wanted: bool
 ) -> None:
     ways, taken = TwoWays(Alone()), []  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_the_second_way_is_taken_if_every_pair_of_calls_was_faster(
         for seconds in (a, b):
             taken.append(ways.takes_other(100))
             ways.took(100, seconds, 1.0)
-    assert taken == [False, True] * 4
+    assert taken == [False, True] * 6
     assert ways.takes_other(100) == wanted
     ways.rule_out(100, 0.0)  # too late: it was measured
     assert ways.takes_other(100) == wanted

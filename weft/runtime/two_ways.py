@@ -2,18 +2,20 @@
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
 (`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
-of each size use both implementations alternately, and later calls use the second one only if it was clearly faster in every
-pair of calls. If the measured links show that it cannot be clearly faster, no call uses it.
+of each size use both implementations alternately. Later calls use the second one only if it was faster in at least four of
+five pairs of calls, and clearly faster in the median. If the measured links show that it cannot be clearly faster, no call
+uses it.
 """
 
 from __future__ import annotations
 
+import statistics
 import struct
 from collections import defaultdict
 
 from weft.symm import Communicator
 
-_MEASURED = 8  # calls of each size to measure; the first two may set up connections
+_MEASURED, _FASTER = 12, 4  # calls of each size to measure, of which the first two may set up connections; pairs
 _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
 _DOUBT = 1.5  # factor on predicted gains
 _TIMES = struct.Struct(f"<{_MEASURED}d")
@@ -54,6 +56,6 @@ class TwoWays:
         found = self._comm.meet(_TIMES.pack(*times), name="times of calls", deadline_s=deadline_s)
         slowest = [max(of_ranks) for of_ranks in zip(*map(_TIMES.unpack, found), strict=True)][2:]
         first, other = slowest[::2], slowest[1::2]
-        gain = min(first) - min(other)
-        always = all(b < a for a, b in zip(first, other, strict=True))
-        self._taken[bucket] = always and gain > max(_CLEARLY * min(first), _CLEARLY_S)
+        gain = statistics.median(first) - statistics.median(other)
+        faster = sum(b < a for a, b in zip(first, other, strict=True)) >= _FASTER
+        self._taken[bucket] = faster and gain > max(_CLEARLY * statistics.median(first), _CLEARLY_S)
