@@ -105,9 +105,9 @@ class CompiledOperator:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
-        op, capturing = self.op, is_captured(self.device)
+        op, capturing, met = self.op, is_captured(self.device), False
         if self._across:
-            self.across(call).begin(call, capturing, deadline_s)
+            met = self.across(call).begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if op.has_executors:
             executor = self.executor(call, inputs, capturing, deadline_s)
@@ -121,7 +121,7 @@ class CompiledOperator:
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
         if results is None:
-            results = self.in_turn(call, inputs, deadline_s, timeline)
+            results = self.in_turn(call, inputs, deadline_s, timeline, met)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
         elif not capturing:
@@ -147,10 +147,16 @@ class CompiledOperator:
                 )
 
     def in_turn(
-        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
+        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None, met: bool = False
     ) -> list[torch.Tensor]:
-        """Run the call unfused: torch's collectives and GEMMs, one after the other."""
+        """Run the call unfused: torch's collectives and GEMMs, one after the other.
+
+        met: True if CPU ranks have synchronised in this call. Between hosts, where a rendezvous takes a round trip, they
+            then do not synchronise again.
+        """
         turn = STRAIGHT if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
+        if met and turn.comm_between_hosts is not None:
+            turn = turn.met
         results = self.op.unfused(self.p, call, self.group, turn)
         if results is None:
             made = self.steps().run(inputs, turn, self.group)

@@ -54,8 +54,7 @@ def all_to_all_matmul(
     """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
     tokens too.
 
-    most: a limit on the tokens of a rank, the same on all ranks. Between hosts it tells sizes apart. All ranks have
-    exchanged counts in this call, so they do not synchronise again.
+    most: a limit on the tokens of a rank, the same on all ranks. It tells sizes apart if ranks do not synchronise.
 
     The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
     """
@@ -76,10 +75,13 @@ def all_to_all_matmul(
 
 
 def matmul_all_to_all(
-    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT
-) -> torch.Tensor:
+    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT, *,
+    most: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """Return y [rows, N]: this rank's tokens, each multiplied on the rank of its expert. h may have more rows than
     arrived.
+
+    most: as for `all_to_all_matmul`.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
@@ -94,21 +96,20 @@ def matmul_all_to_all(
         send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
         return turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
 
-    return _faster("combine", h, w, turn, _BACK, plain, lambda far: far.combine(h, w, sizes, rows, turn, _BACK))
+    return _faster(
+        "combine", h, w, turn, _BACK, plain, lambda far: far.combine(h, w, sizes, rows, turn, _BACK), most
+    )  # fmt: skip
 
 
 def _faster(
     what: str, x: torch.Tensor, w: torch.Tensor, turn: Turn, name: str, plain: Callable[[Turn], T],
-    far_first: Callable[[FarFirst], T], most: int = 0,
+    far_first: Callable[[FarFirst], T], most: int,
 ) -> T:  # fmt: skip
-    """Run a call, between hosts the faster way of two (`weft.runtime.unfused.experts_far_first`).
-
-    most: a number of rows that is the same on all ranks, if they have synchronised in this call; else 0.
-    """
+    """Run a call, between hosts the faster way of two (`weft.runtime.unfused.experts_far_first`)."""
     if (comm := turn.comm_between_hosts) is None:
         return plain(turn)
     far = far_first_on(comm)
-    size = most or turn.largest(name, x.shape[0])  # the rendezvous of both ways
+    size = most if turn.has_met else turn.largest(name, x.shape[0])  # the rendezvous of both ways
     key = what, w.shape, w.dtype
     row_bytes = w.shape[1 if what == "dispatch" else 2] * x.itemsize
     return far.faster(key, size, row_bytes, turn, name, lambda: plain(turn.met), lambda: far_first(far))
