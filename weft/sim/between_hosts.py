@@ -6,24 +6,24 @@
     rounds    messages that depend on each other
     copied    bytes that a rank copies or adds before and after the transfers. All ranks copy at the same time, so the rate
               of copies includes the cores and the memory bandwidth that the ranks of a host share
-    fresh     the part of these bytes that is written to memory which the kernel maps page by page: the copy of the matrix in
-              torch's reduce-scatter. Pages of an all-gather's new buffer are mapped while bytes arrive, so they cost no time
+    fresh     the part of these bytes that is written to new memory, whose pages the kernel has to map first
 
 For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
 
-    collective      by gloo: far, rounds, copied             in two levels: far, rounds, copied
-    all_gather      crossings (W - 1) S / W, W - 1, S        (H - 1) S / H, H - 1, (1 + 1 / L) S
-    reduce_scatter  as all_reduce, copied S + S / W          (H - 1) S / H, 1, 2 S + S / L
-    all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0  2 (H - 1) S / H, 2 (H - 1), 3 S
-    all_to_all      L (W - L) S / W, 1, S / W                -
+    collective      by gloo: far, rounds, copied, fresh                  in two levels: far, rounds, copied
+    all_gather      crossings (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S
+    reduce_scatter  as all_reduce, S + S / W, S                          (H - 1) S / H, 1, 2 S + S / L
+    all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
+    all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
 crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather and
-all-reduce are rings. torch gathers into a new buffer and copies it, and its reduce-scatter reduces a copy of the whole matrix
-(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). Rings have one stream in each direction, while an
-all-to-all has a stream for each pair of ranks, which share the link less well. So the link has two rates.
+all-reduce are rings. Rings have one stream in each direction, while an all-to-all has a stream for each pair of ranks, which
+share the link less well. So the link has two rates.
 
-glibc serves allocations of 32 MiB and more by mmap (mallopt(3), M_MMAP_THRESHOLD), so each call faults all pages of such a
-buffer. Smaller buffers are reused.
+torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
+(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. Its other pages
+are mapped while bytes arrive, so they cost no time. glibc serves allocations of 32 MiB and more by mmap (mallopt(3),
+M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused.
 
 Computation at the same time is not modelled.
 """
@@ -92,11 +92,15 @@ class HostNetwork:
             far = busiest * nbytes / self.ranks
             return far / self.exchange_bytes_per_us + self.round_trip_us / 2 + self._copied_us(nbytes / self.ranks)
         far, rounds, copied, fresh = {
-            "all_gather": (ring, rounds, nbytes, 0),
+            "all_gather": (ring, rounds, nbytes * (1 + 1 / self.ranks), nbytes / self.ranks),
             "reduce_scatter": (2 * ring, 2 * rounds, nbytes * (1 + 1 / self.ranks), nbytes),
             "all_reduce": (2 * ring, 2 * rounds, 0, 0),
         }[op]
-        return far / self.bytes_per_us + rounds * self.round_trip_us / 2 + self._copied_us(copied, fresh)
+        return (
+            far / self.bytes_per_us
+            + rounds * self.round_trip_us / 2
+            + self._copied_us(copied, fresh if nbytes >= _MAPPED_BYTES else 0)
+        )
 
     def exchange_us(self, far_bytes: float) -> float:
         """Return the predicted time of an all-to-all in which the busiest host sends `far_bytes` to other hosts."""
@@ -113,8 +117,6 @@ class HostNetwork:
         return far / rate + rounds * self.round_trip_us / 2 + self._copied_us(copied)
 
     def _copied_us(self, copied: float, fresh: float = 0.0) -> float:
-        if fresh < _MAPPED_BYTES:
-            fresh = 0.0
         return (copied - fresh) / self.copy_bytes_per_us + fresh / self.fresh_bytes_per_us
 
 
