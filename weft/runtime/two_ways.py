@@ -2,9 +2,9 @@
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
 (`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
-of each size use both implementations alternately. Later calls use the second one only if it was faster in at least four of
-five pairs of calls, and clearly faster in the median. If the measured links show that it cannot be clearly faster, no call
-uses it.
+of each size use both implementations alternately. Later calls use the second one only if its fastest call was clearly faster,
+and its median call faster too. (Other work of the machine slows single calls.) If the measured links show that it cannot be
+clearly faster, no call uses it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 
 from weft.symm import Communicator
 
-_MEASURED, _FASTER = 12, 4  # calls of each size to measure, of which the first two may set up connections; pairs
+_MEASURED = 12  # calls of each size to measure; the first two may set up connections
 _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
 _DOUBT = 1.5  # factor on predicted gains
 _TIMES = struct.Struct(f"<{_MEASURED}d")
@@ -56,6 +56,5 @@ class TwoWays:
         found = self._comm.meet(_TIMES.pack(*times), name="times of calls", deadline_s=deadline_s)
         slowest = [max(of_ranks) for of_ranks in zip(*map(_TIMES.unpack, found), strict=True)][2:]
         first, other = slowest[::2], slowest[1::2]
-        gain = statistics.median(first) - statistics.median(other)
-        faster = sum(b < a for a, b in zip(first, other, strict=True)) >= _FASTER
-        self._taken[bucket] = faster and gain > max(_CLEARLY * statistics.median(first), _CLEARLY_S)
+        clearly = min(first) - min(other) > max(_CLEARLY * min(first), _CLEARLY_S)
+        self._taken[bucket] = clearly and statistics.median(other) < statistics.median(first)
