@@ -97,10 +97,11 @@ class Alone:
 @pytest.mark.parametrize(
     ("first", "other", "wanted"),
     [
-        ((1.0, 1.1, 1.2, 1.3, 1.4), (9.0, 0.9, 9.0, 1.1, 1.1), True),
-        ((1.0, 1.1, 1.2, 1.3, 1.4), (0.5, 0.5, 1.3, 1.3, 1.3), False),  # slower in the median
-        ((1.0, 1.1, 1.2, 1.3, 1.4), (0.96, 0.96, 0.96, 0.96, 0.96), False),  # the fastest by less than 5%
-        ((1e-4,) * 5, (1e-5,) * 5, False),  # less than 100 us
+        ((1.0, 1.1, 1.2, 1.3), (9.0, 0.9, 1.1, 1.1), True),
+        ((1.0, 1.1, 1.2, 1.3), (0.5, 0.5, 1.3, 1.3), True),
+        ((1.0, 1.1, 1.2, 1.3), (0.5, 1.3, 1.3, 1.3), False),  # slower in the median
+        ((1.0, 1.1, 1.2, 1.3), (0.96, 0.96, 0.96, 0.96), False),  # the fastest by less than 5%
+        ((1e-4,) * 4, (1e-5,) * 4, False),  # less than 100 us
     ],
 )
 def test_the_second_way_is_taken_if_it_was_clearly_faster(
@@ -108,11 +109,11 @@ def test_the_second_way_is_taken_if_it_was_clearly_faster(
 ) -> None:
     ways, taken = TwoWays(Alone()), []  # type: ignore[arg-type]
     ways.rule_out(100, 1.0)
-    for a, b in zip((9.0, *first), (9.0, *other), strict=True):
-        for seconds in (a, b):
+    for part in (first[:2], other[:2], first[2:], other[2:]):
+        for seconds in (0.01, *part):  # the first call of a block does not count
             taken.append(ways.takes_other(100))
             ways.took(100, seconds, 1.0)
-    assert taken == [False, True] * 6
+    assert taken == ([False] * 3 + [True] * 3) * 2
     assert ways.takes_other(100) == wanted
     ways.rule_out(100, 0.0)  # too late: it was measured
     assert ways.takes_other(100) == wanted

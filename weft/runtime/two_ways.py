@@ -2,9 +2,10 @@
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
 (`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
-of each size use both implementations alternately. Later calls use the second one only if its fastest call was clearly faster,
-and its median call faster too. (Other work of the machine slows single calls.) If the measured links show that it cannot be
-clearly faster, no call uses it.
+of each size use both implementations, in blocks that take turns. The first call of a block does not count, since it allocates
+memory that the other implementation did not need. Later calls use the second implementation only if its fastest call was
+clearly faster, and its median call faster too. (Other work of the machine slows single calls.) If the measured links show
+that it cannot be clearly faster, no call uses it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections import defaultdict
 
 from weft.symm import Communicator
 
-_MEASURED = 12  # calls of each size to measure; the first two may set up connections
+_BLOCK, _BLOCKS = 3, 4  # calls of a block; blocks of each size
+_MEASURED = _BLOCK * _BLOCKS
 _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
 _DOUBT = 1.5  # factor on predicted gains
 _TIMES = struct.Struct(f"<{_MEASURED}d")
@@ -26,7 +28,7 @@ class TwoWays:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # By size bucket, alternately of both implementations.
+        # By size bucket, in blocks of both implementations.
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._taken: dict[int, bool] = {}
 
@@ -42,7 +44,7 @@ class TwoWays:
     def takes_other(self, size: int) -> bool:
         """Return True if the next call of this size shall use the second implementation."""
         bucket = size.bit_length()
-        return self._taken.get(bucket, len(self._times[bucket]) % 2 == 1)
+        return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
         """Record the time of a call. After the last measured call, ranks compare the slowest rank's times and choose."""
@@ -54,7 +56,14 @@ class TwoWays:
         if len(times) < _MEASURED:
             return
         found = self._comm.meet(_TIMES.pack(*times), name="times of calls", deadline_s=deadline_s)
-        slowest = [max(of_ranks) for of_ranks in zip(*map(_TIMES.unpack, found), strict=True)][2:]
-        first, other = slowest[::2], slowest[1::2]
+        slowest = [max(of_ranks) for of_ranks in zip(*map(_TIMES.unpack, found), strict=True)]
+        first, other = (
+            [slowest[i] for i in range(_MEASURED) if i % _BLOCK and _is_other(i) == way] for way in (False, True)
+        )
         clearly = min(first) - min(other) > max(_CLEARLY * min(first), _CLEARLY_S)
         self._taken[bucket] = clearly and statistics.median(other) < statistics.median(first)
+
+
+def _is_other(call: int) -> bool:
+    """True if the measured call with this number uses the second implementation."""
+    return call // _BLOCK % 2 == 1
