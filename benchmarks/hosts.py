@@ -7,18 +7,21 @@ the link's rate and round trip. Then variants of each operator alternate: gloo b
 without overlap. Experts and embeddings have other variants: "one by one" exchanges and then computes; "far first" starts with the
 other host's data. The result of each call is checked.
 
-A line has the slowest rank's median, and the bytes that one host sends per call.
+A line has the slowest rank's median, the median of the speeds relative to gloo by hand (or one pass) in each turn, and the
+bytes that one host sends per call.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks on each host")
     parser.add_argument("--rate", default="1gbit", help="rate of the link, as tc writes it")
     parser.add_argument(
-        "--rows", type=int, default=4096, help="M: rows of the whole matrix that is gathered or reduced"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[4096],
+        help="M: rows of the whole matrix that is gathered or reduced, in turn",
     )
     parser.add_argument("--cols", type=int, default=1024, help="columns of that matrix")
     parser.add_argument("--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag, in turn")
@@ -45,7 +52,7 @@ def main() -> None:
         "--only", nargs="+", choices=[*parts, "curves", "links"], default=parts,
         help="what to measure (default: all but the curves of embeddings, and predictions from links)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="file for the records of curves and predictions")
+    parser.add_argument("--json", type=Path, help="file for the records")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -75,18 +82,19 @@ def rank(given: argparse.Namespace) -> None:
     group = dist.group.WORLD
     assert group is not None
     rate = _measure_link(dist.get_world_size() // 2)
-    if "gemm" in given.only:
-        _gemms(group, given.rows, given.cols, given.calls)
-    if "experts" in given.only:
-        for wide in given.widths:
-            _experts(group, 2 * given.rows, given.cols, wide, given.calls)
-    if "embedding" in given.only:
-        for bag in given.pooling:
-            _embeddings(group, given.rows, bag, given.calls)
-    if "links" in given.only:
-        _predictions(group, given.rows, given.cols, given.calls)
-    if "curves" in given.only:
-        _curves(group, given.rows, given.calls, rate)
+    for rows in given.rows:
+        if "gemm" in given.only:
+            _gemms(group, rows, given.cols, given.calls)
+        if "experts" in given.only:
+            for wide in given.widths:
+                _experts(group, 2 * rows, given.cols, wide, given.calls)
+        if "embedding" in given.only:
+            for bag in given.pooling:
+                _embeddings(group, rows, bag, given.calls)
+        if "links" in given.only:
+            _predictions(group, rows, given.cols, given.calls)
+        if "curves" in given.only:
+            _curves(group, rows, given.calls, rate)
     dist.destroy_process_group()
 
 
@@ -130,12 +138,13 @@ def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
             BY_HAND: by_hand, "weft": lambda call=call: call(None),
             "two levels": lambda call=call, name=two_levels: call(name),
         }  # fmt: skip
-        _compare(op, variants, calls)
+        _compare("gemm", op, {"rows": rows, "columns": cols}, variants, calls)
 
 
 def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> None:
     """Compare the variants of embedding_all_to_all: four fp32 tables of dimension 64 on each rank."""
-    _compare_ways(f"embedding, bags of {bag}", _embedding_call(group, batch, bag), calls)
+    sizes = {"samples": batch, "bag": bag}
+    _compare_ways("embedding", "embedding_all_to_all", sizes, _embedding_call(group, batch, bag), calls)
 
 
 def _embedding_call(group: dist.ProcessGroup, batch: int, bag: int) -> Callable[..., torch.Tensor]:
@@ -159,12 +168,12 @@ def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> No
     link_s = (group.size() // 2) * (batch // 2) * 4 * 64 * 4 / rate  # one host's tables, for the other host's samples
 
     def run(call: Callable[..., torch.Tensor], pieces: int, far_last: bool) -> torch.Tensor:
-        kept = FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other
-        FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other = pieces or 2, far_last, lambda *_: pieces > 0  # type: ignore
+        kept = FarFirst.pinned_pieces, FarFirst.far_last, TwoWays.takes_other
+        FarFirst.pinned_pieces, FarFirst.far_last, TwoWays.takes_other = pieces or None, far_last, lambda *_: pieces > 0  # type: ignore
         try:
             return call()
         finally:
-            FarFirst.pieces, FarFirst.far_last, TwoWays.takes_other = kept  # type: ignore[method-assign]
+            FarFirst.pinned_pieces, FarFirst.far_last, TwoWays.takes_other = kept  # type: ignore[method-assign]
 
     def point(
         call: Callable[..., torch.Tensor], ways: dict[str, tuple[int, bool]], calls: int, **about: Any
@@ -195,37 +204,48 @@ def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> No
 
 
 def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
-    """Record times of collectives, and predictions from the measured link: bytes that leave a host plus half round trips."""
+    """Record times of collectives, and predictions from the network as it is measured before each round of calls."""
     from weft import symm
-    from weft.runtime.collectives import all_gather_by_torch
+    from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
     from weft.runtime.links import measure_links
     from weft.runtime.two_levels import Call, TwoLevels
 
     comm, world = symm.communicator(group, torch.device("cpu")), group.size()
-    here = world // 2
-    (link,) = measure_links(comm)
-    levels = TwoLevels(comm, here, 30.0)
-    shard, whole = torch.randn(rows // world, cols), torch.empty(rows, cols)
+    levels, call = TwoLevels(comm, world // 2, 30.0), Call("a benchmark", 30.0)
+    shard, whole = torch.randn(rows // world, cols), torch.ones(rows, cols)
     levels.near.reserve(2 * whole.nbytes)
-    sent, n = torch.randn(rows, cols), shard.nbytes
-    collectives: dict[str, tuple[Callable[[], object], float, int]] = {
-        "all-to-all by gloo": (lambda: dist.all_to_all_single(whole, sent), here * here * n, 1),
-        "all-gather by gloo": (lambda: all_gather_by_torch(whole, shard), (world - 1) * n, world - 1),
-        "all-gather in two levels": (lambda: levels.all_gather(shard, whole, Call("a benchmark", 30.0)), here * n, 1),
-        "all-reduce by gloo": (lambda: dist.all_reduce(sent), 2 * (world - 1) * n, 2 * (world - 1)),
+    sent, mine = torch.randn(rows, cols), torch.ones(rows // world, cols)
+    collectives: dict[str, tuple[str, bool, Callable[[], object]]] = {
+        "all-to-all by gloo": ("all_to_all", False, lambda: dist.all_to_all_single(whole, sent)),
+        "all-gather by gloo": ("all_gather", False, lambda: all_gather_by_torch(whole, shard)),
+        "all-gather in two levels": ("all_gather", True, lambda: levels.all_gather(shard, whole, call)),
+        "reduce-scatter by gloo": ("reduce_scatter", False, lambda: reduce_scatter_by_torch(mine, sent)),
+        "reduce-scatter in two levels": ("reduce_scatter", True, lambda: levels.reduce_scatter(sent, call)),
+        "all-reduce by gloo": ("all_reduce", False, lambda: dist.all_reduce(sent)),
+        "all-reduce in two levels": ("all_reduce", True, lambda: levels.all_reduce(sent, call)),
     }
-    for call, _, _ in collectives.values():
-        call()
     times: dict[str, list[float]] = {name: [] for name in collectives}
-    for _ in range(calls):
-        for name, (call, _, _) in collectives.items():
-            times[name].append(_largest(_timed(call)))
-    for name, (_, nbytes, rounds) in collectives.items():
-        predicted_ms = (nbytes / link.bytes_per_us + rounds * link.round_trip_us / 2) / 1e3
+    networks = []
+    for number in range(calls + 1):
+        found = measure_links(comm).network()
+        assert found is not None
+        took = {name: _largest(_timed(run)) for name, (_, _, run) in collectives.items()}
+        sent.normal_()  # sums of sums would overflow
+        if number:  # the first round sets up memory and connections
+            networks.append(found)
+            for name, seconds in took.items():
+                times[name].append(seconds)
+    numbers = (field for field in networks[0].__dataclass_fields__ if field != "hosts")
+    middle = {field: statistics.median(getattr(one, field) for one in networks) for field in numbers}
+    for name, (op, in_two, _) in collectives.items():
+        without = [replace(one, copy_bytes_per_us=math.inf, fresh_bytes_per_us=math.inf) for one in networks]
+        predicted, by_link = (
+            [one.collective_us(op, whole.nbytes, in_two) / 1e3 for one in every] for every in (networks, without)
+        )
         _record({
-            "curve": "prediction", "collective": name, "bytes_of_host": nbytes, "predicted_ms": predicted_ms,
-            "ms": statistics.median(times[name]) * 1e3, "best_ms": min(times[name]) * 1e3, "rate_MBps": link.bytes_per_us,
-            "round_trip_us": link.round_trip_us, "calls": calls, "ranks": world,
+            "curve": "prediction", "collective": name, "nbytes": whole.nbytes, "predicted_ms": statistics.median(predicted),
+            "link_ms": statistics.median(by_link), "ms": statistics.median(times[name]) * 1e3,
+            "best_ms": min(times[name]) * 1e3, "calls": calls, "ranks": world, "cores": os.cpu_count(), **middle,
         })  # fmt: skip
 
 
@@ -297,16 +317,21 @@ def _experts(group: dist.ProcessGroup, tokens: int, hidden: int, wide: int, call
         dist.all_to_all_single(y, torch.empty_like(made).index_copy_(0, order, made), *sizes)
         return y
 
-    said = f"{hidden} x {wide}"
-    _compare_ways(
-        f"all_to_all_matmul, {said}", lambda: weft.all_to_all_matmul(x, w, splits, group=group), calls, dispatched
-    )
-    _compare_ways(f"matmul_all_to_all, {said}",
-                  lambda: weft.matmul_all_to_all(h, back, received, splits, group=group), calls, combined)  # fmt: skip
+    sizes = {"tokens": tokens, "hidden": hidden, "columns": wide}
+    for op, call, by_hand in (
+        ("all_to_all_matmul", lambda: weft.all_to_all_matmul(x, w, splits, group=group), dispatched),
+        ("matmul_all_to_all", lambda: weft.matmul_all_to_all(h, back, received, splits, group=group), combined),
+    ):
+        _compare_ways("experts", op, sizes, call, calls, by_hand)
 
 
 def _compare_ways(
-    op: str, call: Callable[[], torch.Tensor], calls: int, by_hand: Callable[[], torch.Tensor] | None = None
+    part: str,
+    op: str,
+    sizes: dict[str, int],
+    call: Callable[[], torch.Tensor],
+    calls: int,
+    by_hand: Callable[[], torch.Tensor] | None = None,
 ) -> None:
     """Compare weft's choice with "one by one", "far first", and `by_hand` if given."""
     from weft.runtime.two_ways import TwoWays
@@ -320,15 +345,14 @@ def _compare_ways(
         finally:
             TwoWays.takes_other = choose  # type: ignore[method-assign]
 
-    for _ in range(6):
+    for _ in range(8):
         call()
     forced(lambda chosen, size: ways.append(choose(chosen, size)) or ways[-1])
-    if not dist.get_rank():
-        print(f"weft chose {'far first' if ways[-1] else 'one by one'}")
     hand = {} if by_hand is None else {BY_HAND: by_hand}
-    _compare(op, hand | {
-        "one by one": lambda: forced(lambda *_: False), "weft": call, "far first": lambda: forced(lambda *_: True),
-    }, calls)  # fmt: skip
+    first = "one pass" if part == "embedding" else "one by one"
+    _compare(part, op, sizes, hand | {
+        first: lambda: forced(lambda *_: False), "weft": call, "far first": lambda: forced(lambda *_: True),
+    }, calls, "far first" if ways[-1] else first)  # fmt: skip
 
 
 def _measure_link(peer: int) -> float:
@@ -361,7 +385,15 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: int) -> None:
+def _compare(
+    part: str,
+    op: str,
+    sizes: dict[str, int],
+    variants: dict[str, Callable[[], torch.Tensor]],
+    calls: int,
+    chosen: str = "",
+) -> None:
+    """Time variants in turns, and record them. The speed of a variant is relative to the first one's call of the same turn."""
     first, *_ = variants
     wanted = variants[first]()
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -372,16 +404,20 @@ def _compare(op: str, variants: dict[str, Callable[[], torch.Tensor]], calls: in
         for name, call in variants.items():
             dist.barrier()
             before = _sent_bytes()
-            took = torch.tensor(_timed(call), dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            times[name].append(float(took))
+            times[name].append(_largest(_timed(call)))
             sent[name] = _sent_bytes() - before
-    if dist.get_rank():
-        return
-    base = statistics.median(times[first])
     for name, found in times.items():
-        took = statistics.median(found)
-        print(f"{op:30} {name:14} {took * 1e3:8.1f} ms {base / took:6.2f}x {sent[name] / 1e6:8.2f} MB sent by host 0")
+        speeds = [base / took for base, took in zip(times[first], found, strict=True)]
+        _record({
+            "curve": "operator", "part": part, "op": op, **sizes, "ranks": dist.get_world_size(), "variant": name,
+            "ms": statistics.median(found) * 1e3, "best_ms": min(found) * 1e3, "speed": statistics.median(speeds),
+            "not_slower": sum(speed >= 0.98 for speed in speeds), "calls": calls, "sent_MB": sent[name] / 1e6,
+            **({"chosen": chosen} if chosen else {}),
+        })  # fmt: skip
+        if not dist.get_rank():
+            shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            print(f"{op:22} {shown:38} {name:14} {statistics.median(found) * 1e3:8.1f} ms {statistics.median(speeds):6.2f}x "
+                  f"{sent[name] / 1e6:8.2f} MB sent by host 0")  # fmt: skip
 
 
 def _sent_bytes() -> int:

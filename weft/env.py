@@ -107,9 +107,10 @@ def _is_on(variable: str, default: str = "0") -> bool:
 
 
 def self_calibration() -> bool:
-    """`WEFT_SELF_CALIBRATION`: 0 disables the measurement of unknown GPUs (default 1). By default, the first call of a
-    group measures GPUs that have neither a machine file nor a calibration. This takes up to 2 seconds, once per
-    machine. With 0, weft plans with numbers derived from the driver.
+    """`WEFT_SELF_CALIBRATION`: 0 disables the measurement of unknown GPUs, and of links between hosts (default 1). By
+    default, the first call of a group measures GPUs that have neither a machine file nor a calibration. This takes up
+    to 2 seconds, once per machine. With 0, weft plans with numbers derived from the driver. If CPU ranks are on several
+    hosts, the first call measures the links between them. This takes about half a second, once per set of hosts.
     """
     return _is_on("WEFT_SELF_CALIBRATION", "1")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import record as records
-from .draw import KINDS, draw, kinds_of
+from .draw import KINDS, between_hosts, draw, kinds_of
 from .record import Record
 from .report import progress, tables
 from .trial import Trial, start_server
@@ -62,7 +62,9 @@ class Campaign:
                     trial.kill()
 
     def _drawn(self, index: int) -> records.Injection:
-        injection = replace(draw(self.seed, index, self.device, self.families), hosts=self.hosts)
+        injection = draw(self.seed, index, self.device, self.families)
+        if self.hosts > 1:
+            injection = between_hosts(injection)
         return injection if self.faults else replace(injection, kind="none", steps=20)
 
     def _over(self, trial: Trial) -> Record:

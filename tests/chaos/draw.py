@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .operators import OPERATORS
@@ -241,6 +241,20 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
         options["schedule"] = rng.choice([*plain, *pinned])
         options["backward"] = work.differentiable and device == "cpu" and rng.random() < 0.4
     return options
+
+
+def between_hosts(injection: Injection) -> Injection:
+    """Return the injection for ranks on two hosts.
+
+    There every transport of embeddings runs as "serial", so ranks with different transports make the same call. The victim
+    passes another order instead.
+    """
+    if injection.of_kind.family == "other option" and injection.second is not None:
+        operator, given = injection.second
+        if {name for name in given if given[name] != injection.options.get(name)} == {"transport"}:
+            order = "natural" if given["order"] == "remote_first" else "remote_first"
+            return replace(injection, hosts=2, second=(operator, {**injection.options, "order": order}))
+    return replace(injection, hosts=2)
 
 
 def _second(

@@ -13,7 +13,9 @@ import socket
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,12 +30,17 @@ from support.pretended_hosts import claimed, on_two_hosts
 import weft
 from weft import symm
 from weft.embedding import ColumnWise, DataParallel, RowWise
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from weft.operator import between_hosts
-from weft.runtime.links import measure_links
+from weft.operator import between_hosts, know_links
+from weft.runtime.cpu import embedding_far_first
+from weft.runtime.links import is_settled, measure_links, network_of, settle
+from weft.runtime.unfused import experts_far_first
 from weft.schedule import Draft
 from weft.schedule.expr import RANK, lookup
+from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
 from weft.symm import hosts
 
 LONG_S = 50.0
@@ -431,17 +438,129 @@ def test_a_rank_that_does_not_come_from_another_host_is_named_with_it(pool: Pool
     )
 
 
+# -- links
+
+
 def links(group):
     with claimed("abc"[group.rank()]):
         own = own_group(group)
         comm = symm.communicator(own, "cpu")
     found = measure_links(comm)
     dist.destroy_process_group(own)
-    return [(link.hosts, link.bytes_per_us > 1.0, link.round_trip_us > 0.0) for link in found]
+    assert found == found.checked()[0]
+    return found.hosts, [link.hosts for link in found.links], repr(found)
 
 
 def test_links_between_hosts_are_measured_on_every_rank(pool: Pool) -> None:
     found = pool.run(links, ranks=3, timeout_s=30)
-    assert found[0] == found[1] == found[2]
-    assert {frozenset(hosts) for hosts, *_ in found[0]} == {frozenset(pair) for pair in ("ab", "bc", "ac")}
-    assert all(rate and trip for _, rate, trip in found[0])
+    assert found[0] == found[1] == found[2]  # the same numbers, which are plausible
+    hosts, pairs, _ = found[0]
+    assert hosts == ("a", "b", "c")
+    assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in ("ab", "bc", "ac")}
+
+
+def planned(group, folder, measured, off):
+    """The network after a call on two hosts, and how often a rank measured. Every rank measures other numbers."""
+    asked = []
+
+    def measure(comm, **_):
+        asked.append(comm.rank)
+        return replace(measured, hosts=comm.hosts, copy_bytes_per_us=1000.0 + comm.rank)
+
+    where = {"WEFT_CACHE_DIR": str(folder / ("first" if group.rank() == 0 else "other"))}
+    found = []
+    with mock.patch.object(know_links, "measure_links", measure), mock.patch.dict(os.environ, where):
+        for _ in range(2):
+            with (
+                on_two_hosts(group, measures_links=group.rank() not in off) as own,
+                warnings.catch_warnings(record=True) as said,
+            ):
+                warnings.simplefilter("always")
+                weft.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 8), "sum", 0, own, schedule="serial")
+                comm = symm.communicator(own, "cpu")
+                assert not is_settled(comm)  # a pinned schedule needs no links
+                for _ in range(2):
+                    weft.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 8), "sum", 0, own)
+                found.append((network_of(comm), [str(one.message) for one in said if "links" in str(one.message)]))
+                assert is_settled(comm)
+    return found, len(asked)
+
+
+LINK = LinkFound(("alpha", "beta"), 120.0, 400.0)
+
+
+@pytest.mark.parametrize(
+    ("links", "off", "known", "times"),
+    [
+        ((LINK,), (), True, 1),
+        ((LINK,), (1,), False, 0),
+        ((replace(LINK, bytes_per_us=0.0),), (), False, 2),
+    ],
+    ids=["measured once", "off on one rank", "implausible"],
+)
+def test_all_ranks_plan_with_the_first_ranks_links(
+    pool: Pool, tmp_path: Path, links: tuple[LinkFound, ...], off: tuple[int, ...], known: bool, times: int
+) -> None:
+    measured = Measured((), links, 100.0, 1000.0, 500.0)
+    found = pool.run(planned, tmp_path, measured, off, ranks=2, timeout_s=60)
+    wanted = HostNetwork(("alpha", "beta"), 120.0, 400.0, 100.0, 1000.0, 500.0) if known else None
+    for rank, (groups, asked) in enumerate(found):
+        assert [network for network, _ in groups] == [wanted, wanted]
+        assert asked == times  # the second group reads the file of the first rank
+        said = [text for _, texts in groups for text in texts]
+        assert len(said) == (rank == 0 and not known and not off)
+        assert all(
+            "the link alpha - beta is ignored: a rate of 0 MB/s is outside 0.01 to 1e+06" in text for text in said
+        )
+    assert len(list(tmp_path.glob("first/links-*.json"))) == known
+    assert not list(tmp_path.glob("other/links-*.json"))
+
+
+def choices(group, network):
+    """Return whether schedules are timed, far first is tried, and the number of pieces, with these links."""
+    seen = {"timed": False, "tried": set()}
+
+    def measured(p, schedules, *rest):
+        seen["timed"] = True
+        return dict.fromkeys(schedules, 1.0)
+
+    def far_first(kind):
+        native = getattr(kind, "run" if kind is embedding_far_first.FarFirst else "dispatch")
+
+        def call(*given):
+            seen["tried"].add(kind.__module__)
+            return native(*given)
+
+        return mock.patch.object(kind, native.__name__, call)
+
+    tables = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(group.size())]
+    sharding = weft.place_tables(tables, group.size(), placement=range(group.size()))
+    x, w, ids = torch.ones(4, 8), torch.ones(8, 8), (torch.arange(4), torch.arange(5))
+    with (
+        on_two_hosts(group) as own,
+        mock.patch.object(between_hosts.measure, "measured", measured),
+        far_first(embedding_far_first.FarFirst), far_first(experts_far_first.FarFirst),
+    ):  # fmt: skip
+        settle(symm.communicator(own, "cpu"), network)
+        for _ in range(2):
+            weft.matmul_reduce_scatter(x, w, "sum", 0, own)
+            weft.embedding_all_to_all([torch.ones(10, 4)], ids, sharding, group=own)
+            weft.all_to_all_matmul(x, w[None], torch.tensor([2, 2]), group=own)
+        plan_of_tables = EmbeddingPlan(sharding, EmbeddingOptions())
+        calls = embedding_far_first.FarFirst(plan_of_tables, None, symm.communicator(own, "cpu"))
+        return seen["timed"], len(seen["tried"]), calls._pieces((10_000, 10_000))
+
+
+@pytest.mark.parametrize(
+    ("network", "wanted"),
+    [
+        (HostNetwork(("alpha", "beta"), 1e4, 10.0, 1e4, 1e4, 1e4), (False, 0, 2)),
+        (HostNetwork(("alpha", "beta"), 1e-2, 10.0, 1e-2, 1e4, 1e4), (True, 2, 4)),
+        (None, (True, 2, 2)),
+    ],
+    ids=["fast", "slow", "unknown"],
+)
+def test_fast_links_rule_out_what_cannot_gain(
+    pool: Pool, network: HostNetwork | None, wanted: tuple[bool, int, int]
+) -> None:
+    assert pool.run(choices, network, ranks=2, timeout_s=60) == [wanted] * 2

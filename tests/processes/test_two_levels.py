@@ -83,7 +83,7 @@ def crossing(group, chunks):
         own = own_group(group)
         symm.communicator(own, "cpu")
     sent, n_hosts = [0], 2
-    fraction = (n_hosts - 1) / n_hosts
+    fraction, host = (n_hosts - 1) / n_hosts, rank * n_hosts // world
 
     def counted(name, size):
         native = getattr(two_levels, name)
@@ -93,6 +93,11 @@ def crossing(group, chunks):
             return native(at, *given)
 
         return mock.patch.object(two_levels, name, call)
+
+    def exchanged(out, x, received, given):
+        if not given:  # equal parts
+            return x.nbytes * fraction
+        return sum(n * x[0].nbytes for to, n in enumerate(given) if to != host)
 
     def flat(*given, **options):
         raise AssertionError("a collective of all ranks")
@@ -117,7 +122,7 @@ def crossing(group, chunks):
     }  # fmt: skip
     with (
         counted("gather_now", lambda out, x: x.nbytes * (n_hosts - 1)),
-        counted("exchange_now", lambda out, x, received, given: x.nbytes * fraction),
+        counted("exchange_now", exchanged),
         counted("reduce_now", lambda xs: 2 * xs[0].nbytes * fraction),
         mock.patch.multiple(
             run, all_gather_single=flat, all_reduce_single=flat, reduce_scatter_single=flat

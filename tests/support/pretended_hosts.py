@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
@@ -34,9 +35,15 @@ def claimed(host: str, **changes: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_two_hosts(group: dist.ProcessGroup, **changes: str) -> Iterator[dist.ProcessGroup]:
-    """A group of the same ranks, the second half of which is on another host. It sets itself up inside."""
-    with claimed(host_of(group.rank(), group.size()), **changes):
+def on_two_hosts(
+    group: dist.ProcessGroup, measures_links: bool = False, **changes: str
+) -> Iterator[dist.ProcessGroup]:  # fmt: skip
+    """A group of the same ranks, the second half of which is on another host. It sets itself up inside.
+
+    measures_links: True if calls use measured links, which show that calls of tests are too small to gain from overlap.
+    """
+    setting = {"WEFT_SELF_CALIBRATION": str(int(measures_links))}
+    with claimed(host_of(group.rank(), group.size()), **changes), mock.patch.dict(os.environ, setting):
         own = own_group(group)
         yield own
         dist.destroy_process_group(own)
@@ -48,7 +55,7 @@ def slow_on_rank_0(group: dist.ProcessGroup, other: bool) -> Iterator[None]:
     took = TwoWays.took
 
     def noted(self: TwoWays, size: int, seconds: float, deadline_s: float) -> None:
-        is_slow = group.rank() == 0 and (len(self._times[size.bit_length()]) % 2 == 1) == other
+        is_slow = group.rank() == 0 and self.takes_other(size) == other
         took(self, size, 0.5 if is_slow else 0.25, deadline_s)
 
     with mock.patch.object(TwoWays, "took", noted):

@@ -9,7 +9,8 @@ import pytest
 from weft.cli.doctor_group import GroupReport, Seat, _path, print_group, run, topology_of
 from weft.hw import load_machine
 from weft.hw.topology import load_topology
-from weft.runtime.links import LinkFound, rounds_of
+from weft.runtime.links import rounds_of
+from weft.sim.between_hosts import LinkFound, Measured
 
 CPU = Seat("alpha", 1, "", 2, "cpu")
 GPUS = [
@@ -45,9 +46,13 @@ def test_ranks_of_a_host_stand_together(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_topology_has_the_slowest_measured_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     links = (LinkFound(("a", "b"), 12_000.0, 40.0), LinkFound(("a", "c"), 9_000.0, 60.0))
-    report = GroupReport((*GPUS, Seat("c", 3, "H100", 8, "cuda:0")), {}, 210.0, links)
+    measured = Measured(("a", "a", "b", "c"), links, 11_000.0, 4_000.0, 900.0)
+    report = GroupReport((*GPUS, Seat("c", 3, "H100", 8, "cuda:0")), {}, 210.0, measured)
     print_group(report)
-    assert "\n  a - b  12000 MB/s, round trip 40 us\n  a - c  9000 MB/s, round trip 60 us\n" in capsys.readouterr().out
+    assert (
+        "\n  a - b  12000 MB/s, round trip 40 us\n  a - c  9000 MB/s, round trip 60 us\n"
+        "  all ranks at once: 11000 MB/s leave a host in an all-to-all, and each rank copies 4000 MB/s in memory\n"
+    ) in capsys.readouterr().out
     (tmp_path / "links.toml").write_text(topology_of(report))
     topology = load_topology(tmp_path / "links.toml", load_machine("h100")).of(4)
     (between,) = topology.routes(0, 2)

@@ -27,7 +27,7 @@ def test_the_page_and_its_picture_follow_from_the_records(script: ModuleType) ->
     assert script.ratios().split("\n")[0] in script.PICTURE.read_bytes().decode("latin-1"), "python docs/hosts_page.py"
 
 
-@pytest.mark.parametrize("op", ["matmul_all_gather", "embedding_all_to_all"])
+@pytest.mark.parametrize("op", ["matmul_all_gather", "embedding_all_to_all", "all_to_all_matmul"])
 def test_the_simulated_record_is_what_the_planner_predicts(script: ModuleType, op: str) -> None:
     recorded = [json.dumps(record) for record in json.loads(script.SIMULATED.read_text()) if record["op"] == op]
     assert len(recorded) == len(script.HOSTS)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.errors import WeftError
 from weft.files import write_whole
-from weft.runtime.links import LinkFound, measure_links
+from weft.operator.know_links import remember
+from weft.runtime.links import measure_links
+from weft.sim.between_hosts import LinkFound, Measured
 from weft.symm import Communicator
 from weft.words import counted
 
@@ -49,8 +51,12 @@ class GroupReport:
     seats: tuple[Seat, ...]
     paths: dict[tuple[int, int], str]
     round_trip_us: float
-    links: tuple[LinkFound, ...] = ()
-    """The network links that gloo uses between hosts."""
+    measured: Measured | None = None
+    """The numbers that were measured between hosts, as gloo uses them. None for one host."""
+
+    @property
+    def links(self) -> tuple[LinkFound, ...]:
+        return () if self.measured is None else self.measured.links
 
     @property
     def hosts(self) -> list[str]:
@@ -69,7 +75,7 @@ def examine_group(group: dist.ProcessGroup) -> GroupReport:
         times_us.append(1e6 * (time.perf_counter() - start))
     slowest = max(comm.all_gather(statistics.median(times_us or [0.0]), what="round trips"))
     paths = {pair: _path(seats[pair[0]], seats[pair[1]]) for pair in pairs}
-    return GroupReport(seats, paths, slowest, tuple(measure_links(comm)))
+    return GroupReport(seats, paths, slowest, None if comm.all_mapped else measure_links(comm))
 
 
 def _seat(comm: Communicator) -> Seat:
@@ -115,6 +121,11 @@ def print_group(report: GroupReport) -> None:
         for link in report.links:
             rate, trip = f"{link.bytes_per_us:.0f} MB/s", f"round trip {link.round_trip_us:.0f} us"
             print(f"  {link.hosts[0]} - {link.hosts[1]}  {rate}, {trip}")
+        found = report.measured
+        assert found is not None
+        if found.exchange_bytes_per_us and found.copy_bytes_per_us:
+            print(f"  all ranks at once: {found.exchange_bytes_per_us:.0f} MB/s leave a host in an all-to-all, "
+                  f"and each rank copies {found.copy_bytes_per_us:.0f} MB/s in memory")  # fmt: skip
     if len(report.hosts) > 1:
         print(
             "\nThe group is on several hosts: data are sent by torch.distributed, mostly without overlap (docs/hosts.md). "
@@ -156,6 +167,8 @@ def run(links: Path | None = None) -> int:
         return 1
     if dist.get_rank() == 0:
         print_group(report)
+        if report.measured is not None:
+            remember(report.measured)  # for later jobs on the same hosts
         if links is not None and report.links:
             write_whole(links, topology_of(report))
             print(f"\nThe topology is in {links}: weft plan OP --topology {links}")

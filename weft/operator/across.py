@@ -52,15 +52,17 @@ class AcrossRanks:
         self._compares_pairs = type(op).pairs is not Operator.pairs and (self._agreement.meets or self._compares_all)
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 
-    def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> None:
-        """Compare a call across ranks. Raise `RefusedError` on every rank if values on different ranks contradict each
-        other.
+    def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> bool:
+        """Compare a call across ranks. Return True if CPU ranks have synchronised.
+
+        Raise `RefusedError` on every rank if the ranks' values contradict each other.
         """
         self.note()
         if self._compares_pairs and not capturing:
             self._compare_pairs(call, deadline_s)
         if self._compares_values and not capturing:
             self._compare_values(call, deadline_s)
+        return self._compares_pairs and self._agreement.meets
 
     def note(self) -> None:
         if self._made is not None:

@@ -1,9 +1,9 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
-Between hosts, a rank cannot address a peer's memory. So only schedules that send data with collectives can run. On CPU,
-the first call of a problem family times the candidates in `Problem.between_hosts`. A size that differs by more than a
-factor of two from all timed sizes is timed again. On GPUs, and if no candidate is clearly faster than serial, calls run
-unfused.
+Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
+the first call of a problem family times the candidates in `Problem.between_hosts`, except those that cannot gain enough
+according to the measured links (`worth_timing`). A size that differs by more than a factor of two from all timed sizes is
+timed again. On GPUs, and if no candidate is clearly faster than serial, calls run unfused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from weft.builders import Candidate, NotApplicableError, Problem, named
 from weft.builders.registry import cannot_do
 from weft.operator import measure
 from weft.runtime.executors import Tensors
+from weft.runtime.links import network_of
 from weft.runtime.schedule_memory import needs_far
-from weft.schedule import Schedule
+from weft.runtime.two_levels import ranks_per_host
+from weft.schedule import ITEM_BYTES, Collective, Schedule, value
+from weft.schedule.steps import of_kind
+from weft.sim.between_hosts import HostNetwork
 from weft.symm import Communicator
 
 _CLEARLY, _CLEARLY_US = 0.15, 300.0  # smallest gain over serial (fraction, us), as on one host
+_DOUBT = 1.5  # factor on predicted gains: predictions are up to 40% off on a busy machine
 _ALIKE = 2  # sizes within this many size buckets share a choice
 _taken: weakref.WeakKeyDictionary[Communicator, dict[Hashable, dict[int, str]]] = weakref.WeakKeyDictionary()
 """The measured choices, by problem family and size bucket. "" means serial."""
@@ -74,12 +79,42 @@ def _fastest(
             schedule = built(named(p, name))
             if not _fault(schedule, comm):
                 usable[name] = schedule
+    serial_schedule = built(named(p, "serial"))
+    if (network := network_of(comm)) is not None:
+        usable = {name: one for name, one in usable.items() if worth_timing(one, serial_schedule, network)}
     if not usable:
         return ""
-    schedules = {"serial": built(named(p, "serial")), **usable}
+    schedules = {"serial": serial_schedule, **usable}
     times = measure.measured(p, schedules, comm, tensors, deadline_s, serial, "single", 2)
     best = min(usable, key=lambda name: times[name])
-    return best if times["serial"] - times[best] > max(_CLEARLY * times["serial"], _CLEARLY_US) else ""
+    return best if times["serial"] - times[best] > needed_us(times["serial"]) else ""
+
+
+def needed_us(serial_us: float) -> float:
+    """Return the smallest gain over serial that counts."""
+    return max(_CLEARLY * serial_us, _CLEARLY_US)
+
+
+def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
+    """True if a schedule may be clearly faster than serial, according to the measured links.
+
+    Its collectives may take less time than those of serial, and GEMMs may hide all of them except one. Serial takes at
+    least as long as its collectives.
+    """
+    serial_us = sum(_collectives_us(serial, network, False))
+    exposed_us = min(_collectives_us(schedule, network, ranks_per_host(network.hosts) > 0), default=0.0)
+    return _DOUBT * (serial_us - exposed_us) > needed_us(serial_us)
+
+
+def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) -> list[float]:
+    """Return the predicted times of the collectives of the first rank."""
+    item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
+    steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
+    wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]
+    return [
+        network.collective_us(step.op, value(whole.rows) * value(whole.cols) * item[whole.buffer], two_levels)
+        for step, whole in zip(steps, wholes, strict=True)
+    ]
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:

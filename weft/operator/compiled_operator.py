@@ -21,6 +21,7 @@ from weft.errors import WeftError
 from weft.operator import select
 from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.agreement import agreement_on
+from weft.operator.know_links import know_links
 from weft.operator.spec import Operator
 from weft.runtime.capture import is_captured
 from weft.runtime.executor import Executor
@@ -104,9 +105,9 @@ class CompiledOperator:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
-        op, capturing = self.op, is_captured(self.device)
+        op, capturing, met = self.op, is_captured(self.device), False
         if self._across:
-            self.across(call).begin(call, capturing, deadline_s)
+            met = self.across(call).begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if op.has_executors:
             executor = self.executor(call, inputs, capturing, deadline_s)
@@ -120,7 +121,7 @@ class CompiledOperator:
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
         if results is None:
-            results = self.in_turn(call, inputs, deadline_s, timeline)
+            results = self.in_turn(call, inputs, deadline_s, timeline, met)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
         elif not capturing:
@@ -146,10 +147,16 @@ class CompiledOperator:
                 )
 
     def in_turn(
-        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
+        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None, met: bool = False
     ) -> list[torch.Tensor]:
-        """Run the call unfused: torch's collectives and GEMMs, one after the other."""
+        """Run the call unfused: torch's collectives and GEMMs, one after the other.
+
+        met: True if CPU ranks have synchronised in this call. Between hosts, where a rendezvous takes a round trip, they
+            then do not synchronise again.
+        """
         turn = STRAIGHT if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
+        if met and turn.comm_between_hosts is not None:
+            turn = turn.met
         results = self.op.unfused(self.p, call, self.group, turn)
         if results is None:
             made = self.steps().run(inputs, turn, self.group)
@@ -342,6 +349,8 @@ class CompiledOperator:
             # Ranks compile and measure here, which takes different times on different ranks.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
+                if not plan.names_schedule(self.pinned):
+                    know_links(comm, patience_s)
                 if op.has_executors:
                     self.chosen = op.own_executors(p, call, comm, tensors, deadline_s)
                 else:

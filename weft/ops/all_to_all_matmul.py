@@ -314,7 +314,11 @@ class _AllToAllMatmul(Operator[_Call]):
         sizes = Sizes(call.splits, experts.exchange_counts(call.splits, group, turn))
         remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
-        y, x = experts.all_to_all_matmul(tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x)
+        if turn.comm_between_hosts is not None:
+            turn = turn.met  # by the exchange of counts
+        y, x = experts.all_to_all_matmul(
+            tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x, most=p.most
+        )
         return [y, sizes.received, *([] if x is None else [x])]
 
 

@@ -343,7 +343,7 @@ class _MatmulAllToAll(Operator[_Call]):
         h = contiguous(call.h, "h")
         w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
         sizes = sizes_of(call.splits, call.received)
-        return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn)]
+        return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn, most=p.most)]
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weft.errors import UnreadableError
 from weft.plan import store
@@ -15,14 +15,12 @@ Check = Callable[[Any], bool]
 _MOST_WHOLE = 1 << 50
 
 
-class _Saved(Protocol):
-    def __init__(self, **fields: Any) -> None: ...
+S = TypeVar("S")
 
 
-S = TypeVar("S", bound=_Saved)
-
-
-def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mapping[str, Check], fix: str) -> S | None:
+def load(
+    kind: Callable[..., S], what: str, machine: str, world_size: int, checks: Mapping[str, Check], fix: str
+) -> S | None:
     """Return the `kind` that was saved for this machine and number of ranks; None if there is no file.
 
     what: the kind of file, such as "calibration", for the file's name and error texts. checks: a check for each field.

@@ -8,13 +8,14 @@ This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user
 
 CPU ranks on several hosts may instead pool and send the samples of other hosts first (`FarFirst`).
 
-No symmetric memory is used, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
-transports, and before the exchange, with the call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and
-errors apply to the exchange.
+It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
+transports, and on one host also before the exchange, with the call's deadline (`weft.runtime.unfused.turn`). On GPUs,
+NCCL's timeout and errors apply to the exchange.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,10 +34,13 @@ from weft.runtime.cpu.embedding_far_first import FarFirst
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.two_ways import TwoWays
+from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.turn import Marks, Turn, Turns
 from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
+
+_NAME = "all_to_all of pooled vectors"
 
 
 class EmbeddingAllToAllUnfused(Executor):
@@ -79,12 +83,18 @@ class EmbeddingAllToAllUnfused(Executor):
             cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         begin = time.perf_counter()
-        if self._far_first is not None and self._chosen.takes_other(checked.global_batch):
-            output, warn = self._far_first.run(weights, jagged, checked, turn)
+        far_first = self._far_first
+        if far_first is not None:
+            self._chosen.rule_out(checked.global_batch, far_first.most_gain_s(checked.batch_sizes))
+        if far_first is not None and self._chosen.takes_other(checked.global_batch):
+            output, warn = far_first.run(weights, jagged, checked, turn)
         else:
-            output, warn = self._in_turn(weights, jagged, checked, turn)
+            # Between hosts a second rendezvous takes a round trip, so only the first one protects the exchange.
+            between = far_first is not None
+            with ending_the_group(comm, _NAME) if between else contextlib.nullcontext():
+                output, warn = self._in_turn(weights, jagged, checked, turn.met if between else turn)
         turn.end()
-        if self._far_first is not None:
+        if far_first is not None:
             self._chosen.took(checked.global_batch, time.perf_counter() - begin, deadline_s)
         if warn is not None:
             warn()
@@ -108,7 +118,7 @@ class EmbeddingAllToAllUnfused(Executor):
         leaving = [size * self._columns[rank] for size in batch_sizes]
         received = pooled.new_empty(sum(arriving))
         exchange = received, pooled.view(-1), arriving, leaving
-        turn.run("all_to_all of pooled vectors", all_to_all_single, *exchange, group=self.comm.group)
+        turn.run(_NAME, all_to_all_single, *exchange, group=self.comm.group)
         turn.done("all_to_all", received, (sum(leaving) - leaving[rank]) * pooled.itemsize)
         shaped = zip(received.split(arriving), self._columns, strict=True)
         of_ranks = [part.view(own, columns) for part, columns in shaped]

@@ -1,35 +1,55 @@
-"""Measurements of the rate and the round trip between each pair of hosts, with the process group's all-to-all on CPU.
+"""Measures the network between the hosts of CPU ranks, by the process group's all-to-all, and copies in memory.
 
-The first ranks of two hosts exchange data. Pairs without a common host are measured at the same time, in rounds as in a
-tournament. All rounds together take about `_MOST_S`. The round-trip time is twice the time of the fastest exchange of
-one byte, including gloo's own time.
+    links       the rate and the round trip of each pair of hosts. The first ranks of two hosts exchange data. Pairs without a
+                common host are measured at the same time, in rounds as in a tournament
+    exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
+    copies      all ranks copy at the same time, to mapped memory and to memory that is not mapped yet
+
+Everything together takes about `BUDGET_S`. For a rate, the second rank answers with one byte, and the first rank's clock counts.
+So it does not matter when the second rank starts. The round trip is twice the time of the fastest exchange of one byte,
+including gloo's own time. The numbers are equal on all ranks.
 """
 
 from __future__ import annotations
 
+import mmap
+import statistics
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
 from weft import env
 from weft.runtime.collectives import all_to_all_single, finish
+from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
 from weft.symm import Communicator
 
-_MOST_S = 0.5  # time of all rounds together
+BUDGET_S = 0.5
+_LINKS_UNTIL, _EXCHANGES_UNTIL, _COPY_S = 0.45, 0.9, 0.02  # fractions of the budget; seconds
 _WHAT = "a measurement of the links between hosts"
-_TRIPS, _FIRST_BYTES, _MOST_BYTES, _GROWTH = 16, 64 << 10, 64 << 20, 4
+_TRIPS, _LEAST_TRIPS, _TRIPS_SHARE = 16, 3, 0.4
+_FIRST_BYTES, _MOST_BYTES, _GROWTH = 64 << 10, 16 << 20, 4
+_LEAST_TIMES, _MOST_TIMES = 3, 7
+_FRESH_BYTES = 4 << 20
+
+_networks: weakref.WeakKeyDictionary[Communicator, HostNetwork | None] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class LinkFound:
-    """The link between two hosts. bytes_per_us: the rate from the first host to the second, with one stream."""
+def network_of(comm: Communicator) -> HostNetwork | None:
+    """Return the network that all ranks of `comm` plan with; None if it is unknown."""
+    return _networks.get(comm)
 
-    hosts: tuple[str, str]
-    bytes_per_us: float
-    round_trip_us: float
+
+def is_settled(comm: Communicator) -> bool:
+    """True if `settle` has been called for `comm`."""
+    return comm in _networks
+
+
+def settle(comm: Communicator, network: HostNetwork | None) -> None:
+    """Plan with `network` on `comm` from now on. All ranks must pass the same numbers."""
+    _networks[comm] = network
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -43,42 +63,144 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     return rounds
 
 
-def measure_links(comm: Communicator) -> list[LinkFound]:
-    """Return the links between all hosts of a group of CPU ranks, the same on every rank; no links for one host. All
-    ranks must make this call.
+def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: float | None = None) -> Measured:
+    """Return the numbers of a group of CPU ranks on several hosts, the same on every rank. Collective.
 
-    Ranks that measure nothing take part in the exchanges, but send nothing. Raises `DeadlineError` after
-    `WEFT_DEADLINE_S`, or the group's error.
+    Every rank takes part in all exchanges. Ranks that measure nothing send nothing. Raises `DeadlineError` after
+    `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
     """
+    probe = _Probe(comm, env.deadline_s() if deadline_s is None else deadline_s)
+    links = _measure_pairs(probe, comm, _LINKS_UNTIL * budget_s)
+    world, until_s = comm.world_size, _EXCHANGES_UNTIL * budget_s
+    every = [(a, b) for a in range(world) for b in range(world)]
+    timed = probe.largest_in(until_s, lambda size: probe.exchange_s(every, size), parts=world)
+    far = max(count * (world - count) for count in map(comm.hosts.count, comm.hosts))
+    trip_s = max((link.round_trip_us for link in links), default=0.0) / 1e6
+    exchange = far * _rate([(size, max(times)) for size, times in timed], trip_s / 2)
+    return Measured(comm.hosts, links, exchange, *probe.copies())
+
+
+def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[LinkFound, ...]:
     hosts = list(dict.fromkeys(comm.hosts))
     first = {host: comm.hosts.index(host) for host in hosts}
     found, rounds = [], rounds_of(hosts)
-    for pairs in rounds:
+    for number, pairs in enumerate(rounds):
         ranks = [(first[one], first[other]) for one, other in pairs]
+        begin_s, end_s = (until_s * (number + i) / len(rounds) for i in (0, 1))
         both = ranks + [(there, here) for here, there in ranks]
-        trips = [_exchange_s(comm, both, 1) for _ in range(_TRIPS)][1:]  # the first trip connects
-        trip_s = [2 * min(max(times[here], times[there]) for times in trips) for here, there in ranks]
-        size, spent_s = _FIRST_BYTES, 0.0
-        while True:
-            times = _exchange_s(comm, ranks, size)
-            spent_s += (slowest_s := max(times))
-            if size >= _MOST_BYTES or spent_s + _GROWTH * slowest_s > _MOST_S / len(rounds):
-                break
-            size *= _GROWTH
-        for pair, (here, there), trip in zip(pairs, ranks, trip_s, strict=True):
-            took_s = max(times[here], times[there])
-            found.append(LinkFound(pair, size / max(took_s - trip / 2, took_s / 2) / 1e6, trip * 1e6))
-    return found
+        trips = [probe.exchange_s(both, 1) for _ in range(_LEAST_TRIPS)][1:]  # the first one connects
+        while len(trips) < _TRIPS and probe.elapsed_s < begin_s + _TRIPS_SHARE * (end_s - begin_s):
+            trips.append(probe.exchange_s(both, 1))
+        timed = probe.largest_in(end_s, lambda size, ranks=ranks: probe.answered_s(ranks, size))  # type: ignore[misc]
+        for pair, (here, there) in zip(pairs, ranks, strict=True):
+            trip_s = 2 * min(max(one[here], one[there]) for one in trips)
+            rate = _rate([(size, times[here]) for size, times in timed], trip_s)
+            found.append(LinkFound(pair, rate, trip_s * 1e6))
+    return tuple(found)
 
 
-def _exchange_s(comm: Communicator, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-    """Send `nbytes` from the first to the second rank of each pair. Return the times of all ranks, in seconds."""
-    leaving = [nbytes * ((comm.rank, rank) in pairs) for rank in range(comm.world_size)]
-    came = [nbytes * ((rank, comm.rank) in pairs) for rank in range(comm.world_size)]
-    sent, received = (torch.empty(sum(counts), dtype=torch.uint8) for counts in (leaving, came))
-    comm.meet(b"", name=_WHAT)
-    start = time.perf_counter()
-    work = all_to_all_single(received, sent, came, leaving, group=comm.group, async_op=True)
-    finish(work, comm, _WHAT, env.deadline_s(), sent, received)
-    mine = struct.pack("<d", time.perf_counter() - start)
-    return [struct.unpack("<d", one)[0] for one in comm.meet(mine, name=_WHAT)]
+def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
+    """Return bytes per microsecond, from the times of a small and of a large transfer.
+
+    The difference of the two contains neither the latency nor the burst that a shaped link lets pass at once. If it is too
+    small, because the machine was busy, only the large transfer counts.
+    """
+    (small, small_s), (large, large_s) = timed
+    if large > small and large_s >= 2 * small_s:
+        return (large - small) / (large_s - small_s) / 1e6
+    return large / max(large_s - latency_s, large_s / 2) / 1e6
+
+
+class _Probe:
+    """Timed exchanges and copies of all ranks. elapsed_s: the time since its start on the slowest rank, equal on all ranks."""
+
+    def __init__(self, comm: Communicator, deadline_s: float) -> None:
+        self._comm, self._deadline_s = comm, deadline_s
+        self._start, self.elapsed_s = time.perf_counter(), 0.0
+        # The kernel maps pages at the first write, which must not count as time of the network.
+        self._sent, self._received = (torch.ones(_FIRST_BYTES, dtype=torch.uint8) for _ in range(2))
+
+    def largest_in(
+        self, until_s: float, send_s: Callable[[int], list[float]], parts: int = 1
+    ) -> list[tuple[int, list[float]]]:  # fmt: skip
+        """Send more and more bytes, and then the same number again until `until_s`.
+
+        Return the last two numbers of bytes, and each rank's time for them. The last time is that of the fastest transfer,
+        since other work of the machine only slows transfers. parts: the number of pairs in which a rank sends.
+        """
+        size = _FIRST_BYTES // parts
+        before, found = (size, send_s(size)), [send_s(size)]
+        while (
+            size * parts * _GROWTH <= _MOST_BYTES and self.elapsed_s + _LEAST_TIMES * _GROWTH * max(found[0]) <= until_s
+        ):
+            before, size = (size, found[0]), size * _GROWTH
+            found = [send_s(size)]
+        while len(found) < _MOST_TIMES and self.elapsed_s + max(found[-1]) < until_s:
+            found.append(send_s(size))
+        return [before, (size, min(found, key=max))]
+
+    def exchange_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
+        """Send `nbytes` from the first to the second rank of each pair. Return the times of all ranks, in seconds."""
+        return self._timed([(pairs, nbytes)])
+
+    def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
+        """Do the same, and send one byte back. The time of a pair is that of its first rank."""
+        return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
+
+    def _timed(self, exchanges: Sequence[tuple[Sequence[tuple[int, int]], int]]) -> list[float]:
+        """Return the ranks' times of a sequence of exchanges: (pairs, bytes for each pair)."""
+        comm, ranks = self._comm, range(self._comm.world_size)
+        sizes = [
+            ([n * ((rank, comm.rank) in pairs) for rank in ranks], [n * ((comm.rank, rank) in pairs) for rank in ranks])
+            for pairs, n in exchanges
+        ]
+        self._reserve(max(sum(counts) for both in sizes for counts in both))
+        comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)
+        start = time.perf_counter()
+        for came, leaving in sizes:
+            received, sent = self._received[: sum(came)], self._sent[: sum(leaving)]
+            work = all_to_all_single(received, sent, came, leaving, group=comm.group, async_op=True)
+            finish(work, comm, _WHAT, self._deadline_s, sent, received)
+        return self._share(time.perf_counter() - start)
+
+    def copies(self) -> tuple[float, float]:
+        """Return the bytes per microsecond that a rank copies to mapped memory, and to memory that is not mapped yet.
+
+        This is the mean of a host's ranks, which share its cores unevenly for a short time, and the least of all hosts.
+        """
+        self._reserve(_MOST_BYTES)
+        self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)
+        mapped = self._share(_copied_s_per_byte(lambda: self._received, self._sent))
+        part = self._sent[:_FRESH_BYTES]
+        fresh = self._share(_copied_s_per_byte(_fresh_memory, part))
+        return self._slowest_host(mapped), self._slowest_host(fresh)
+
+    def _slowest_host(self, s_per_byte: Sequence[float]) -> float:
+        hosts = self._comm.hosts
+        rates = ([1e-6 / s for s, at in zip(s_per_byte, hosts, strict=True) if at == host] for host in set(hosts))
+        return min(map(statistics.mean, rates))
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes > len(self._sent):
+            self._sent, self._received = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+
+    def _share(self, mine_s: float) -> list[float]:
+        """Return the times of all ranks, and update `elapsed_s`."""
+        mine = struct.pack("<2d", mine_s, time.perf_counter() - self._start)
+        both = [struct.unpack("<2d", one) for one in self._comm.meet(mine, name=_WHAT, deadline_s=self._deadline_s)]
+        self.elapsed_s = max(elapsed for _, elapsed in both)
+        return [one for one, _ in both]
+
+
+def _copied_s_per_byte(target: Callable[[], torch.Tensor], source: torch.Tensor) -> float:
+    """Copy `source` to targets for `_COPY_S` seconds. Return the seconds per byte."""
+    start, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - start < _COPY_S:
+        target().copy_(source)
+        count += 1
+    return (time.perf_counter() - start) / (count * source.nbytes)
+
+
+def _fresh_memory() -> torch.Tensor:
+    memory = mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)

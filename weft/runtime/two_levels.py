@@ -115,6 +115,7 @@ class TwoLevels:
         self.comm, self.per_host, self.n_hosts = comm, per_host, comm.world_size // per_host
         self.host, self.index = divmod(comm.rank, per_host)
         self.near = WithinHost(comm)
+        self._kept: dict[str, torch.Tensor] = {}
         name = comm.all_gather(secrets.token_hex(8), what="the name of rails")[0]
         error = _until(deadline_s, comm, lambda: self._connect(f"weft/{name}", store_of(comm.group), deadline_s))
         if errors := [text for text in comm.all_gather(error, what="connections of rails") if text]:
@@ -138,7 +139,13 @@ class TwoLevels:
         """Gather src [n, columns] of all ranks into whole [W n, columns]. Both are contiguous."""
         shape = (self.n_hosts, *src.shape)
         mine = self.near.own(src, *shape, deadline_s=call.deadline_s, what=call.what)
-        self._finish(gather_now(self.rail, mine.flatten(0, 1), src), call, src, mine)
+        if self.n_hosts == 2:  # gloo's all-gather would gather into new memory first, and copy
+            other, rows = mine[1 - self.host], [0, 0]
+            rows[1 - self.host] = len(src)
+            mine[self.host].copy_(src)
+            self._finish(exchange_now(self.rail, other, src, rows, rows), call, src, mine)
+        else:
+            self._finish(gather_now(self.rail, mine.flatten(0, 1), src), call, src, mine)
         self.near.publish(deadline_s=call.deadline_s, what=call.what)
         parts = whole.view(self.n_hosts, self.per_host, *src.shape)
         for index in range(self.per_host):
@@ -149,9 +156,9 @@ class TwoLevels:
         """Return this rank's rows, [n, columns], of the sum of all ranks' source [W n, columns]."""
         parts = source.view(self.n_hosts, self.per_host, -1, source.shape[1]).transpose(0, 1)
         sums = self._sum_of_host(list(parts), call)
-        came = torch.empty_like(sums)
+        came = self._scratch("came", sums.shape, sums.dtype)
         self._finish(exchange_now(self.rail, came, sums, [], []), call, came, sums)
-        return _sum(list(came))
+        return _sum(list(came), None)
 
     def all_reduce(self, whole: torch.Tensor, call: Call) -> None:
         """Replace `whole`, which is contiguous, by its sum over all ranks. All ranks get the same bits."""
@@ -177,16 +184,31 @@ class TwoLevels:
         self.near.publish(deadline_s=call.deadline_s, what=call.what)
         mine, (start, end) = parts[self.index], starts[self.index : self.index + 2]
         theirs = (self.near.of(i, mine, starts[-1])[start:end].view(mine.shape) for i in range(self.per_host))
-        total = _sum([mine if index == self.index else part for index, part in enumerate(theirs)])
+        wide = self._scratch("sum", mine.shape, torch.promote_types(mine.dtype, torch.float32))
+        total = _sum([mine if index == self.index else part for index, part in enumerate(theirs)], wide)
         self.near.release()
         return total
+
+    def _scratch(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that lasts until the next call. New memory would fault all its pages in each call."""
+        nbytes = shape.numel() * dtype.itemsize
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < nbytes:
+            kept = self._kept[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return kept[:nbytes].view(dtype).view(shape)
 
     def _finish(self, work: dist.Work, call: Call, *tensors: torch.Tensor) -> None:
         finish(work, self.comm, call.what, call.deadline_s, tensors, self.rail, call.held)
 
 
-def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of `parts` in their dtype, computed in fp32 or fp64. wide: memory to compute in; None for new memory."""
+    total = (
+        parts[0].new_empty(parts[0].shape, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+        if wide is None
+        else wide
+    )
+    total.copy_(parts[0])
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)

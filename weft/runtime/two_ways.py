@@ -1,19 +1,26 @@
 """The choice between two implementations of a call by measurement, for CPU ranks on several hosts.
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
-(`weft.runtime.unfused.far_first`). It has more and smaller messages and GEMMs, which costs time too. So the first calls
-of each size use both implementations alternately, and later calls use the faster implementation.
+(`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
+of each size use both implementations, in blocks that take turns. The first call of a block does not count, since it allocates
+memory that the other implementation did not need. Later calls use the second implementation only if its fastest call was
+clearly faster, and its median call faster too. (Other work of the machine slows single calls.) If the measured links show
+that it cannot be clearly faster, no call uses it.
 """
 
 from __future__ import annotations
 
+import statistics
 import struct
 from collections import defaultdict
 
 from weft.symm import Communicator
 
-_MEASURED = 6  # calls of each size to measure
+_BLOCK, _BLOCKS = 3, 4  # calls of a block; blocks of each size
+_MEASURED = _BLOCK * _BLOCKS
 _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
+_DOUBT = 1.5  # factor on predicted gains
+_TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
@@ -21,15 +28,23 @@ class TwoWays:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._times: defaultdict[int, list[float]] = defaultdict(
-            list
-        )  # by size bucket, alternating between both implementations
+        # By size bucket, in blocks of both implementations.
+        self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._taken: dict[int, bool] = {}
+
+    def rule_out(self, size: int, most_gain_s: float) -> None:
+        """Never use the second implementation for this size if `most_gain_s` is too little. Call it before the first call.
+
+        most_gain_s: an upper bound on the gain, by prediction, the same on all ranks.
+        """
+        bucket = size.bit_length()
+        if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
+            self._taken[bucket] = False
 
     def takes_other(self, size: int) -> bool:
         """True if the next call of this size must use the second implementation."""
         bucket = size.bit_length()
-        return self._taken.get(bucket, len(self._times[bucket]) % 2 == 1)
+        return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
         """Record the time of a call. After the last measured call, ranks compare the slowest rank's times and choose."""
@@ -40,9 +55,15 @@ class TwoWays:
         times.append(seconds)
         if len(times) < _MEASURED:
             return
-        mine = struct.pack("<2d", min(times[2::2]), min(times[3::2]))  # the first two calls may have set up connections
-        every = [
-            struct.unpack("<2d", one) for one in self._comm.meet(mine, name="times of calls", deadline_s=deadline_s)
-        ]
-        first, other = (max(times) for times in zip(*every, strict=True))
-        self._taken[bucket] = first - other > max(_CLEARLY * first, _CLEARLY_S)
+        found = self._comm.meet(_TIMES.pack(*times), name="times of calls", deadline_s=deadline_s)
+        slowest = [max(of_ranks) for of_ranks in zip(*map(_TIMES.unpack, found), strict=True)]
+        first, other = (
+            [slowest[i] for i in range(_MEASURED) if i % _BLOCK and _is_other(i) == way] for way in (False, True)
+        )
+        clearly = min(first) - min(other) > max(_CLEARLY * min(first), _CLEARLY_S)
+        self._taken[bucket] = clearly and statistics.median(other) < statistics.median(first)
+
+
+def _is_other(call: int) -> bool:
+    """True if the measured call with this number uses the second implementation."""
+    return call // _BLOCK % 2 == 1

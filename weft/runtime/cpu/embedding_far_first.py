@@ -1,18 +1,23 @@
 """Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent
 first.
 
-    pieces   the samples of each rank on another host, in `PIECES` parts. Each part is sent while the next is pooled
+    pieces   the samples of each rank on another host, in 2 or 4 parts. Each part is sent while the next is pooled
     near     the samples of this host's ranks, pooled and exchanged while the pieces are being sent
 
 A piece is pooled directly into the buffer that all_to_all_single sends, which is ordered by rank. Vectors have the same
 bits as without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same
 order.
 
+More pieces hide more of the pooling, but each piece is an exchange of all ranks. For pooling as long as the transfer of far
+data, L, and a latency of t for each exchange, p pieces take L + L / p + p t, which is least for p = sqrt(L / t). So there are 4
+pieces if the measured links give L / t of at least 16, else 2.
+
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,26 +30,52 @@ from weft.embedding.jagged import JaggedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
 from weft.runtime.cpu import embedding as cpu
+from weft.runtime.links import network_of
 from weft.runtime.unfused.far_first import PIECES, begin_piece, ending_the_group, ranks_far, ranks_near
 from weft.runtime.unfused.turn import Pending, Turn
 from weft.symm import Communicator
 
 _NAME = "all_to_all of pooled vectors"
+_MANY = 4  # pieces of large transfers
 
 
 class FarFirst:
     """The calls of `plan` on this rank. alone: a plan with only this rank's tables; None if this rank has no tables.
 
-    pieces: the number of pieces. far_last: True to pool the samples of this host first. Only benchmarks change these.
+    pinned_pieces: the number of pieces; None for 2 or 4. far_last: True if the samples of this host are first. Benchmarks
+        change both.
     """
 
-    pieces, far_last = PIECES, False
+    pinned_pieces: int | None = None
+    far_last = False
 
     def __init__(self, plan: EmbeddingPlan, alone: EmbeddingPlan | None, comm: Communicator) -> None:
         self.plan, self._alone, self.comm = plan, alone, comm
         self._columns, self._runs = plan.sharding.columns_of_ranks, column_runs(plan.sharding)
         self._ranks = range(comm.world_size)
+        self._hosts = [[rank for rank in self._ranks if comm.hosts[rank] == host] for host in dict.fromkeys(comm.hosts)]
         self._shares = len(set(comm.hosts)) < comm.world_size  # True if some ranks share a host
+
+    def most_gain_s(self, sizes: tuple[int, ...]) -> float:
+        """Return an upper bound on the time that a call gains, by the measured links. The gain hides the transfer of far data.
+
+        sizes: the number of samples of each rank.
+        """
+        if (network := network_of(self.comm)) is None:
+            return math.inf
+        return (network.exchange_us(self._far_bytes(sizes)) - self._pieces(sizes) * network.round_trip_us / 2) / 1e6
+
+    def _pieces(self, sizes: tuple[int, ...]) -> int:
+        if self.pinned_pieces is not None or (network := network_of(self.comm)) is None:
+            return self.pinned_pieces or PIECES
+        many = network.exchange_us(self._far_bytes(sizes)) >= _MANY**2 * network.round_trip_us
+        return _MANY if many else PIECES
+
+    def _far_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Return the bytes that the busiest host sends to other hosts."""
+        columns, item = self._columns, self.plan.output_dtype.itemsize
+        far = (sum(columns[r] for r in host) * (sum(sizes) - sum(sizes[r] for r in host)) for host in self._hosts)
+        return max(far) * item
 
     def run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
@@ -61,9 +92,10 @@ class FarFirst:
         plan, alone, sizes = self.plan, self._alone, checked.batch_sizes
         out = jagged.values.new_empty((sizes[self.comm.rank], plan.sharding.total_dim), dtype=plan.output_dtype)
         table = None if alone is None else cpu.slot_table(alone.sharding, 0, weights, checked.key_of_slot)
-        cuts = [[size * piece // self.pieces for piece in range(self.pieces + 1)] for size in sizes]
+        count = self._pieces(sizes)
+        cuts = [[size * piece // count for piece in range(count + 1)] for size in sizes]
         begun, found = [], []
-        far: tuple[int | None, ...] = tuple(range(self.pieces))
+        far: tuple[int | None, ...] = tuple(range(count))
         for phase in (None, *far) if self.far_last else (*far, None):
             sent, counts = self._pool(table, jagged, cuts, phase)
             turn.done("pool for this host" if phase is None else "pool for other hosts", sent)
@@ -93,8 +125,9 @@ class FarFirst:
         """Return the vectors of the phase's samples, [samples, columns] by rank, and the native kernel's counts."""
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
-        of_rank = range(self.pieces) if phase is None else [phase]
-        taken = [r * self.pieces + piece for r in self._of(phase) for piece in of_rank]
+        count = len(cuts[0]) - 1
+        of_rank = range(count) if phase is None else [phase]
+        taken = [r * count + piece for r in self._of(phase) for piece in of_rank]
         starts = list(accumulate((pieces[i] for i in taken), initial=0))
         pooled = jagged.values.new_empty((starts[-1], columns), dtype=plan.sharding.dtype)
         counts: tuple[int, ...] = (0,)

@@ -49,10 +49,12 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn =
 
 def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
-    turn: Turn = STRAIGHT, *, return_x: bool = False,
+    turn: Turn = STRAIGHT, *, return_x: bool = False, most: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
     tokens too.
+
+    most: a limit on the tokens of a rank, the same on all ranks. It tells sizes apart if ranks do not synchronise.
 
     The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
     """
@@ -68,15 +70,18 @@ def all_to_all_matmul(
 
     return _faster(
         "dispatch", tokens, w, turn, _TOKENS, plain,
-        lambda far: far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x),
+        lambda far: far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x), most,
     )  # fmt: skip
 
 
 def matmul_all_to_all(
-    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT
-) -> torch.Tensor:
+    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT, *,
+    most: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """Return y [rows, N]: this rank's tokens, each multiplied on the rank of its expert. h may have more rows than
     arrived.
+
+    most: as for `all_to_all_matmul`.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
@@ -91,20 +96,23 @@ def matmul_all_to_all(
         send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
         return turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
 
-    return _faster("combine", h, w, turn, _BACK, plain, lambda far: far.combine(h, w, sizes, rows, turn, _BACK))
+    return _faster(
+        "combine", h, w, turn, _BACK, plain, lambda far: far.combine(h, w, sizes, rows, turn, _BACK), most
+    )  # fmt: skip
 
 
 def _faster(
     what: str, x: torch.Tensor, w: torch.Tensor, turn: Turn, name: str, plain: Callable[[Turn], T],
-    far_first: Callable[[FarFirst], T],
+    far_first: Callable[[FarFirst], T], most: int,
 ) -> T:  # fmt: skip
     """Run a call. Between hosts, use the faster of two implementations (`weft.runtime.unfused.experts_far_first`)."""
     if (comm := turn.comm_between_hosts) is None:
         return plain(turn)
     far = far_first_on(comm)
-    size = turn.largest(name, x.shape[0])  # also the rendezvous for both implementations
+    size = most if turn.has_met else turn.largest(name, x.shape[0])  # the rendezvous of both ways
     key = what, w.shape, w.dtype
-    return far.faster(key, size, turn, lambda: plain(turn.met), lambda: far_first(far))
+    row_bytes = w.shape[1 if what == "dispatch" else 2] * x.itemsize
+    return far.faster(key, size, row_bytes, turn, name, lambda: plain(turn.met), lambda: far_first(far))
 
 
 def begin_in_expert_order(

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from weft.errors import OutOfSharedMemoryError
+from weft.runtime.links import network_of
 from weft.runtime.meeting import of_communicator
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import PIECES, begin_piece, ending_the_group, ranks_far, ranks_near
@@ -58,17 +59,24 @@ class FarFirst:
         _known.pop(self._comm, None)
 
     def faster(
-        self, key: Hashable, size: int, turn: Turn, plain: Callable[[], T], far_first: Callable[[], T]
+        self, key: Hashable, size: int, row_bytes: int, turn: Turn, name: str, plain: Callable[[], T],
+        far_first: Callable[[], T],
     ) -> T:  # fmt: skip
         """Run the faster implementation of a call, chosen by measurement. All ranks must have reached the call.
 
-        key: a value that differs between calls with different times. size: the size of the call, the same on all ranks.
+        key: distinguishes calls with different times. size: at least the number of rows of any rank, the same on all ranks.
+        row_bytes: the bytes of a row that is exchanged.
         """
         if self._memory is None:
-            return plain()
+            with ending_the_group(self._comm, name):
+                return plain()
         ways = self._ways.setdefault(key, TwoWays(self._comm))
+        if (network := network_of(self._comm)) is not None:
+            far_us = network.exchange_us(network.per_host * size * row_bytes)  # if all rows go to other hosts
+            ways.rule_out(size, (far_us - PIECES * network.round_trip_us / 2) / 1e6)
         begin = time.perf_counter()
-        result = (far_first if ways.takes_other(size) else plain)()
+        with ending_the_group(self._comm, name):
+            result = (far_first if ways.takes_other(size) else plain)()
         assert turn.deadline_s is not None
         ways.took(size, time.perf_counter() - begin, turn.deadline_s)
         return result
@@ -79,12 +87,6 @@ class FarFirst:
         """Return y `[rows, N]`, and with return_x also the tokens in the order of arrival. Arguments are as for
         `experts.all_to_all_matmul`.
         """
-        with ending_the_group(self._comm, name):
-            return self._dispatch(tokens, w, sizes, rows, turn, name, return_x)
-
-    def _dispatch(
-        self, tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str, return_x: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sent, came = sizes.tables
         sent_at, came_at, y_at, total = _by_rank(sent), _by_rank(came), _by_expert(came), int(came.sum())
         y = tokens.new_empty(max(rows, total), w.shape[2])
@@ -117,12 +119,6 @@ class FarFirst:
         self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
     ) -> torch.Tensor:  # fmt: skip
         """Return y `[rows, N]`. Arguments are as for `experts.matmul_all_to_all`."""
-        with ending_the_group(self._comm, name):
-            return self._combine(h, w, sizes, rows, turn, name)
-
-    def _combine(
-        self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
-    ) -> torch.Tensor:  # fmt: skip
         sent, came = sizes.tables
         sent_at, h_at, n = _by_rank(sent), _by_expert(came), w.shape[2]
         y = h.new_empty(rows, n)

@@ -122,6 +122,11 @@ class Turn:
         return self._turns.largest(collective, number, self._wait_s)
 
     @property
+    def has_met(self) -> bool:
+        """True if all ranks are known to have reached the next collective."""
+        return not self._meets
+
+    @property
     def met(self) -> Turn:
         """This turn without its rendezvous, for a collective that all ranks have reached."""
         turn = copy.copy(self)

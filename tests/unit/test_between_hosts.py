@@ -1,0 +1,176 @@
+"""Choices between hosts: predicted times of collectives, schedules and far-first calls that the measured links rule out."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.builders import Problem, named
+from weft.builders.problems.all_gather_matmul import AllGatherMatmul
+from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
+from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.errors import UnreadableError
+from weft.operator.between_hosts import worth_timing
+from weft.plan import links
+from weft.runtime.two_ways import TwoWays
+from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
+
+# 100 MB/s for one stream, 50 MB/s in an all-to-all, 1 ms round trips; copies of 1000 MB/s, or 500 MB/s with page faults.
+NETWORK = HostNetwork(("a", "a", "b", "b"), 100.0, 1000.0, 50.0, 1000.0, 500.0)
+MB = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("op", "two_levels", "far", "rate", "rounds", "copied"),
+    [
+        ("all_gather", False, 3, 100, 3, 5),
+        ("all_reduce", False, 6, 100, 6, 0),
+        ("reduce_scatter", False, 6, 100, 6, 5),
+        ("all_to_all", False, 4, 50, 1, 1),
+        ("all_gather", True, 2, 100, 1, 6),
+        ("reduce_scatter", True, 2, 50, 1, 10),
+        ("all_reduce", True, 4, 100, 2, 12),
+    ],
+)
+def test_predicted_times_of_four_megabytes(
+    op: str, two_levels: bool, far: int, rate: int, rounds: int, copied: int
+) -> None:
+    wanted_us = far * MB / rate + rounds * 500 + copied * MB / 1000
+    assert NETWORK.collective_us(op, 4 * MB, two_levels) == pytest.approx(wanted_us)
+
+
+def test_large_buffers_of_gloo_fault_pages_in_every_call() -> None:
+    size = 40 * MB
+    wanted_us = 1.5 * size / 100 + 6 * 500 + size / 500 + size / 4 / 1000
+    assert NETWORK.collective_us("reduce_scatter", size) == pytest.approx(wanted_us)
+    wanted_us = 0.75 * size / 100 + 3 * 500 + size / 4 / 500 + size / 1000
+    assert NETWORK.collective_us("all_gather", size) == pytest.approx(wanted_us)
+
+
+@pytest.mark.parametrize(("hosts", "crossings", "far"), [("aab", 1, 2), ("abab", 2, 4), ("aabbcc", 1, 8), ("ab", 1, 1)])
+def test_bytes_of_the_busiest_host(hosts: str, crossings: int, far: int) -> None:
+    network, size = replace(NETWORK, hosts=tuple(hosts), round_trip_us=0.0, copy_bytes_per_us=math.inf), len(hosts) * MB
+    assert network.collective_us("all_gather", size) == pytest.approx(crossings * (len(hosts) - 1) * MB / 100)
+    assert network.collective_us("all_to_all", size) == pytest.approx(far * MB / 50)
+
+
+def problems(rows: int) -> list[Problem]:
+    return [
+        MatmulReduceScatter(4, rows, 1024, 16, "fp32"),
+        AllGatherMatmul(4, (rows // 4,) * 4, (16,), 1024, "fp32"),
+        MatmulAllReduce(4, rows, 1024, 16, "fp32"),
+    ]
+
+
+def timed(p: Problem, network: HostNetwork) -> list[bool]:
+    serial = named(p, "serial").build()
+    return [worth_timing(named(p, name).build(), serial, network) for name in p.between_hosts]
+
+
+def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:
+    fast = HostNetwork(NETWORK.hosts, 3000.0, 40.0, 5000.0, 4000.0, 1000.0)
+    for p in problems(16):  # serial takes less than 300 us
+        assert timed(p, fast) == [False] * 3, p
+    for p in problems(4096):
+        assert timed(p, NETWORK) == [True] * 3, p
+    # Two levels copy more than they save on this network, so a single chunk gains nothing.
+    _, gather, reduce = problems(4096)
+    assert timed(gather, fast) == [False, True, True]
+    assert timed(reduce, fast) == [False, False, True]
+
+
+# -- two implementations of a call
+
+
+class Alone:
+    """A communicator of one rank, as far as `TwoWays` uses it."""
+
+    def meet(self, payload: bytes, **_: Any) -> list[bytes]:
+        return [payload]
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "wanted"),
+    [
+        ((1.0, 1.1, 1.2, 1.3), (9.0, 0.9, 1.1, 1.1), True),
+        ((1.0, 1.1, 1.2, 1.3), (0.5, 0.5, 1.3, 1.3), True),
+        ((1.0, 1.1, 1.2, 1.3), (0.5, 1.3, 1.3, 1.3), False),  # slower in the median
+        ((1.0, 1.1, 1.2, 1.3), (0.96, 0.96, 0.96, 0.96), False),  # the fastest by less than 5%
+        ((1e-4,) * 4, (1e-5,) * 4, False),  # less than 100 us
+    ],
+)
+def test_the_second_way_is_taken_if_it_was_clearly_faster(
+    first: tuple[float, ...], other: tuple[float, ...], wanted: bool
+) -> None:
+    ways, taken = TwoWays(Alone()), []  # type: ignore[arg-type]
+    ways.rule_out(100, 1.0)
+    for part in (first[:2], other[:2], first[2:], other[2:]):
+        for seconds in (0.01, *part):  # the first call of a block does not count
+            taken.append(ways.takes_other(100))
+            ways.took(100, seconds, 1.0)
+    assert taken == ([False] * 3 + [True] * 3) * 2
+    assert ways.takes_other(100) == wanted
+    ways.rule_out(100, 0.0)  # too late: it was measured
+    assert ways.takes_other(100) == wanted
+
+
+def test_the_second_way_is_never_tried_if_it_can_gain_too_little() -> None:
+    ways = TwoWays(Alone())  # type: ignore[arg-type]
+    for _ in range(10):
+        ways.rule_out(100, 60e-6)
+        assert not ways.takes_other(100)
+        ways.took(100, 1.0, 1.0)
+
+
+# -- saved numbers
+
+
+FOUND = Measured(("a", "a", "b"), (LinkFound(("a", "b"), 100.0, 400.0),), 50.0, 1000.0, None)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+
+
+def test_saved_links_are_found_by_the_same_ranks_of_the_same_hosts() -> None:
+    links.save(FOUND)
+    assert links.find(FOUND.hosts) == FOUND
+    assert links.find(("a", "b")) is None
+    assert links.find(("a", "b", "a")) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"versions": {"weft": "0.0.0"}}, ValueError, "was made with .*weft 0.0.0, now .* measures again"),
+        ({"links": [["a", "b", -1.0, 400.0]]}, UnreadableError, "links has a wrong type or size for"),
+        ({"copy_bytes_per_us": "fast"}, UnreadableError, "copy_bytes_per_us has a wrong type"),
+    ],
+)
+def test_unusable_files_are_refused(change: dict[str, Any], error: type[Exception], text: str, tmp_path: Path) -> None:
+    links.save(FOUND)
+    (file,) = tmp_path.glob("links-*.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(error, match=text):
+        links.find(FOUND.hosts)
+
+
+def test_implausible_numbers_are_dropped_with_a_sentence() -> None:
+    bad = LinkFound(("a", "c"), 1e9, 0.0)
+    kept, said = replace(
+        FOUND, links=(*FOUND.links, bad), exchange_bytes_per_us=0.0, copy_bytes_per_us=math.nan
+    ).checked()
+    assert kept == replace(FOUND, exchange_bytes_per_us=None, copy_bytes_per_us=None)
+    assert said == (
+        "the link a - c is ignored: a rate of 1e+09 MB/s is outside 0.01 to 1e+06; a round trip of 0 us is outside 1 to 1e+07",
+        "the rate of an all-to-all is taken as that of one stream: a rate of 0 MB/s is outside 0.01 to 1e+06",
+        "copies in memory are taken as free: a copy rate of nan MB/s is outside 1 to 1e+06",
+    )
+    assert kept.network() == HostNetwork(FOUND.hosts, 100.0, 400.0, 100.0, math.inf, math.inf)
+    assert replace(FOUND, links=()).network() is None

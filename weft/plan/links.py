@@ -1,0 +1,60 @@
+"""Measured links between hosts (`weft.sim.between_hosts.Measured`), saved for later processes on the same hosts.
+
+`weft.operator.know_links` measures them. A file is valid for the same hosts of the same ranks, and the same versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from weft.plan import saved, store
+from weft.plan.machine import versions
+from weft.sim.between_hosts import LinkFound, Measured
+
+_WHAT = "links"  # the first word of the file name
+_AGAIN = "the next first call of a group on these hosts measures again"
+
+
+def save(found: Measured) -> None:
+    """Save these numbers, if the cache folder is writable. Call it on one rank only."""
+    content = {
+        **asdict(found), "machine": _name(found.hosts), "world_size": len(found.hosts), "versions": versions(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "links": [(*link.hosts, link.bytes_per_us, link.round_trip_us) for link in found.links],
+    }  # fmt: skip
+    store.keep(store.path_of(_WHAT, content["machine"], content["world_size"]), content)
+
+
+def find(hosts: Sequence[str]) -> Measured | None:
+    """Return the saved numbers for ranks on these hosts; None if there are none.
+
+    Raise `ValueError` if other versions measured them, and `UnreadableError` if the file is broken.
+    """
+    return saved.load(_read, _WHAT, _name(hosts), len(hosts), _HOLDS, _AGAIN)
+
+
+def _read(hosts: tuple[str, ...], links: tuple[tuple[str, str, float, float], ...], **content: Any) -> Measured:
+    numbers = {name: content[name] for name in _NUMBERS}
+    return Measured(hosts, tuple(LinkFound((one, other), rate, us) for one, other, rate, us in links), **numbers)
+
+
+def _name(hosts: Sequence[str]) -> str:
+    """Return a name of these hosts that fits into a file's name, however many they are."""
+    return f"hosts {hashlib.sha256(repr(list(hosts)).encode()).hexdigest()[:16]}"
+
+
+_NUMBERS = ("exchange_bytes_per_us", "copy_bytes_per_us", "fresh_bytes_per_us")
+_HOLDS: dict[str, saved.Check] = {
+    "machine": saved.is_text,
+    "world_size": saved.is_whole,
+    "date": saved.is_text,
+    "versions": saved.are_versions,
+    "hosts": lambda found: isinstance(found, list) and all(map(saved.is_text, found)),
+    "links": saved.rows_of(saved.is_text, saved.is_text, saved.is_positive, store.is_time),
+    **dict.fromkeys(_NUMBERS, saved.none_or(saved.is_positive)),
+}
+"""The check of each field in JSON."""

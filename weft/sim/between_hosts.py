@@ -1,0 +1,175 @@
+"""Predicted times of collectives of CPU ranks on several hosts, from measured rates of the network and of memory.
+
+    time = far bytes / rate of the link + rounds * round trip / 2 + copied bytes / rate of copies + fresh bytes / rate of faults
+
+    far       bytes that the busiest host sends to other hosts
+    rounds    messages that depend on each other
+    copied    bytes that a rank copies or adds before and after the transfers. All ranks copy at the same time, so the rate
+              of copies includes the cores and the memory bandwidth that the ranks of a host share
+    fresh     the part of these bytes that is written to new memory, whose pages the kernel has to map first
+
+For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
+
+    collective      by gloo: far, rounds, copied, fresh                  in two levels: far, rounds, copied
+    all_gather      crossings (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S
+    reduce_scatter  as all_reduce, S + S / W, S                          (H - 1) S / H, 1, 2 S + S / L
+    all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
+    all_to_all      L (W - L) S / W, 1, S / W, 0                         -
+
+crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather and
+all-reduce are rings. Rings have one stream in each direction, while an all-to-all has a stream for each pair of ranks, which
+share the link less well. So the link has two rates.
+
+torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
+(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. Its other pages
+are mapped while bytes arrive, so they cost no time. glibc serves allocations of 32 MiB and more by mmap (mallopt(3),
+M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused.
+
+Computation at the same time is not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_MAPPED_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class LinkFound:
+    """The link between two hosts. bytes_per_us: the rate from the first host to the second, with one stream."""
+
+    hosts: tuple[str, str]
+    bytes_per_us: float
+    round_trip_us: float
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """The rates between hosts, in bytes per microsecond, and their ranks.
+
+    hosts: the host of each rank. bytes_per_us: one stream between two hosts, in one direction. exchange_bytes_per_us: the
+    bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the copies of one rank
+    while all ranks copy, to mapped memory and to memory that is not mapped yet. The slowest pair of hosts, or host, counts.
+    """
+
+    hosts: tuple[str, ...]
+    bytes_per_us: float
+    round_trip_us: float
+    exchange_bytes_per_us: float
+    copy_bytes_per_us: float
+    fresh_bytes_per_us: float
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def per_host(self) -> int:
+        """The number of ranks on the host that has the most."""
+        return max(map(self.hosts.count, self.hosts))
+
+    @property
+    def crossings(self) -> int:
+        """The largest number of ranks of a host whose next rank is on another host."""
+        leaving = [here for rank, here in enumerate(self.hosts) if here != self.hosts[(rank + 1) % self.ranks]]
+        return max(map(leaving.count, leaving), default=0)
+
+    def collective_us(self, op: str, nbytes: int, two_levels: bool = False) -> float:
+        """Return the predicted time of a collective.
+
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: S of the table above; for an all-to-all,
+        the bytes that a rank sends, its own part included. two_levels: True if the collective runs within each host and
+        along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
+        """
+        if two_levels:
+            return self._in_two_levels_us(op, nbytes)
+        ring = self.crossings * (self.ranks - 1) / self.ranks * nbytes
+        rounds = self.ranks - 1
+        if op == "all_to_all":
+            busiest = max(count * (self.ranks - count) for count in map(self.hosts.count, self.hosts))
+            far = busiest * nbytes / self.ranks
+            return far / self.exchange_bytes_per_us + self.round_trip_us / 2 + self._copied_us(nbytes / self.ranks)
+        far, rounds, copied, fresh = {
+            "all_gather": (ring, rounds, nbytes * (1 + 1 / self.ranks), nbytes / self.ranks),
+            "reduce_scatter": (2 * ring, 2 * rounds, nbytes * (1 + 1 / self.ranks), nbytes),
+            "all_reduce": (2 * ring, 2 * rounds, 0, 0),
+        }[op]
+        return (
+            far / self.bytes_per_us
+            + rounds * self.round_trip_us / 2
+            + self._copied_us(copied, fresh if nbytes >= _MAPPED_BYTES else 0)
+        )
+
+    def exchange_us(self, far_bytes: float) -> float:
+        """Return the predicted time of an all-to-all in which the busiest host sends `far_bytes` to other hosts."""
+        return far_bytes / self.exchange_bytes_per_us + self.round_trip_us / 2
+
+    def _in_two_levels_us(self, op: str, nbytes: int) -> float:
+        per_host, count = self.per_host, len(set(self.hosts))
+        once = (count - 1) / count * nbytes
+        far, rate, rounds, copied = {
+            "all_gather": (once, self.bytes_per_us, count - 1, (1 + 1 / per_host) * nbytes),
+            "reduce_scatter": (once, self.exchange_bytes_per_us, 1, (2 + 1 / per_host) * nbytes),
+            "all_reduce": (2 * once, self.bytes_per_us, 2 * (count - 1), 3 * nbytes),
+        }[op]
+        return far / rate + rounds * self.round_trip_us / 2 + self._copied_us(copied)
+
+    def _copied_us(self, copied: float, fresh: float = 0.0) -> float:
+        return (copied - fresh) / self.copy_bytes_per_us + fresh / self.fresh_bytes_per_us
+
+
+_PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 1e6)}
+"""Plausible values, in bytes per microsecond and microseconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Numbers that were measured between hosts, as in `HostNetwork`. None: not known.
+
+    hosts: the host of each rank. links: of each pair of hosts.
+    """
+
+    hosts: tuple[str, ...]
+    links: tuple[LinkFound, ...]
+    exchange_bytes_per_us: float | None = None
+    copy_bytes_per_us: float | None = None
+    fresh_bytes_per_us: float | None = None
+
+    def checked(self) -> tuple[Measured, tuple[str, ...]]:
+        """Return these numbers without implausible ones, and a sentence for each number that is dropped."""
+        kept, said = [], []
+        for link in self.links:
+            if faults := [
+                *_implausible("rate", link.bytes_per_us, "MB/s"), *_implausible("round trip", link.round_trip_us, "us")
+            ]:  # fmt: skip
+                said.append(f"the link {link.hosts[0]} - {link.hosts[1]} is ignored: {'; '.join(faults)}")
+            else:
+                kept.append(link)
+        numbers = {}
+        for name, kind, without in (
+            ("exchange_bytes_per_us", "rate", "the rate of an all-to-all is taken as that of one stream"),
+            ("copy_bytes_per_us", "copy rate", "copies in memory are taken as free"),
+            ("fresh_bytes_per_us", "copy rate", "copies to unmapped memory are taken as other copies"),
+        ):
+            number: float | None = getattr(self, name)
+            faults = [] if number is None else _implausible(kind, number, "MB/s")
+            said += [f"{without}: {fault}" for fault in faults]
+            numbers[name] = None if faults else number
+        return Measured(self.hosts, tuple(kept), **numbers), tuple(said)
+
+    def network(self) -> HostNetwork | None:
+        """Return the network; None if no link is known."""
+        if not self.links:
+            return None
+        rate = min(link.bytes_per_us for link in self.links)
+        copies = self.copy_bytes_per_us or math.inf
+        trip_us = max(link.round_trip_us for link in self.links)
+        exchanges, fresh = self.exchange_bytes_per_us or rate, self.fresh_bytes_per_us or copies
+        return HostNetwork(self.hosts, rate, trip_us, exchanges, copies, fresh)
+
+
+def _implausible(kind: str, number: float, unit: str) -> list[str]:
+    least, most = _PLAUSIBLE[kind]
+    return [] if least <= number <= most else [f"a {kind} of {number:.3g} {unit} is outside {least:g} to {most:g}"]
