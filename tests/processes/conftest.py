@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from pool import measure_briefly
 
 from weft.launch import PRELOADED, Pool
 
@@ -30,4 +31,5 @@ def _imported_once() -> None:
 def pool() -> Iterator[Pool]:
     """Workers that stay up between tests and start at first use. A test that kills ranks makes its own pool."""
     with Pool(8) as workers:
+        workers.run(measure_briefly)
         yield workers
