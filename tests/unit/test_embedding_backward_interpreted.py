@@ -50,7 +50,7 @@ class Case:
 FEW = problem(2, (8, 3), 7)
 CASES: dict[str, Case] = {
     "any width": Case(problem(2, (8, 3, 1, 70), 6)),
-    "few rows, widths apart": Case(problem(2, (8, 300), 8, rows=2, longest=30)),
+    "few rows, widths apart": Case(problem(2, (8, 300), 12, rows=2, longest=60)),
     "weighted": Case(problem(3, (8, 3, 33), 7, weighted=True)),
     "features that share tables": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True)),
     "keys in another order": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True), keyed=True),
