@@ -69,7 +69,7 @@ def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> 
     """Return the torus of `weft.hw.topology.torus` as seen from rank 0."""
     rows = ranks // columns
     kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
-    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows), True)
+    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows))
     found.known["leaving"] = len(kinds) * bytes_per_us
     found.__dict__["period"] = 1
     return found
