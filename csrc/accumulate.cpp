@@ -67,7 +67,7 @@ void add_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch, 
             const std::string &dtype) {
     const bool is_double = dtype == "fp64", is_single = dtype == "fp32", is_brain = dtype == "bf16";
     if (!is_double && !is_single && !is_brain && dtype != "fp16")
-        throw nb::value_error(("dtype=" + dtype + ": fp32, bf16, fp16 and fp64 are added").c_str());
+        throw nb::value_error(("dtype=" + dtype + " cannot be added: use fp32, bf16, fp16 or fp64").c_str());
     const auto add = is_double ? add_row<Double> : is_single ? add_row<Single> : is_brain ? add_row<Brain> : add_row<Half>;
     const int64_t item = is_double ? 8 : is_single ? 4 : 2;
     int64_t width;
@@ -76,7 +76,7 @@ void add_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch, 
     if (cols == 0 || rows == 0) return;
     if (dst % uintptr_t(item) || (rows > 1 && dst_pitch % item))
         throw nb::value_error(("dst=" + std::to_string(dst) + ", dst_pitch=" + std::to_string(dst_pitch) +
-                               ": elements must lie at multiples of their size").c_str());
+                               " must be multiples of the element size, " + std::to_string(item)).c_str());
     nb::gil_scoped_release unlocked;
     for (int64_t row = 0; row < rows; ++row)
         add(reinterpret_cast<char *>(dst) + row * dst_pitch, reinterpret_cast<const char *>(src) + row * src_pitch, cols);

@@ -18,15 +18,15 @@ namespace weft {
 namespace {
 
 constexpr int64_t line = 64;
-// The number of row addresses to collect before the rows are summed. The addresses stay in the L2 cache. The prefetch
-// pipeline drains once per such batch of addresses.
+// The number of row addresses to collect before their rows are summed. The addresses stay in the L2 cache. After each
+// such batch of addresses, the prefetch pipeline runs empty.
 constexpr int64_t rows_at_once = 4096;
-// Samples to pool slot by slot. A larger number keeps more of a large table's page table entries and a small table's
-// rows in the caches; a smaller number sends earlier.
+// The smallest number of samples to pool slot by slot. Large blocks keep a small table's rows, and the page table
+// entries of a large table, in the caches. Small blocks are sent earlier.
 constexpr int64_t least_block_samples = 32;
 constexpr int64_t most_block_samples = 4096;
 constexpr int64_t staging_bytes = 4 << 20;  // the maximum per thread
-// Prefetch distance, shorter for a table that the L2 cache may hold.
+// The prefetch distance. A table that the L2 cache may hold gets a shorter distance.
 constexpr int64_t bytes_ahead = 16 << 10;
 constexpr int64_t near_bytes_ahead = 4 << 10;
 constexpr int64_t near_table_bytes = 1 << 20;
@@ -80,7 +80,7 @@ struct Plan {
     std::vector<Pool> pools;    // per slot
     FindRows find_rows;
     bool checked;
-    int64_t block_samples;  // the maximum number of samples of a block
+    int64_t block_samples;  // the largest number of samples in a block
     int64_t written = 0, widest_row = 0, widest_slice = 0, most_ahead = 0;
     std::vector<bool> streams;  // per destination: its rows are line-aligned and the call writes much
     std::atomic<int64_t> next_group{0}, next_event{0};
@@ -99,8 +99,9 @@ struct Plan {
         const int64_t world = int64_t(c.outputs.size());
         for (char *output : c.outputs)
             streams.push_back(written >= stream_from_bytes && stride_bytes % line == 0 && aligned(output));
-        // With a single thread, larger blocks are faster, because it stays longer with a table and walks the page table less
-        // often (measured on 48 tables of 64 MB: blocks of 4096 samples are 2.3x as fast as blocks of 256).
+        // With a single thread, larger blocks are faster, because the thread works longer on one table and walks the
+        // page table less often (measured on 48 tables of 64 MB: blocks of 4096 samples are 2.3x as fast as blocks of
+        // 256).
         const int64_t share = c.threads == 1 ? batch : batch / (4 * c.threads);
         block_samples = std::clamp(share, least_block_samples, most_block_samples);
         if (c.transport == Transport::put && widest_slice > 0)
@@ -129,7 +130,7 @@ struct Plan {
     }
 };
 
-// One thread's work: it takes blocks in order until none is left.
+// One thread's work: the thread takes blocks in order until none is left.
 class Worker {
   public:
     Worker(Plan &plan, int thread)
@@ -195,8 +196,8 @@ class Worker {
         }
     }
 
-    // The address of the slice for the block's first sample: at its destination, or in staging while it is pooled for
-    // another rank.
+    // Returns where the slice of the block's first sample is written: at its destination, or in staging memory if the
+    // sample belongs to another rank and the transport is `put`.
     char *target(const Block &block, const Slice &slice) const {
         return call_.outputs[block.destination] +
                (block.first - call_.batch_starts[block.destination]) * plan_.stride_bytes + slice.column * plan_.size;
@@ -239,7 +240,7 @@ class Worker {
         pending_ += run.values;
     }
 
-    // Sum the rows whose addresses have been collected.
+    // Sums the rows whose addresses have been collected.
     void flush() {
         if (runs_.empty()) return;
         std::fill_n(addresses_.begin() + pending_, plan_.most_ahead, zero_row_.get());
@@ -304,7 +305,7 @@ class Worker {
     int64_t pending_ = 0, bags_ = 0;  // the numbers of addresses and of lengths in use
 };
 
-// Count the out-of-range indices of the whole call and find the first, before anything is written.
+// Counts the out-of-range indices of the whole call, and finds the first of them, before any output is written.
 Outcome refuse_bad(const EmbeddingCall &call) {
     Outcome outcome;
     const int64_t batch = call.batch_starts.back();

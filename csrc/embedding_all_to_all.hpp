@@ -11,11 +11,11 @@
 // processed in groups of at most a few thousand samples, slot by slot, so a group visits each table once. Then the
 // indices of a slot are read sequentially. A small table, and a large table's page table entries, stay in cache.
 //
-// Transports. `direct`: vectors are stored at their destination as they are summed. The caller orders them for the
-// reader after the call; all stores, including cache-bypassing stores, are fenced before the call returns. `put`:
-// vectors for another rank are summed into a staging buffer private to the thread. Each slice is one contiguous copy,
-// a release fence, and one store of `epoch` to the slice's flag. A rank's own slices are summed in place and set
-// flags too.
+// Transports. `direct`: vectors are stored at their destination as they are summed. All stores, including
+// cache-bypassing stores, are fenced before the call returns. After the call, the caller signals the readers. `put`:
+// vectors for another rank are summed into a staging buffer of the thread. For each slice, the thread makes one
+// contiguous copy, a release fence, and one store of `epoch` to the slice's flag. A rank's own slices are summed in
+// place, and their flags are set too.
 //
 //     Writer: slice bytes, then (release) flags[(sample - batch_starts[dest]) * slices_per_sample + slice].
 //     Reader: `wait_flags` acquires every flag, then the rows are plain memory.
@@ -91,8 +91,8 @@ struct Outcome {
 std::vector<Slice> slices_of(const std::vector<Slot> &slots, int64_t slice_size);
 Outcome embedding_all_to_all(const EmbeddingCall &call);
 
-// Waits until all `count` flags have reached `epoch` (signed difference). After a timeout, `index` and `found` are the
-// first late flag and its value.
+// Waits until all `count` flags have reached `epoch` (compared as a signed difference). After a timeout, `index` and
+// `found` are the position and the value of the first late flag.
 Wait wait_flags(const std::atomic<int64_t> *flags, int64_t count, int64_t epoch, double deadline_s,
                 const std::atomic<int64_t> *failed, int64_t *index, int64_t *found);
 

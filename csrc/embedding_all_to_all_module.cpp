@@ -1,4 +1,4 @@
-// Python bindings of the CPU kernel. It takes arrays and addresses, and returns counts.
+// Python bindings of the CPU kernel. Its functions take arrays and addresses, and return counts.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

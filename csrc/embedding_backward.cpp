@@ -16,7 +16,7 @@
 namespace weft {
 namespace {
 
-constexpr int64_t unit_occurrences = 2048;  // occurrences in the short runs that a thread takes at once
+constexpr int64_t unit_occurrences = 2048;  // a thread takes short runs with about this many occurrences at once
 constexpr int64_t bytes_at_once = 8 << 10;  // reduced gradients of the rows that are updated together
 constexpr int64_t bytes_ahead = 4 << 10;    // prefetch distance in bytes of gradients
 constexpr int most_digit_bits = 11;
@@ -42,7 +42,7 @@ int64_t at(const void *array, int bits, int64_t i) {
     return bits == 32 ? static_cast<const int32_t *>(array)[i] : static_cast<const int64_t *>(array)[i];
 }
 
-// Runs work(unit) for all units on `threads` threads, the caller's included. Rethrows the first error.
+// Runs work(unit) for all units on `threads` threads. The calling thread is one of them. Rethrows the first error.
 template <class Work> void on_threads(int threads, int64_t units, Work work) {
     std::atomic<int64_t> next{0};
     std::exception_ptr failed;
@@ -67,7 +67,7 @@ template <class Work> void on_threads(int threads, int64_t units, Work work) {
     if (failed) std::rethrow_exception(failed);
 }
 
-// The bags of a block of offsets. Offsets are clamped, so that nothing outside of the values is read.
+// Visits the bags of a block of offsets. Offsets are clamped, so that nothing outside of the values is read.
 template <class Visit> void each_bag(const SparseInput &in, int64_t key, int64_t first, int64_t end, Visit visit) {
     auto offset = [&](int64_t bag) {
         return std::clamp<int64_t>(at(in.offsets, in.offsets_bits, key * in.batch + bag), 0, in.n_values);
@@ -79,7 +79,7 @@ template <class Visit> void each_bag(const SparseInput &in, int64_t key, int64_t
     }
 }
 
-// The row of an id; -1 if the id is out of range.
+// Returns the row of an id; -1 if the id is out of range.
 template <class Index> int64_t row_of(const SparseInput &in, int64_t position, int64_t rows) {
     const int64_t id = static_cast<const Index *>(in.values)[position];
     if (in.hash) return int64_t(hash_id(uint64_t(id)) % uint64_t(rows));
@@ -105,15 +105,15 @@ void SortedRows::sort(int64_t table, const SparseInput &in) {
     return in.values_bits == 32 ? sort_as<int32_t>(table, in) : sort_as<int64_t>(table, in);
 }
 
-// A stable radix sort by row. Each pass visits occurrences in the order of payloads. The first pass computes the keys and
-// writes them to their places by the lowest digit.
+// A stable radix sort by row. Each pass visits occurrences in the order of payloads. The first pass also computes the
+// keys.
 template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput &in) {
     OfTable &of = of_table_[table];
     const int64_t rows = tables_[table].rows;
     const uint64_t bags = uint64_t(of.slots.size()) * uint64_t(batch_);
     if (bags >= uint64_t(1) << 32)
         throw std::invalid_argument(std::to_string(of.slots.size()) + " features of " + std::to_string(batch_) +
-                                    " samples read one table: it may have less than 2**32 bags in a batch");
+                                    " samples read one table, which may have at most 2**32 - 1 bags in a batch: use a smaller batch");
     const bool weighted = in.per_sample_weights != nullptr;
     bool mean = false;
     int64_t given = 0;
@@ -125,7 +125,7 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
     const int row_bits = bits_of(uint64_t(rows - 1));
     if (of.payload_bits + row_bits > 64)
         throw std::invalid_argument(std::to_string(given) + " ids of a table of " + std::to_string(rows) +
-                                    " rows: too many for one batch");
+                                    " rows are too many for one batch: use a smaller batch");
     const int digits = given <= sort_by_comparison ? 0 : std::max(1, (row_bits + most_digit_bits - 1) / most_digit_bits);
     const int digit_bits = digits > 0 ? (row_bits + digits - 1) / digits : 0;
     const int64_t places = int64_t(1) << digit_bits, mask = places - 1;
@@ -199,7 +199,7 @@ void SortedRows::rows(int64_t table, int64_t *out) const {
     for (int64_t run = 0; run < runs(table); ++run) out[run] = of.row(of.runs[run]);
 }
 
-// One update: the sums of runs and segments, and the optimizer's rule.
+// One update: sums the gradients of runs and segments, and applies the optimizer's rule.
 class RowUpdater {
   public:
     RowUpdater(const SortedRows &sorted, const Update &update)
@@ -215,7 +215,8 @@ class RowUpdater {
     }
 
   private:
-    // Short runs [begin, end) of a table, or, with `partial`, the occurrences [begin, end) of a segment.
+    // A unit of a thread's work: the short runs [begin, end) of a table or, with `partial`, the occurrences [begin,
+    // end) of a segment.
     struct Unit {
         int64_t table, begin, end;
         float *partial;
@@ -226,7 +227,7 @@ class RowUpdater {
         int64_t count;
     };
 
-    // 16-bit gradients are converted to fp32 once.
+    // Converts 16-bit gradients to fp32, once for all threads.
     void widen() {
         gradients_ = reinterpret_cast<const float *>(update_.gradients);
         if (update_.gradients_dtype == Dtype::fp32) return;
@@ -326,7 +327,8 @@ class RowUpdater {
         apply(of.table, of.run, &row, 1, of.partials);
     }
 
-    // The gradients of occurrences [first, end), and `ahead` more addresses that are only prefetched.
+    // Finds the addresses of the gradients of occurrences [first, end), and of `ahead` more gradients that are only
+    // prefetched.
     void find(const SortedRows::OfTable &of, int64_t first, int64_t end, int64_t ahead, Scratch &scratch) const {
         scratch.gradients.resize(size_t(end - first + ahead));
         const uint32_t batch = uint32_t(sorted_.batch_);
@@ -357,7 +359,7 @@ class RowUpdater {
         if (memory.second && rule == Rule::adam) prefetch<2>(memory.second + row * dim, 4 * dim);
     }
 
-    // Applies the rule to `count` rows, of the runs from `run` on.
+    // Applies the rule to `count` rows. They belong to consecutive runs, of which `run` is the first.
     void apply(int64_t table, int64_t run, const int64_t *rows, int64_t count, float *g) {
         int64_t runs[most_rows];
         std::iota(runs, runs + count, run);
@@ -387,7 +389,7 @@ template <class T>
 void gradients_of_weights_as(const std::vector<BackwardSlot> &slots, const std::vector<BackwardTable> &tables,
                              const SparseInput &in, const std::vector<const char *> &weights, const T *gradients,
                              int64_t stride, float *out, int threads) {
-    std::vector<int64_t> keys;  // slots of one key write the same elements: one thread takes them, in order
+    std::vector<int64_t> keys;  // slots of one key write the same elements, so one thread processes them, in order
     for (const BackwardSlot &slot : slots)
         if (std::find(keys.begin(), keys.end(), slot.key) == keys.end()) keys.push_back(slot.key);
     std::fill_n(out, in.n_values, 0.0f);

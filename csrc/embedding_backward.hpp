@@ -1,5 +1,5 @@
-// The backward of embedding_all_to_all on CPU: the gradient of every row that a batch has read, reduced in a fixed order,
-// and an optimizer's update of the row.
+// The backward of embedding_all_to_all on CPU. For every row that a batch has read, the gradients are summed in a fixed
+// order, and an optimizer updates the row.
 //
 //     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
 //
@@ -8,8 +8,8 @@
 //
 // The order of sums does not depend on the number of threads or ranks. Occurrences of a row are summed in fp32, in the
 // order (slot, sample, place in the bag). Samples are numbered in the global batch, so source ranks are in order. A run
-// longer than `segment_occurrences` is split into segments of this length. A binary tree adds the sums of neighbouring
-// segments first. So all threads share the work of a row that occurs a million times.
+// longer than `segment_occurrences` is split into segments of this length. The sums of segments are added in a binary
+// tree, neighbours first. So many threads can share the work of a row that occurs a million times.
 //
 // Forward reads zeros for out-of-range ids, and backward ignores them.
 //
@@ -35,7 +35,7 @@ struct BackwardTable {
     int64_t rows, dim;
 };
 
-// The sparse input of one call. `SortedRows` copies from it and keeps no pointer to it.
+// The sparse input of one call. `SortedRows` copies what it needs and keeps no pointer to this struct.
 struct SparseInput {
     const void *values;
     int values_bits;
@@ -52,9 +52,9 @@ struct Update {
     const char *gradients;  // [batch, stride]
     int64_t stride;         // elements
     Dtype gradients_dtype;
-    Dtype dtype;            // of the tables, and of the output of rule `gradient`
+    Dtype dtype;            // of the tables, and of the output of the rule `gradient`
     UpdateRule rule;
-    bool sparse;            // rule `gradient`: out has one row per run, ascending; otherwise one per table row
+    bool sparse;            // for the rule `gradient`: out has one row per run, ascending; otherwise one per table row
     const Isa *isa;
     int threads;
 };
@@ -77,7 +77,8 @@ class SortedRows {
         int payload_bits = 0;
         int64_t count = 0;                 // occurrences
         std::unique_ptr<uint64_t[]> keys;  // row << payload_bits | payload, ascending
-        // Payload: with per-sample weights, the number of the occurrence (its bag is in `bags`); otherwise of its bag.
+        // The payload of a key. With per-sample weights, the number of the occurrence, whose bag is in `bags`.
+        // Otherwise, the number of the bag.
         std::vector<uint32_t> bags;        // number of the slot within the table * batch + sample
         std::vector<float> scales;         // per payload; empty: all 1
         std::vector<int64_t> runs;         // start of each run in `keys`, then the end
@@ -97,8 +98,9 @@ class SortedRows {
     int64_t batch_;
 };
 
-// The gradients of per-sample weights: out[i] = sum over slots that read value i of <grad[sample, columns], row>. A mean
-// divides by the bag's length. weights: the address of each table. Writes every element of out, [n_values].
+// Computes the gradients of per-sample weights: out[i] = sum over slots that read value i of <grad[sample, columns],
+// row>. For a mean, the result is divided by the bag's length. weights: the address of each table. Writes every element
+// of out, [n_values].
 void gradients_of_weights(const std::vector<BackwardSlot> &slots, const std::vector<BackwardTable> &tables,
                           const SparseInput &input, const std::vector<const char *> &weights, const char *gradients,
                           int64_t stride, Dtype dtype, float *out, int threads);

@@ -22,7 +22,7 @@ struct RowMemory {
 struct UpdateRule {
     Rule rule;
     float learning_rate, factor, eps, weight_decay, beta1, beta2;
-    float rest1, rest2;              // 1 - beta, computed in float64 and then rounded
+    float rest1, rest2;              // 1 - beta, computed in fp64, then rounded
     float correction1, correction2;  // Adam: 1 / (1 - beta ** iteration)
     float clip;                      // gradient elements are clamped to [-clip, clip]
     bool is_stochastic;              // stochastic rounding of 16-bit rows, from `seed`, table, row and column

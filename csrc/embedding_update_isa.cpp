@@ -1,8 +1,9 @@
-// The rules of embedding_update.hpp for one instruction set. This file is compiled once for each, with WEFT_ISA set to its
-// name. All code here has internal linkage and uses no library templates, for the reason in lanes.hpp.
+// The rules of embedding_update.hpp for one instruction set. This file is compiled once per instruction set, and
+// WEFT_ISA is set to the name of the instruction set. All code here has internal linkage and uses no library templates,
+// for the reason in lanes.hpp.
 //
-// Each step is a loop over the rows of a job. Their gradients stay in the L1 cache, and the CPU overlaps the dependency chains
-// (squares, root, quotient) of different rows.
+// Each step of a rule is a loop over the rows of a job. The gradients of these rows stay in the L1 cache, and the CPU
+// overlaps the dependency chains (squares, root, quotient) of different rows.
 #include "isa.hpp"
 #include "lanes.hpp"
 
@@ -61,8 +62,8 @@ float mean_of_squares(const float *g, int64_t dim) {
     return (even + odd) / float(dim);
 }
 
-// Stochastic rounding: up with probability (value - lower neighbour) / (upper - lower neighbour). The 24 lowest bits of
-// `random` decide. weft/kernels/embedding_backward.py does the same.
+// Stochastic rounding: rounds up with probability (value - lower neighbour) / (upper - lower neighbour). The 24 lowest
+// bits of `random` decide. weft/kernels/embedding_backward.py does the same.
 void narrow_at_random(float value, uint64_t, float *to) { *to = value; }
 void narrow_at_random(float value, uint64_t random, Brain *to) {
     uint32_t bits;
@@ -73,7 +74,7 @@ void narrow_at_random(float value, uint64_t random, Brain *to) {
 void narrow_at_random(float value, uint64_t random, Half *to) {
     constexpr float smallest_normal = 6.103515625e-05f, units = 16777216.0f;  // 2**-14, 2**24
     const float size = __builtin_fabsf(value);
-    if (size < smallest_normal) {  // subnormals are multiples of 2**-24
+    if (size < smallest_normal) {  // the spacing of subnormals is 2**-24
         const float scaled = size * units, below = __builtin_floorf(scaled);
         const float up = float(random & 0xffffff) < (scaled - below) * units ? 1.0f : 0.0f;
         to->bits = to_half(__builtin_copysignf((below + up) / units, value));
@@ -94,7 +95,8 @@ template <class Visit> [[gnu::always_inline]] inline void each_row(const UpdateJ
         if (!(skipped >> k & 1)) visit(k);
 }
 
-// w = w - rate * step(width, d). With a learning rate of 0 the row keeps its bits, including the signs of zeros.
+// Computes w = w - rate * step(width, d). With a learning rate of 0 the row keeps its bits, including the signs of
+// zeros.
 template <class T, class Step>
 [[gnu::always_inline]] inline void subtract(const UpdateRule &u, float rate, uint64_t number, T *w, int64_t row, int64_t dim,
                                             Step step) {
@@ -122,7 +124,7 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
     const int64_t dim = job.dim;
     float *const first = memory.first, *const second = memory.second;
     uint32_t skipped = 0;
-    float numbers[most_rows];  // of each row
+    float numbers[most_rows];  // one per row
     // Transforms the gradients for the rule: multiply by the factor, clip, add weight decay.
     if (u.factor != 1)
         each(job.count * dim, [&](auto width, int64_t d) {

@@ -1,8 +1,8 @@
-// The fluid part of the simulator's engine: the remaining work and the speed of each running step, and the time of the next
-// completion. weft/sim/engine.py decides which steps exist and when they begin.
+// The fluid model of the simulator's engine: the remaining work and the speed of each running step, and the time of the
+// next completion. weft/sim/engine.py decides which steps exist and when they begin.
 //
-// Lanes that can slow each other down form a part (weft/sim/scarce.py). When work begins or ends, only the speeds in its part
-// change. Speeds are cached by the set of running steps, because the same sets recur.
+// Lanes that can slow each other down form a part (weft/sim/scarce.py). When work begins or ends, only the speeds in
+// its part change. Speeds are cached by the set of running steps, because the same sets recur.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -24,33 +24,34 @@ namespace nb = nanobind;
 
 namespace {
 
-// Remaining work below this counts as zero, because of rounding errors of floating-point times.
+// Less remaining work than this counts as zero, because floating-point times have rounding errors.
 constexpr double done_us = 1e-7;
 
-// From this number of concurrent steps on, sets rarely recur, and updating the speeds is cheaper than caching them.
+// With this many concurrent steps or more, the same sets rarely recur, and updating the speeds is cheaper than caching
+// them.
 constexpr size_t many = 256;
 
 struct Working {
     int lane, load;
     double work_us, rest, speed;
     double mark;     // the remaining work at the next pulse
-    uint32_t after;  // the remaining pulses: bit i for the end of part i + 1 of the work
+    uint32_t after;  // the remaining pulses: bit i stands for the end of part i + 1 of the work
     int step = -1;   // the step's index in the part's `in_flow`
 };
 
 struct Part {
     std::vector<Working> working;
     double at_us = 0.0;  // the time at which `rest` of the work is valid
-    int64_t ends = 0;    // the sequence number of the valid planned end; older ones in the queue are stale
+    int64_t ends = 0;    // the number of the valid planned end; queue entries with older numbers are ignored
     bool changed = false;
-    std::unique_ptr<weft::SharesInFlow> in_flow;  // if many steps run at once
+    std::unique_ptr<weft::SharesInFlow> in_flow;  // used if many steps run at once
 };
 
 struct End {
     double at_us;
-    int64_t order;  // of ends at the same time, the first planned is first
+    int64_t order;  // of ends at the same time, the first planned comes first
     size_t part;
-    int64_t number;  // of the end, among the part's
+    int64_t number;  // of this end, counted per part
     bool operator>(const End &other) const { return std::tie(at_us, order) > std::tie(other.at_us, other.order); }
 };
 
@@ -73,7 +74,7 @@ class Fluid {
 
     Fluid(const Fluid &) = delete;
 
-    // pulses: bit i for a pulse when i + 1 of the equal parts of the work are done.
+    // Begins a step. pulses: bit i asks for a pulse when i + 1 of the equal parts of the work are done.
     Due begin(double now, int lane, int load, double work_us, uint32_t pulses) {
         if (work_us <= done_us) return {{lane, true}};
         Due due;
@@ -98,7 +99,8 @@ class Fluid {
             ends_.push({part.at_us + std::max(0.0, left), ++planned_, number, part.ends});
         }
         changed_.clear();
-        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();  // stale: speeds have changed
+        // skip ends that were planned with other speeds
+        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();
         return ends_.empty() ? std::numeric_limits<double>::infinity() : ends_.top().at_us;
     }
 
@@ -117,7 +119,8 @@ class Fluid {
     size_t known() const { return n_known_; }
 
   private:
-    // The remaining work at the first of these pulses. The end of the last part is the end of the work, not a pulse.
+    // Returns the remaining work at the first of these pulses. The end of the last part is the end of the work, not a
+    // pulse.
     double mark(double work_us, uint32_t pulses) const {
         const int parts = std::countr_zero(pulses) + 1;
         return parts < pulses_ ? work_us * (1 - double(parts) / pulses_) : 0.0;
@@ -128,7 +131,7 @@ class Fluid {
         parts_[part].changed = true;
     }
 
-    // Advance to time `now`. Return the lanes with due pulses, then the lanes that are done.
+    // Advances a part to time `now`. Adds to `due` the lanes with pulses, then the lanes that are done.
     void flow(Part &part, double now, Due &due) {
         const double passed = now - part.at_us;
         const double nearly = std::max(done_us, 1e-12 * now);  // late in a long run the clock has a lower resolution
@@ -148,7 +151,8 @@ class Fluid {
         });
     }
 
-    // Set the speeds of many steps, from those before the change; false if there are few, or if that fails.
+    // Updates the speeds of many steps from the speeds before the change. Returns false if there are few steps, or if
+    // the limits do not converge.
     bool flowing(Part &part) {
         if (!part.in_flow) {
             if (part.working.size() < many) return false;
@@ -199,13 +203,15 @@ class Fluid {
     std::unordered_map<std::vector<int>, std::vector<double>, Hash> known_;
     size_t n_known_ = 0;
     std::vector<Part> parts_;
-    std::vector<size_t> changed_;  // since the last step
+    std::vector<size_t> changed_;  // since the engine's last step
     std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;
     int64_t planned_ = 0;
 };
 
 std::vector<double> max_min_speeds(const std::vector<weft::Load> &loads, const std::vector<int> &counts) {
-    if (loads.size() != counts.size()) throw nb::value_error("there must be a count for each load");
+    if (loads.size() != counts.size())
+        throw nb::value_error((std::to_string(counts.size()) + " counts for " + std::to_string(loads.size()) +
+                               " loads: pass a count for each load").c_str());
     std::vector<int> keys(loads.size());
     std::iota(keys.begin(), keys.end(), 0);
     return weft::MaxMinShares(loads).speeds(keys, counts);

@@ -1,8 +1,8 @@
 // The counters of a group that every call updates. weft/symm/calls.py defines their meaning.
 //
 // One thread at a time makes calls. The watchdog thread reads the digests, and records refusals and the time of its
-// last check. Both hold the GIL. No function here releases the GIL or calls Python between its first and last access, so each
-// function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of its list.)
+// last check. Both threads hold the GIL. No function here releases the GIL or calls Python between its first and last
+// access, so each function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of its list.)
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -30,7 +30,7 @@ class CallLock {
         ++depth_;
         return true;
     }
-    // Returns false if this thread does not hold it.
+    // Releases the lock. Returns false if the calling thread does not hold the lock.
     bool release() {
         if (depth_ == 0 || owner_ != PyThread_get_thread_ident()) return false;
         --depth_;
@@ -75,7 +75,7 @@ class CallDigest {
     nb::object what() const { return what_; }
 
     uint64_t digest = 0;
-    std::pair<uint64_t, uint64_t> words{};  // of layers, up to the last call
+    std::pair<uint64_t, uint64_t> words{};  // the digest words of layers, up to the last call
     int64_t last = 0;
 
   private:
@@ -83,14 +83,15 @@ class CallDigest {
     nb::object what_ = nb::steal(PyUnicode_FromString(""));
 };
 
-// The state of a group as its watchdog knows it.
+// What the watchdog of a group knows about its state.
 struct Health {
     explicit Health(double stale_s) : stale_s(stale_s) {}
     static double now() {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
     bool is_stale() const { return now() - looked_at > stale_s; }
-    // First calls the methods that `looks` refers to.
+    // Returns true if the group has not failed and the watchdog has checked it recently. First calls the methods that
+    // `looks` refers to.
     bool is_well() const {
         if (nb::len(looks))
             for (nb::handle look : nb::borrow<nb::tuple>(checked(PySequence_Tuple(looks.ptr()))))  // a method may change the list
@@ -100,7 +101,8 @@ struct Health {
 
     std::atomic<int64_t> failed{0};  // native waits read it, and Python writes it by its address
     double looked_at = now(), stale_s;
-    nb::list looks;  // weak references to methods that fail the group if they know of a failure before it does
+    // weak references to methods that fail the group if they know of a failure that the watchdog has not seen yet
+    nb::list looks;
 };
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// Names of the functions that are compiled once per instruction set, with WEFT_ISA set to its name.
+// Names of the functions that are compiled once per instruction set. WEFT_ISA is the name of the instruction set.
 #pragma once
 #include "embedding_update.hpp"
 #include "pooling.hpp"

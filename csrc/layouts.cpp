@@ -10,9 +10,9 @@ constexpr int64_t LOW = int64_t(1) << 40;  // bytes
 
 }  // namespace
 
-// FSDP frees parameters by `untyped_storage().resize_(0)`. The address of such a tensor is its offset, which is far below all
-// valid addresses. Querying a storage takes 0.2 us, which matters for calls on GPUs, so only storages at low addresses are
-// queried there.
+// Returns true unless the storage was freed. FSDP frees parameters by `untyped_storage().resize_(0)`; the address of
+// such a tensor is its offset, which is far below all valid addresses. Querying a storage takes 0.2 us, which matters
+// for calls on GPUs. So for GPU tensors, only storages at low addresses are queried.
 bool LayoutReader::has_memory(nb::handle object, const TensorView &tensor) const {
     const int64_t begin = address(tensor);
     if (tensor.device_type != CPU && (begin < 0 || begin >= LOW)) return true;

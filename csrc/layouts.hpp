@@ -2,7 +2,7 @@
 //
 // Python needs a call for each of these properties. For the tables of a recommendation model, these calls take longer
 // than launching the kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all
-// of them at once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+// properties of a tensor in one call. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
 //
 // The arguments of a whole call are read in the same way, so a cached call is found in a microsecond.
 #pragma once
@@ -47,8 +47,8 @@ class LayoutReader {
         if (api_->major != 1 || !api_->tensor_of)
             throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
     }
-    // Returns None if an object is not a plain tensor or parameter, or if gradients are enabled and a tensor requires
-    // one.
+    // Returns None if an object is not a plain tensor or parameter. Also returns None if gradients are enabled and a
+    // tensor requires a gradient.
     nb::object read(nb::list tensors, bool gradients) {
         Words words;
         words.reserve(8 * nb::len(tensors));
@@ -62,7 +62,8 @@ class LayoutReader {
         return bytes(words);
     }
     // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
-    // None for anything else, for a tensor whose storage was freed, and if gradients are enabled and a tensor requires one.
+    // None for any other argument, and for a tensor whose storage was freed. Also returns None if gradients are enabled
+    // and a tensor requires a gradient.
     nb::object signature(nb::tuple arguments, bool gradients) {
         Words words;
         words.reserve(64);
@@ -104,7 +105,7 @@ class LayoutReader {
   private:
     // One object per call, because querying a tensor may run Python code, which may run another call.
     struct Words : std::vector<int64_t> {
-        int64_t any_rows = -1;  // a number of rows that keys of matrices omit
+        int64_t any_rows = -1;  // the number of rows that keys of matrices omit; -1: none
     };
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
@@ -122,7 +123,7 @@ class LayoutReader {
         if (tensor.ndim == 2 && words[shape] == words.any_rows) words[shape] = -1;
         words.insert(words.end(), tensor.strides, tensor.strides + tensor.ndim);
     }
-    // Returns true if the storage of a tensor holds all of its elements.
+    // Returns true if the tensor's storage holds all of its elements.
     bool has_memory(nb::handle object, const TensorView &tensor) const;
     bool sign(Words &words, nb::handle argument, bool gradients) const {
         PyObject *const object = argument.ptr();
@@ -144,7 +145,7 @@ class LayoutReader {
             words.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
             TensorView tensor{};
             if (api_->tensor_of(object, &tensor)) {
-                PyErr_Clear();  // a tensor without memory, as on meta
+                PyErr_Clear();  // a tensor without memory, for example on the device meta
                 return false;
             }
             if (!has_memory(argument, tensor)) return false;  // the argument checks report it

@@ -1,6 +1,8 @@
-// A tensor over memory that another object owns. The tensor and all its views keep `owner` alive. When the last of them is
-// freed, `owner` is released, and the output pool learns that the buffer is free. Python gets the tensor as a DLPack capsule,
-// because for an object with __dlpack__, torch would make half a dozen calls to find the stream.
+// A tensor in memory that another object owns. The tensor and all its views keep `owner` alive. When the last of them
+// is freed, `owner` is released, and the output pool learns that the buffer is free.
+//
+// Python receives the tensor as a DLPack capsule. If it received an object with __dlpack__, torch would make half a
+// dozen calls to find the stream.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>

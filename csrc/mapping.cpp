@@ -1,5 +1,5 @@
-// Shared memory that stays mapped as long as a reference to the mapping exists. Unlike Python's `mmap`, it keeps no duplicate
-// of the file descriptor open.
+// Shared memory that stays mapped as long as the mapping is referenced. Unlike Python's `mmap`, this class keeps no
+// duplicate of the file descriptor open.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <sys/mman.h>
@@ -16,8 +16,8 @@ class Mapping {
   public:
     Mapping(int fd, size_t nbytes) : nbytes_(nbytes) {
         struct stat file;
-        // A file that is too short, or that its creator could still shorten, would cause a bus fault instead of an
-        // error.
+        // If the file were too short, or if its creator could still shorten it, an access would cause a bus fault
+        // instead of an error.
         const int seals = fcntl(fd, F_GET_SEALS);
         if (seals < 0 || fstat(fd, &file) < 0) fail();
         if (!(seals & F_SEAL_SHRINK) || size_t(file.st_size) < nbytes) {
@@ -47,8 +47,8 @@ class Mapping {
     size_t nbytes_;
 };
 
-// Ask for huge pages in memory that has not been touched. Random reads of a large table then miss the TLB less often. This is
-// only advice: systems without huge pages ignore it.
+// Asks for huge pages in memory that has not been touched, so that random reads of a large table miss the TLB less
+// often. Systems without huge pages ignore the request.
 void prefer_huge_pages(uintptr_t address, size_t nbytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (address + page - 1) / page * page;

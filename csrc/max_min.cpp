@@ -1,5 +1,5 @@
-// Max-min fair shares, found by adjusting the limits of resources to each other (weft/sim/max_min.py). Sums are computed in the
-// order of the given steps, so results are reproducible.
+// Max-min fair shares. The limits of resources are adjusted to each other until none changes (weft/sim/max_min.py).
+// Sums are computed in the order of the given steps, so results are reproducible.
 #include "max_min.hpp"
 
 #include <algorithm>
@@ -14,21 +14,21 @@ namespace {
 constexpr int most_rounds = 200, undamped_rounds = 40;
 constexpr double nothing = 1e-12;
 
-// Concurrent steps: the load of each kind of step, and the number of steps of this kind.
+// Concurrent steps: the load of each kind of step, and the number of steps of each kind.
 struct Running {
     std::vector<std::vector<Use>> uses;
     const std::vector<int> &counts;
 };
 
-// The use of one resource by a step. A resource that represents several may occur several times in a step's load: `most` is the
-// largest of the amounts at full speed, and `times` is their sum divided by `most`.
+// A step's use of one resource. A resource that represents several may occur several times in a step's load. `most` is
+// the largest of the amounts at full speed, and `times` is their sum divided by `most`.
 struct Part {
     int place;  // the step, or the resource
     double most, times;
 };
 
-// The limit of a resource: the most of `room` that one step may take, if no step takes more than its cap. caps: (cap, number of
-// steps with it). Infinite if there is enough for all.
+// Returns the limit of a resource: the most of `room` that one step may take, if no step takes more than its cap. caps:
+// (cap, number of steps with this cap). The limit is infinite if there is enough for all steps.
 double limit_of(std::vector<std::pair<double, double>> &caps, double room) {
     std::sort(caps.begin(), caps.end());
     double waiting = 0.0;
@@ -41,9 +41,10 @@ double limit_of(std::vector<std::pair<double, double>> &caps, double room) {
     return std::numeric_limits<double>::infinity();
 }
 
-// The limits of all resources. One after another is adjusted to the others until none changes. For flows over links this takes
-// as many rounds as there are different limits (Charny, Clark and Jain, "Congestion control with explicit rate indication",
-// 1995). For steps that use resources in different proportions the limits may oscillate; then changes are damped.
+// The limits of all resources. They are adjusted one by one, each to the others, until none changes. For flows over
+// links this takes as many rounds as there are different limits (Charny, Clark and Jain, "Congestion control with
+// explicit rate indication", 1995). For steps that use resources in different proportions, the limits may oscillate;
+// then changes are damped.
 class Limits {
   public:
     Limits(const Running &steps, const std::vector<double> &room)
@@ -63,7 +64,7 @@ class Limits {
         }
     }
 
-    // True if the limits have converged.
+    // Adjusts the limits. Returns true if they have converged.
     bool settle() {
         for (int round = 0; round < most_rounds; ++round)
             if (!adapt(round < undamped_rounds)) return true;
@@ -124,8 +125,8 @@ class Limits {
     std::vector<std::pair<double, double>> caps_;
 };
 
-// Correct speeds that have nearly converged: no resource is oversubscribed, and every step below full speed has a fully used
-// resource.
+// Corrects speeds that have nearly converged. Afterwards no resource is oversubscribed, and every step below full speed
+// uses a resource that is fully used.
 void fit(const Running &steps, const std::vector<double> &room, std::vector<double> &speeds) {
     const auto used = [&](const std::vector<double> &of_steps) {
         std::vector<double> total(room.size(), 0.0);
@@ -189,7 +190,7 @@ std::vector<double> max_min(Running steps, const std::vector<double> &capacity) 
     return speeds;
 }
 
-// Slow down the steps that share a disturbed resource until their uses fit.
+// Slows down the steps that share a disturbed resource until their uses fit.
 void disturb(const std::vector<const Uses *> &loads, const std::vector<int> &counts, const std::vector<double> &capacity,
              std::vector<double> &speeds) {
     struct Disturbed {
@@ -247,7 +248,7 @@ std::vector<double> MaxMinShares::speeds(const std::vector<int> &keys, const std
     for (size_t i = 0; i < loads.size(); ++i)
         for (const Use &use : loads[i]->hold) held[use.resource] += counts[i] * use.amount;
 
-    // Entry r is for resource r, entry resources_ + r for the units of r that are held.
+    // Entry r is the capacity of resource r. Entry resources_ + r is the capacity of its held units.
     std::vector<double> capacity(2 * resources_, 1.0);
     for (int r = 0; r < resources_; ++r)
         if (held[r] > 0) capacity[r] = std::max(max_min_least, 1.0 - held[r]);
@@ -281,7 +282,8 @@ int SharesInFlow::add(int key) {
     const Uses &uses = shares_.uses(key);
     for (const Use &one : uses.share) use(number, one);
     for (const Use &one : uses.hold) {
-        // Holders take turns only if all of them together hold more than there is. Otherwise this resource is never short.
+        // Only if the holders together hold more units than exist, they take turns. Otherwise these units are never
+        // short.
         use(number, {shares_.resources() + one.resource, one.amount});
         held_[one.resource].emplace_back(number, one.amount);
         touch(one.resource);
@@ -360,7 +362,8 @@ void SharesInFlow::touch(int resource) {
     is_touched_[resource] = true;
 }
 
-// Update the speed of a step after a change of one limit. Its other resources are marked if its cap there changes.
+// Updates the speed of a step after one limit has changed. If the step's cap at another resource changes, this resource
+// is marked.
 void SharesInFlow::see(int number, int because) {
     Step &step = steps_[number];
     const double speed = step.speed, otherwise = step.otherwise;
@@ -384,8 +387,9 @@ void SharesInFlow::see(int number, int because) {
     }
 }
 
-// Like `limit_of`, but by Newton's method from the previous limit, without sorting. The limit divides what the steps with lower
-// caps leave among the other steps. After the first iteration it only rises.
+// Like the function `limit_of`, but uses Newton's method from the previous limit, without sorting. Steps whose caps are
+// lower take their caps, and the limit divides the rest among the other steps. After the first iteration the limit only
+// rises.
 double SharesInFlow::limit_of(int resource) {
     const double room = this->room(resource);
     double wanted = 0.0, times = 0.0;

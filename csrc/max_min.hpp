@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// The share of a resource that remains if all its units are held: kernels that started earlier keep some units.
+// The share of a resource that remains for other steps if kernels that started earlier hold all its units.
 constexpr double max_min_least = 1e-3;
 
 // The resources that a step uses at full speed, as (resource, amount): shared, held, disturbed (`Load` in
@@ -39,8 +39,8 @@ class MaxMinShares {
     std::vector<Uses> loads_;
 };
 
-// The speeds of many steps, updated as steps begin and end. Only affected resources are solved again, from their last
-// limits. The shares are the same as from a new start.
+// The speeds of many steps, updated as steps begin and end. After a change, only the limits of affected resources are
+// computed again, from their last values. The shares are the same as if all were computed anew.
 class SharesInFlow {
   public:
     explicit SharesInFlow(const MaxMinShares &shares);
@@ -54,7 +54,7 @@ class SharesInFlow {
     std::vector<double> speeds(const std::vector<int> &steps) const;
 
   private:
-    struct Part {  // the use of one resource by a step, as Part in max_min.cpp
+    struct Part {  // a step's use of one resource, like Part in max_min.cpp
         int place;
         double most, times;
     };

@@ -1,5 +1,5 @@
-// A simulator of T3's GPU at the level of memory bursts: the work-groups of a GEMM, the traffic of a ring, and the memory
-// controller. weft/sim/memory_controller describes the model and checks its numbers.
+// A simulator of T3's GPU at the level of memory bursts. It models the work-groups of a GEMM, the traffic of a ring,
+// and the memory controller. weft/sim/memory_controller describes the model and checks its numbers.
 #include "memory_controller.hpp"
 
 #include "memory_controller_cache.hpp"
@@ -20,7 +20,8 @@ constexpr double never = std::numeric_limits<double>::infinity();
 
 enum Arbitration { round_robin, compute_first, mca };
 enum OwnWrites { after_reads, alternating, watermarks, in_order };
-enum Output { cached, added, remote, stored };  // through the LLC, added by memory, into the peer's memory, past the LLC
+// cached: through the LLC; added: memory adds; remote: into the peer's     memory; stored: past the LLC
+enum Output { cached, added, remote, stored };
 enum Kind { gemm_read, gemm_write, ring_read, ring_write, kinds };
 enum Op { read_op, store_op, update_op };
 
@@ -32,7 +33,7 @@ struct Burst {
     Op op;
     Kind kind;
     double bytes;
-    int64_t tag;  // the operand or the piece
+    int64_t tag;  // the number of the operand or of the piece
     int slot;     // the slot of the work-group that ends when this burst is accepted
     int64_t came;
 };
@@ -191,7 +192,7 @@ class Run {
         for (auto [slot, slab] : waiting) work(slot / s_.slots);
     }
 
-    // The oldest work-group of a unit whose operands have arrived computes a slab.
+    // Lets the oldest work-group of a unit whose operands have arrived compute a slab.
     void work(int unit) {
         if (unit_busy_[unit]) return;
         int best = -1;
@@ -235,7 +236,8 @@ class Run {
 
     void retire(int slot) {
         ++retired_;
-        if (!measured_ && retired_ >= std::min(n_tiles_, s_.units * s_.slots)) {  // the first stage, which no traffic disturbs
+        // the first stage is done, which no traffic disturbs
+        if (!measured_ && retired_ >= std::min(n_tiles_, s_.units * s_.slots)) {
             measured_ = true;
             intensity_ = clock_.now > 0 ? gemm_busy_ns_ / clock_.now : 1.0;
             size_t i = 0;
@@ -266,8 +268,8 @@ class Run {
         for (int i = 0; i < n; ++i) queue.push_back({op, kind, bytes / n, number(p), i + 1 == n ? slot : -1, ++came_});
     }
 
-    // Allocate the tracker entries of a tile's wavefronts; return false if their set is full. Before a tile begins, only the next
-    // tile of a set may allocate, so that an earlier tile never waits for a later one.
+    // Allocates the tracker entries of a tile's wavefronts. Returns false if their set is full. Before a tile begins,
+    // it may allocate entries only if it is the next tile of its set. So an earlier tile never waits for a later tile.
     bool take(int tile) {
         if (!s_.sets || s_.made || taken_[tile]) return true;
         int &held = held_[tile % s_.sets];
@@ -279,14 +281,14 @@ class Run {
         return true;
     }
 
-    // Hand arrived pieces of a tile to the controller, once the tracker has room for their entries.
+    // Passes arrived pieces of a tile to the controller, once the tracker has room for their entries.
     void unpark(int tile) {
         if (tile >= n_tiles_ || parked_[tile].empty() || !take(tile)) return;
         for (int wave : parked_[tile]) put(ring_writes_, {tile, wave}, Op(s_.arrival), ring_write, -1);
         parked_[tile].clear();
     }
 
-    // Count an access to a piece, by this GPU or a peer. The last access triggers the piece's copy.
+    // Counts an access to a piece, by this GPU or by a peer. The last access starts the piece's copy.
     void count(int64_t n, double bytes) {
         const Piece p = piece(n);
         const int c = s_.chunk[p.tile];
@@ -300,7 +302,7 @@ class Run {
             unpark(p.tile + s_.sets * (s_.ways / s_.wavefronts));
             admit();
         }
-        if (s_.copies > 1) {  // a kernel takes whole chunks
+        if (s_.copies > 1) {  // a kernel reduces whole chunks
             if (--missing_[c]) return;
             for (int t : tiles_of_[c])
                 for (int w = 0; w < s_.wavefronts; ++w) copy_.push_back({t, w});
@@ -336,7 +338,7 @@ class Run {
             send(link);
             return;
         }
-        reading_ -= read_bytes(p);  // the last sum of a kernel stays
+        reading_ -= read_bytes(p);  // a kernel writes the last sum to memory, so it stays there
         put(ring_writes_, p, store_op, ring_write, -1);
         copy();
     }
@@ -484,7 +486,7 @@ class Run {
     const int rank_;
     const int n_tiles_;
     int a_panels_ = 0;
-    int64_t operands_;  // the number of cache lines of operands; those of outputs follow
+    int64_t operands_;  // the number of cache lines of operands; the lines of outputs follow
     std::vector<std::vector<int>> tiles_of_;
     std::vector<int> place_;  // of each tile in its chunk
     Cache lines_;
@@ -500,7 +502,7 @@ class Run {
     double ring_at_ = 0;
     std::vector<double> counts_;
     std::vector<int> read_left_, held_, missing_;
-    std::vector<std::vector<int>> parked_;  // of each tile, its arrived waves that wait for the tracker
+    std::vector<std::vector<int>> parked_;  // of each tile, its arrived pieces that wait for the tracker
     int tracked_ = 0, most_held_ = 0;
     int64_t pieces_left_ = 0;
     std::deque<Piece> copy_;

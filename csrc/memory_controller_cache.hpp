@@ -1,4 +1,4 @@
-// The last-level cache of the memory controller's model, with least-recently-used eviction.
+// The last-level cache of the model of the memory controller. It evicts the least recently used lines.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,8 @@
 
 namespace weft {
 
-// An operand's slab or a tile's output. before, after: its neighbours in the LRU list; -1 for none.
+// A line of the cache: a slab of an operand, or the output of a tile. before, after: the neighbours in the LRU list; -1
+// for none.
 struct Line {
     enum { absent, pending, present } state = absent;
     bool dirty = false;
@@ -38,7 +39,7 @@ class Cache {
         dirty_bytes_ += bytes;
     }
 
-    // Inserts a line and evicts the oldest lines if needed. Calls `write_back(bytes)` for each evicted dirty line.
+    // Inserts a line. If needed, evicts the oldest lines, and calls `write_back(bytes)` for each evicted dirty line.
     template <class WriteBack>
     void keep(int64_t id, WriteBack write_back) {
         lines_[id].state = Line::present;

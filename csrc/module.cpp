@@ -19,7 +19,7 @@ void register_fluid(nb::module_ &m);
 void register_memory_controller(nb::module_ &m);
 
 NB_MODULE(_core, m) {
-    // Tensors over leased memory may live as long as the interpreter: this is no leak.
+    // Tensors in leased memory may live as long as the interpreter. nanobind would report them as leaks.
     nb::set_leak_warnings(false);
     m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
     register_signal(m);

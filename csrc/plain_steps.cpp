@@ -48,7 +48,7 @@ PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64
         const nb::tuple read = nb::cast<nb::tuple>(written[2]);
         const size_t wanted = kind == mm ? 2 : kind == scaled || kind == scaled_fast ? 4 : 1;
         if (kind == std::size(kinds) || nb::len(read) < wanted)
-            throw std::invalid_argument("no plain step: " + std::string(nb::repr(one).c_str()));
+            throw std::invalid_argument("not a plain step: " + std::string(nb::repr(one).c_str()));
         Step &step = steps_.emplace_back(Step{Kind(kind), place(nb::object(written[1])), {}, nb::object(written[3])});
         for (nb::handle buffer : read) step.in.push_back(place(buffer));
     }
@@ -57,7 +57,7 @@ PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64
 size_t PlainSteps::place(nb::handle name) const {
     for (size_t i = 0; i < names_.size(); ++i)
         if (names_[i].equal(name)) return i;
-    throw std::invalid_argument("no buffer " + std::string(nb::repr(name).c_str()));
+    throw std::invalid_argument("no buffer has the name " + std::string(nb::repr(name).c_str()));
 }
 
 nb::object PlainSteps::new_matrix(nb::handle like, int64_t rows, int64_t cols) const {
@@ -85,7 +85,7 @@ nb::object PlainSteps::scaled_product(const Step &step, const std::vector<nb::ob
 void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
     for (const Step &step : steps_) {
         for (size_t read : step.in)
-            if (!buffers[read].is_valid()) throw std::invalid_argument("a buffer that a step reads is missing");
+            if (!buffers[read].is_valid()) throw std::invalid_argument("a step reads a buffer that no step has written: correct the order of steps");
         const nb::object x = buffers[step.in[0]];
         nb::object work;
         switch (step.kind) {
@@ -129,7 +129,8 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
             break;
         }
         }
-        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // make the stream wait, as the backend has not
+        // make the stream wait, because the backend has not
+        if (work.is_valid() && !work.is_none()) call_method(work, wait_);
     }
 }
 

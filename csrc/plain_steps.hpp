@@ -1,8 +1,8 @@
-// GEMMs and collectives of equal parts over whole matrices, called one after the other: the functions of torch and
-// the process group, on the caller's stream.
+// Unfused calls: GEMMs and collectives over whole matrices with equal parts, one after another. They are the functions
+// of torch and of the process group, on the caller's stream.
 //
-// Native code calls them through Python's C API, without interpreter frames. So a call costs no more than NCCL and
-// cuBLAS called by hand, and the module does not depend on torch's ABI.
+// Native code calls these functions through Python's C API, without interpreter frames. So a call costs no more than
+// NCCL and cuBLAS called directly, and the module does not depend on torch's ABI.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -35,11 +35,11 @@ struct TorchCalls {
 
 class PlainSteps {
   public:
-    // buffers: the names of inputs first. steps: (kind, the buffer that it writes, the buffers that it reads, dtype);
-    // for kind "called", a function of these buffers replaces the dtype.
+    // buffers: the names of all buffers, inputs first. steps: (kind, the buffer that it writes, the buffers that it
+    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
-    // Runs all steps. buffers: one per name. The caller sets the inputs; steps set the others.
+    // Runs all steps. buffers: one per name. The caller sets the inputs; the steps set the other buffers.
     void run(std::vector<nb::object> &buffers, nb::handle group) const;
     // Returns all buffers by their names.
     nb::dict run_by_name(nb::dict inputs, nb::object group) const;

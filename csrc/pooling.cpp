@@ -1,4 +1,4 @@
-// The versions of the pooling loops that this machine can run.
+// Lists the versions of the pooling loops that this machine can run.
 #include "pooling.hpp"
 
 #include <stdexcept>

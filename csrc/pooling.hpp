@@ -3,10 +3,10 @@
 //
 //     out[b] = sum over i in bag b, in bag order, of weight[i] * row[i]        (mean: divided by the bag's length)
 //
-// Numerics are bitwise the same on every instruction set. Rows are widened to fp32. The sum starts at +0 and adds the
-// rows in the bag's order. The product with a per-sample weight is rounded before it is added (no fused multiply-add,
-// so that a machine without it agrees). The mean divides by the length. fp16 and bf16 results are rounded to nearest,
-// ties to even. An empty bag is zeros.
+// Results are bitwise the same on every instruction set. Rows are widened to fp32. The sum starts at +0 and adds the
+// rows in the bag's order. The product with a per-sample weight is rounded before it is added: fused multiply-add is
+// not used, because some machines lack it. For a mean, the sum is divided by the length. fp16 and bf16 results are
+// rounded to nearest, ties to even. The result of an empty bag is zeros.
 //
 // Two functions limit the number of compiled variants. `FindRows` turns indices into row addresses, by index width,
 // hash and bounds check. `Pool` gets only addresses, so it can prefetch rows of later bags and tables.
@@ -31,10 +31,10 @@ struct RowsJob {
     const char *zero_row;    // the row that a bad index reads
     const char **addresses;  // out: one per index
 };
-// Returns the number of bad indices (always 0 for the unchecked and the hashed versions).
+// Returns the number of bad indices (always 0 for the versions without bounds check and with a hash).
 using FindRows = int64_t (*)(const RowsJob &);
 
-// Consecutive bags of one block of offsets. Offsets are clamped to be ascending and within the values, so that no
+// Consecutive bags of one block of offsets. Offsets are clamped: they ascend and stay within the values, so that no
 // other memory is read.
 struct Bags {
     int64_t begin;   // first value
@@ -43,12 +43,12 @@ struct Bags {
 };
 
 struct PoolJob {
-    const char *const *rows;    // addresses of all rows of all bags, and `ahead` more (any addresses: only prefetched)
+    const char *const *rows;    // addresses of the rows of all bags; `ahead` more follow, which are only prefetched
     const float *weights;       // one per row, or null
     const int64_t *lengths;     // rows of each bag; null: one row each
     int64_t bags;
     int64_t dim;                // elements of a row
-    int64_t ahead;              // prefetch distance in rows
+    int64_t ahead;              // the prefetch distance in rows
     char *out;                  // first bag's vector
     int64_t out_stride_bytes;   // from one bag's vector to the next
     bool mean;
@@ -69,7 +69,7 @@ struct Isa {
 
 // The instruction sets of this machine, best first. Never empty: "portable" is always available.
 const std::vector<Isa> &isas();
-// The instruction set called `name`, the best for "". Throws std::invalid_argument with the known names.
+// Returns the instruction set called `name`; for "", the best. Throws std::invalid_argument with the known names.
 const Isa &isa_named(std::string_view name);
 
 // The id hash: the finalizer of splitmix64.

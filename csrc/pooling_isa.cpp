@@ -1,12 +1,12 @@
-// The pooling loops of pooling.hpp for one instruction set. This file is compiled once for each, with WEFT_ISA set to
-// its name.
+// The pooling loops of pooling.hpp for one instruction set. This file is compiled once per instruction set, and
+// WEFT_ISA is set to the name of the instruction set.
 //
-// All code here has internal linkage and uses no library templates (lanes.hpp says why).
+// All code here has internal linkage and uses no library templates, for the reason in lanes.hpp.
 //
-// Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed. The last
-// vector ends exactly at `dim` and may overlap the one before (both compute the same sums, so tails need no masks).
-// Rows wider than `most` vectors are summed in blocks of columns. Rows narrower than a vector use the widest power of
-// two that fits.
+// Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed. The last vector
+//     ends exactly at `dim` and may overlap the vector before. Both compute the same sums in the overlap, so no masks
+//     are needed. Rows wider than `most` vectors are summed in blocks of columns. Rows narrower than a vector use the
+//     widest power of two that fits.
 #include "isa.hpp"
 #include "lanes.hpp"
 
@@ -19,7 +19,7 @@ constexpr int most = 16;  // 16 of the 32 registers hold sums
 constexpr int most = 8;  // of 16
 #endif
 
-// Stores one vector of `bytes` (16, 32 or 64) past the caches.
+// Stores one vector of `bytes` (16, 32 or 64), bypassing the caches.
 template <int bytes> inline void stream(void *to, const void *from) {
 #ifdef __AVX512F__
     if constexpr (bytes == 64) return _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
@@ -33,13 +33,14 @@ template <int bytes> inline void stream(void *to, const void *from) {
     memcpy(to, from, bytes);
 }
 
-// Parameters that do not change between bags, in locals: the stores below could alias a structure.
+// Parameters that are the same for all bags. They are copied to local variables, because the compiler must assume that
+// the stores below change a structure.
 struct Fixed {
     int64_t ahead;
     bool mean, stream, ragged;  // ragged: rows may end in one more cache line
 };
 
-// Sums columns [first, last + W) of one bag and stores them: N vectors, the last at column `last`.
+// Sums columns [first, last + W) of one bag and stores the sums. They are N vectors, the last at column `last`.
 template <class T, int W, int N, bool weighted>
 [[gnu::always_inline]] inline void pool_columns(const Fixed fixed, const char *const *rows, const float *weights,
                                                 int64_t length, T *out, int64_t first, int64_t last) {
@@ -47,8 +48,8 @@ template <class T, int W, int N, bool weighted>
     Floats<W> sum[N] = {};
     for (int64_t i = 0; i < length; ++i) {
         const T *row = reinterpret_cast<const T *>(rows[i]);
-        // Into the second-level cache, which has room for more outstanding lines (measured: 17 ns instead of 33 ns for a row of
-        // 256 bytes).
+        // Prefetch into the L2 cache, which has room for more outstanding lines (measured: 17 ns instead of 33 ns for a
+        // row of 256 bytes).
         const char *coming = rows[i + fixed.ahead] + first * size;
 #pragma GCC unroll 32
         for (int j = 0; j < N; ++j) {
@@ -87,7 +88,7 @@ template <class T, int W, int N, bool weighted> void pool(const PoolJob &job) {
     char *out = job.out;
     auto bag = [&](int64_t length, int64_t blocks_end) __attribute__((always_inline)) {
         T *vector = reinterpret_cast<T *>(out);
-        // Ordinary stores wait for their cache lines, each on a page of its own here: prefetch them some bags early.
+        // Ordinary stores wait for their cache lines, which are on different pages here. Prefetch them some bags early.
         if (!fixed.stream)
 #pragma GCC unroll 32
             for (int64_t c = 0; c < N * W * int64_t(sizeof(T)); c += 64) __builtin_prefetch(out + 8 * stride + c, 1);
@@ -141,11 +142,12 @@ template <class Index, bool hash, bool checked> int64_t find_rows(const RowsJob 
     const uint64_t rows = uint64_t(job.rows), row_bytes = uint64_t(job.row_bytes);
     const uint64_t table = reinterpret_cast<uint64_t>(job.table), zero_row = reinterpret_cast<uint64_t>(job.zero_row);
     const int64_t count = job.count;
-    // hash mod rows without a division: floor(2^64 / rows), or one less, gives a quotient at most one too small.
+    // Computes hash mod rows without a division. floor(2^64 / rows), or one less, gives a quotient that is at most one
+    // too small.
     const uint64_t inverse = ~uint64_t(0) / rows;
     uint64_t bad = 0;
     for (int64_t i = 0; i < count; ++i) {
-        uint64_t row = uint64_t(int64_t(values[i]));  // a negative index becomes huge, hence bad
+        uint64_t row = uint64_t(int64_t(values[i]));  // a negative index becomes huge, so it counts as bad
         if constexpr (hash) {
             row = hash_id(row);
             row -= uint64_t((unsigned __int128)row * inverse >> 64) * rows;

@@ -1,4 +1,4 @@
-// Calls of Python objects from native code, without argument tuples or interpreter frames.
+// Calls Python objects from native code, without argument tuples or interpreter frames.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -15,7 +15,7 @@ inline nb::object checked(PyObject *result) {
 
 // Calls `function` with these arguments.
 template <typename... Arguments> nb::object call(nb::handle function, const Arguments &...arguments) {
-    PyObject *given[] = {nullptr, arguments.ptr()...};  // the callee may use the place before the first argument
+    PyObject *given[] = {nullptr, arguments.ptr()...};  // the callee may overwrite the entry before the first argument
     return checked(PyObject_Vectorcall(function.ptr(), given + 1, sizeof...(arguments) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 

@@ -33,7 +33,7 @@ class Recipe {
         const std::string kind = nb::cast<std::string>(parts[0]);
         const size_t size = nb::len(parts);
         auto require = [&](bool holds) {
-            if (!holds) throw std::invalid_argument("no recipe: " + std::string(nb::repr(written).c_str()));
+            if (!holds) throw std::invalid_argument("not a recipe: " + std::string(nb::repr(written).c_str()));
         };
         require(size >= 2);
         first_ = nb::object(parts[1]);

@@ -4,9 +4,9 @@
 // interpreter: torch's functions are called through Python's C API. Overlapped calls, calls with gradients, calls on
 // CPU, and errors enter Python.
 //
-// The GIL is held, except inside torch functions, which may release it. So another thread may call, and forget calls,
-// meanwhile. Therefore a call owns or references all that it needs, and `running` keeps a second thread out of the
-// calls of the group.
+// The GIL is held, except inside torch functions, which may release it. Then another thread may make calls, and may
+// remove recorded calls. Therefore a call owns or references all that it needs, and the lock `running` keeps a second
+// thread out of the calls of the group.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
@@ -44,9 +44,9 @@ void set_attribute(nb::handle object, nb::handle name, nb::handle value) {
 
 // State that all calls of a process share.
 struct Surroundings {
-    nb::object groups;      // a dict that has every live group
-    nb::object coalescing;  // a dict that has groups whose collectives torch collects
-    nb::object is_any_autocast_enabled;  // takes no text, which torch would have to parse
+    nb::object groups;      // all groups that are alive, as a dict
+    nb::object coalescing;  // the groups whose collectives torch collects into one, as a dict
+    nb::object is_any_autocast_enabled;  // this variant takes no text argument, which torch would have to parse
     nb::object is_autocast_enabled, is_capturing;
     Names names{};
 };
@@ -56,8 +56,8 @@ struct Surroundings {
 // A recorded call, to be repeated with other tensors.
 class KnownCall {
   public:
-    // of: the Python part, a `Replay` or `Passing`. inputs: a list in the order of the steps' first buffers. results:
-    // names of the steps' buffers. steps: None if Python runs the call.
+    // of: the Python part, a `Replay` or `Passing`. inputs: the inputs, in the order of the steps' first buffers.
+    //     results: the names of the buffers to return. steps: None if Python runs the call.
     KnownCall(nb::object of, nb::object surroundings, nb::object inputs, nb::object steps, nb::list results, nb::object returned,
               bool usual, bool captured)
         : of_(of), surroundings_object_(surroundings), surroundings_(*nb::cast<const Surroundings *>(surroundings)),
@@ -70,12 +70,13 @@ class KnownCall {
           differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
           on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && steps_, captured && steps_}, returned_(returned) {
         if (!inputs.is_none()) inputs_.emplace(inputs);
-        if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: steps need them");
+        if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: pass the inputs, which the steps read");
         if (steps_)
             for (nb::handle name : results) results_.push_back(steps_->place(name));
     }
 
-    // Makes the call. Returns nothing if it must take the slow path. rows: the number of rows, for calls that allow any.
+    // Makes the call. Returns nothing if the call must take the slow path. rows: the number of rows, for calls that
+    // allow any number.
     nb::object repeat(const Given &given, int64_t rows) {
         const Names &names = surroundings_.names;
         const nb::object group = call(group_);
@@ -129,7 +130,7 @@ class KnownCall {
     }
 
   private:
-    // The lock of the group's calls; tests may replace it.
+    // The lock of the group's calls. Tests may replace the lock.
     struct Running {
         explicit Running(nb::object lock) : object(std::move(lock)), native(nullptr) { nb::try_cast(object, native); }
         bool acquire(const Names &names) const {
@@ -156,7 +157,7 @@ class KnownCall {
         }
     };
 
-    // Marks the prepared state as in use.
+    // Marks the prepared state as used.
     void count() {
         const Names &names = surroundings_.names;
         if (!came_back_) {
@@ -203,19 +204,19 @@ class KnownCall {
     const PlainSteps *steps_;
     uint64_t fingerprint_;
     bool any_rows_, differentiated_, notes_, on_gpu_, came_back_ = false;
-    bool native_[2];  // outside of captures, and in them
+    bool native_[2];  // for calls outside of captures, and inside
     std::optional<Recipe> inputs_;
     Recipe returned_;
     std::vector<size_t> results_;
 };
 
-// An unknown call. key: shared by equal calls; None if they never repeat. family: shared by calls that differ only in
-// their number of rows.
+// A call that has not been recorded. key: shared by equal calls; None if such calls are never recorded. family: shared
+// by calls that differ only in their number of rows.
 struct UnknownCall {
     nb::object key, family;
 };
 
-// The known calls of a function.
+// The recorded calls of a function.
 class KnownCalls {
   public:
     // calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
@@ -257,7 +258,7 @@ class KnownCalls {
     static nb::object found(nb::handle dict, nb::handle key) {
         PyObject *const value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
         if (!value && PyErr_Occurred()) throw nb::python_error();
-        return nb::borrow(value);  // its own reference: the call may be forgotten meanwhile
+        return nb::borrow(value);  // a reference of its own, because the record may be removed during the call
     }
 
     nb::object reader_object_;
@@ -267,7 +268,7 @@ class KnownCalls {
     std::vector<nb::object> unusual_;
     nb::object is_grad_enabled_;
     nb::dict forward_ad_;
-    nb::object level_ = interned("_current_level");  // negative outside of forward-mode gradients
+    nb::object level_ = interned("_current_level");  // negative unless forward-mode gradients are computed
 };
 
 }  // namespace weft

@@ -27,7 +27,8 @@ double now_s() {
 uint32_t *low_half(Counter *counter) { return reinterpret_cast<uint32_t *>(&counter->value); }
 
 void wake(Counter *counter) {
-    // Sequentially consistent on both sides: either the waiter's re-check sees the new value, or we see the sleeper.
+    // Sequentially consistent on both sides: either the waiter's next check reads the new value, or this thread sees
+    // that the waiter sleeps.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (counter->sleepers.load(std::memory_order_relaxed) > 0)
         syscall(SYS_futex, low_half(counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -48,16 +49,16 @@ void signal_add(Counter *counter, int64_t amount) {
 Wait signal_wait(Counter *counter, int64_t wanted, double deadline_s, const std::atomic<int64_t> *failed, int64_t *found) {
     auto reached = [&] { return (*found = counter->value.load(std::memory_order_acquire)) >= wanted; };
     const double begin = now_s(), until = begin + deadline_s;
-    // Measured by the clock: if many processes share the cores, each yield lasts as long as the time slices of all
-    // others.
+    // The limit is a time, not a number of yields: if many processes share the cores, each yield lasts as long as the
+    // time slices of all others.
     constexpr double longest_spin_s = 50e-6;
     for (int spin = 0; spin < 64; ++spin) {
         if (reached()) return Wait::reached;
         if (spin && now_s() - begin > longest_spin_s) break;
         std::this_thread::yield();
     }
-    // A sleep lasts at most 20 ms: the watchdog's word is not a futex, and a sleeper whose waker died must check
-    // again.
+    // A sleep lasts at most 20 ms, because a sleeper must check again: nothing wakes it if the waking process died, or
+    // if the watchdog reports a failure.
     constexpr double longest_sleep_s = 0.02;
     for (;;) {
         if (failed && failed->load(std::memory_order_acquire) != 0) return reached() ? Wait::reached : Wait::failed;

@@ -12,7 +12,7 @@ namespace weft {
 // The outcome of a wait.
 enum class Wait : int { reached = 0, deadline = 1, failed = 2 };
 
-// One counter and the number of waiters asleep on it: 16 bytes, so that no two counters share their words.
+// One counter and the number of waiters that sleep on it. The struct has 16 bytes, so no two counters share a word.
 struct alignas(16) Counter {
     std::atomic<int64_t> value;
     std::atomic<int64_t> sleepers;
@@ -22,8 +22,8 @@ static_assert(sizeof(Counter) == 16 && std::atomic<int64_t>::is_always_lock_free
 void signal_set(Counter *counter, int64_t value);
 void signal_add(Counter *counter, int64_t amount);
 
-// Waits until `counter >= wanted`, the deadline passes, or `*failed` becomes non-zero (a word private to this
-// process, written by its watchdog; may be null). `found` is the last value read.
+// Waits until `counter >= wanted`, the deadline passes, or `*failed` becomes non-zero. failed: a word that only this
+// process sees and its watchdog writes; may be null. found: the last value read.
 Wait signal_wait(Counter *counter, int64_t wanted, double deadline_s, const std::atomic<int64_t> *failed, int64_t *found);
 
 }  // namespace weft

@@ -1,14 +1,14 @@
-// A schedule's copies, signals and events, issued on GPU streams in one host call.
+// Issues a schedule's copies, signals and events on GPU streams in one call of native code.
 //
-// A Python loop over a schedule's operations costs microseconds for each; a whole small call may take 70. So the
-// operations are recorded once, with buffers, streams and events as numbers. `run` issues a range of them with the
-// addresses of that call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels, which
-// their compiler has already loaded, are among the operations. Calls of torch and NCCL come between two ranges.
+// A Python loop takes microseconds for each operation, but a small call may take only 70 us in all. So the operations
+// are recorded once, with buffers, streams and events as numbers. `run` issues a range of operations with the addresses
+// of the current tensors. Its loop allocates nothing, uses no Python object and does not hold the GIL. Operations may
+// also be small kernels that Triton has already loaded. Calls of torch and NCCL come between two ranges.
 //
 // Order: operations of one stream are ordered, and so are the waits and writes of one `signal`. Writes keep the
-// driver's default memory barrier (a system-wide fence over the earlier work of the stream). So if a wait on another
-// rank's stream finds the value, the work after it sees the copies before the write. Events order streams of this
-// rank. Values written and awaited are the same in every run, so a captured graph can repeat them.
+//     driver's default memory barrier (a system-wide fence over the earlier work of the stream). So after a wait on
+//     another rank's stream has seen the value, the following work sees the copies that precede the write. Events order
+//     streams of this rank. Values written and awaited are the same in every run, so a captured graph can repeat them.
 //
 // The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
 // the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management", "Execution
@@ -64,7 +64,7 @@ constexpr int memory_type_unified = 4;          // CU_MEMORYTYPE_UNIFIED
 constexpr unsigned event_disable_timing = 2;    // CU_EVENT_DISABLE_TIMING
 constexpr unsigned write_value_32 = 2;          // CU_STREAM_MEM_OP_WRITE_VALUE_32
 constexpr unsigned wait_value_64 = 4;           // CU_STREAM_MEM_OP_WAIT_VALUE_64
-constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with the memory barrier
+constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with a memory barrier
 constexpr unsigned wait_value_and = 2;          // CU_STREAM_WAIT_VALUE_AND: (*address & value) != 0
 constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
 constexpr size_t most_parameters = 64;          // per kernel
@@ -103,7 +103,7 @@ struct Driver {
     Result (*stream_wait_event)(Handle, Handle, unsigned);
     Result (*launch_kernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **,
                             void **);
-    Result (*parameter_info)(Handle, size_t, size_t *, size_t *) = nullptr;  // drivers before CUDA 12.4 lack it
+    Result (*parameter_info)(Handle, size_t, size_t *, size_t *) = nullptr;  // missing in drivers before CUDA 12.4
     Result (*error_name)(Result, const char **);
     Result (*error_string)(Result, const char **);
 
@@ -143,7 +143,7 @@ struct Driver {
     }
 };
 
-// A loaded kernel and its arguments: numbers and addresses of bases.
+// A loaded kernel and its arguments. An argument is a number, or an address relative to a base.
 class KernelCall {
   public:
     enum class Source { number, base };
@@ -168,9 +168,10 @@ class KernelCall {
 
     Handle function;
     int64_t programs, threads, shared_bytes;
-    int64_t grid_x = -1, grid_y = -1;  // the bases that hold the grid of a run; -1: `programs`
+    int64_t grid_x = -1, grid_y = -1;  // the bases that hold the grid of a run; -1: the grid is `programs`
     std::vector<Parameter> parameters;
-    // The driver reads as many bytes of each number as the kernel declares: the low bytes, on little-endian machines.
+    // The driver reads as many bytes of each value as the kernel declares. On little-endian machines these are the low
+    // bytes.
     std::vector<uint64_t> values;
 
   private:
@@ -181,7 +182,8 @@ class KernelCall {
     }
 };
 
-using Event = std::unique_ptr<void, Result (*)(Handle)>;  // ignores the error if the context was destroyed first
+// the deleter ignores the error if the context was destroyed first
+using Event = std::unique_ptr<void, Result (*)(Handle)>;
 
 // One struct for all kinds: programs are short, and the loop reads them in order.
 struct Operation {
@@ -234,8 +236,8 @@ class StreamProgram {
                        .dst_pitch = dst_pitch, .src_base = src_base, .src_offset = src_offset, .src_pitch = src_pitch,
                        .width_bytes = width_bytes, .rows = rows});
     }
-    // Each part is (true for a wait, base, byte offset, number). A wait ends when the 64-bit word there and `number` have
-    // a common bit. A write stores the low 32 bits of `number`.
+    // Each item is (true for a wait, base, byte offset, number). A wait ends when the 64-bit word at this address and
+    // `number` have a common bit. A write stores the low 32 bits of `number`.
     using Signal = std::tuple<bool, int64_t, int64_t, uint64_t>;
     size_t signal(int64_t stream, const std::vector<Signal> &parts) {
         require(!parts.empty(), "a signal needs at least one wait or write");
@@ -259,7 +261,7 @@ class StreamProgram {
         return append({.kind = kind, .stream = stream, .number = event});
     }
 
-    // Launches the first of `calls` whose base addresses are all multiples of its alignment.
+    // Launches the first of `calls` whose base addresses are all multiples of the alignment that it requires.
     size_t launch(int64_t stream, std::vector<std::pair<int64_t, KernelCall>> calls) {
         require(!calls.empty(), "a launch needs at least one kernel");
         for (const auto &[alignment, call] : calls) {
@@ -277,7 +279,7 @@ class StreamProgram {
         launches_.push_back(std::move(calls));
         return append({.kind = Kind::launch, .stream = stream, .number = int64_t(launches_.size() - 1)});
     }
-    // Returns the bytes of each parameter; empty if the driver cannot tell.
+    // Returns the size of each parameter in bytes; empty if the driver cannot tell.
     std::vector<size_t> parameters_of(uint64_t function) const {
         std::vector<size_t> sizes;
         size_t offset = 0, bytes = 0;
@@ -381,21 +383,21 @@ class StreamProgram {
         operations_.push_back(operation);
         return size() - 1;
     }
-    // The GIL is released while operations are issued: another thread must not change what the loop reads.
+    // While operations are issued, the GIL is released. Another thread must not change what the loop reads.
     void require_idle() const {
         if (running_) throw std::runtime_error("another thread runs this program: make one program per thread");
     }
     static void require_below(const char *name, int64_t number, const char *limit, size_t n) {
         require(0 <= number && size_t(number) < n, name, "=", number, " must be at least 0 and below ", limit, "=", n);
     }
-    // Lists and tuples only: their items are read in place, and reading them runs no Python code.
+    // Accepts lists and tuples only: their items are read in place, without running Python code.
     template <typename Word>
     static void read(const char *name, nb::handle numbers, std::vector<Word> &into) {
         PyObject *const from = numbers.ptr();
         const bool listed = PyList_Check(from);
         if (!listed && !PyTuple_Check(from))
             throw nb::type_error(text(name, " must be a list or a tuple of int").c_str());
-        // nanobind's macros: in place, or by a function where the stable ABI hides the place.
+        // nanobind's macros read items in place, or by a function where the stable ABI hides the place.
         const auto n = size_t(listed ? NB_LIST_GET_SIZE(from) : NB_TUPLE_GET_SIZE(from));
         require(n == into.size(), name, " has ", n, " numbers, but the program was made for ", into.size());
         for (size_t i = 0; i < n; ++i) {

@@ -177,13 +177,14 @@ _HEAD = """<!-- Generated from benchmarks/results and docs/reproduction.toml by 
 
 # The four papers, claim by claim
 
-weft builds on four papers. Which of their numbers does it reproduce? Each row is a claim: a figure, a table or a number of
-the text. weft's numbers come from recorded runs. *Simulated* numbers come from a model of the paper's machine; `weft reproduce
-all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
+weft builds on four papers. Which of their numbers does it reproduce? Each row is a claim of a paper: a number from a figure, a
+table or the text. weft's numbers come from recorded runs. *Simulated* numbers come from a model of the paper's machine;
+`weft reproduce all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
 
-A claim is reproduced if the deviation is within the study's limit. Without a limit, {points:g} points are allowed for
-percentages, and {ratio:g}% for other numbers. A claim without a number is reproduced if it holds here, too. Numbers that the
-papers show only in pictures are not compared."""
+A claim counts as reproduced if the deviation is within a limit. The limit is {points:g} points for percentages and {ratio:g}% for
+other numbers, unless the study sets another limit. A claim without a number counts as reproduced if it also holds here. Numbers
+that the papers show only in pictures are not compared. "(Used to derive ...)" marks a number of the paper from which the model
+derives one of its own numbers, so its agreement proves nothing."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:

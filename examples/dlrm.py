@@ -1,16 +1,16 @@
 """Train DLRM: dense layers on every rank under DistributedDataParallel, embedding tables spread over the ranks by weft.
 
-    python examples/dlrm.py                    # 2 CPU processes (or all GPUs), a synthetic click model, a minute
+    python examples/dlrm.py                    # a synthetic click model on 2 CPU processes (or all GPUs), in a minute
     python examples/dlrm.py --reference        # the same model and batches in one process: nn.EmbeddingBag and torch.optim
-    python examples/dlrm.py --placement rows   # every table cut by rows; "plan" prints and takes the planner's choice
-    python examples/dlrm.py --dense-only       # without sparse features: what they are worth
+    python examples/dlrm.py --placement rows   # cuts every table by rows; "plan" prints and uses the planner's choice
+    python examples/dlrm.py --dense-only       # without sparse features, to show how much they improve the AUC
     torchrun --nproc-per-node 2 examples/dlrm.py --criteo train.txt
 
 A bottom MLP turns 13 dense features into a vector, which joins the pooled embeddings of 26 sparse features. All pairs
-interact by dot product, and a top MLP gives the logit of a click. (The model is that of "Deep Learning Recommendation
-Model for Personalization and Recommendation Systems", with small sizes.) Backward updates the tables by Adagrad;
-torch.optim.Adam updates the MLPs. Every rank trains on its part of each batch. The loss is that of training batches,
-the area under the ROC curve (AUC) that of held-out ones.
+interact by dot product, and a top MLP gives the logit of a click. (The model comes from "Deep Learning Recommendation
+Model for Personalization and Recommendation Systems", with smaller sizes.) Backward updates the tables by Adagrad;
+torch.optim.Adam updates the MLPs. Every rank trains on its part of each batch. The loss is measured on training
+batches, and the area under the ROC curve (AUC) on held-out batches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Dlrm(nn.Module):
-    """Return logits [B] from dense features [B, 13] and sparse features. embeddings: a module that returns a KeyedTensor, or
+    """Maps dense features [B, 13] and sparse features to logits [B]. embeddings: a module that returns a KeyedTensor, or
     None."""
 
     pairs: torch.Tensor
@@ -128,7 +128,7 @@ class Trainer:
                 hash=hash,
                 placement=placement(options, tables, rule),
             )
-        torch.manual_seed(SEED + 1)  # reset: ranks have drawn different numbers for their own tables
+        torch.manual_seed(SEED + 1)  # reset, because ranks have drawn different numbers for their own tables
         model = Dlrm(embeddings, options.dim).to(device)
         if embeddings is not None:
             embeddings.load_full_weights(full)
@@ -245,27 +245,31 @@ class Bar:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train DLRM with sharded embeddings")
     parser.add_argument(
-        "--ranks", type=int, help="processes to start; default 2, or one for each GPU. torchrun starts its own"
+        "--ranks", type=int, help="number of processes to start without torchrun (default: 2, or one for each GPU)"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, default=1024, help="samples of all ranks in a step")
+    parser.add_argument("--batch", type=int, default=1024, help="samples in a step, of all ranks together")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--held-out", type=int, default=16, help="batches for the AUC")
-    parser.add_argument("--every", type=int, default=100, help="steps between two AUCs")
+    parser.add_argument("--held-out", type=int, default=16, help="number of held-out batches, for the AUC")
+    parser.add_argument("--every", type=int, default=100, help="number of steps after which the AUC is computed again")
     parser.add_argument("--rows", type=int, default=1000, help="rows of each table")
     parser.add_argument("--dim", type=int, default=16, help="columns of each table")
     parser.add_argument(
-        "--zipf", type=float, default=1.05, help="exponent of the synthetic ids' distribution; 0: uniform"
+        "--zipf", type=float, default=1.05, help="exponent of the Zipf distribution of synthetic ids; 0 means uniform"
     )
-    parser.add_argument("--lr", type=float, default=0.05, help="of the tables")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the tables")
     parser.add_argument("--mlp-lr", type=float, default=0.002)
     parser.add_argument(
         "--placement", choices=["ranks", "rows", "plan"], default="ranks",
-        help="whole tables on ranks (default), all tables cut by rows, or what weft.embedding.plan_tables chooses",
+        help="whole: each table on one rank (default). rows: each table cut by rows. plan: chosen by weft.embedding.plan_tables",
     )  # fmt: skip
-    parser.add_argument("--criteo", type=Path, help="train on a file of Criteo's instead, with hashed ids")
-    parser.add_argument("--reference", action="store_true", help="one process, nn.EmbeddingBag and torch.optim")
-    parser.add_argument("--dense-only", action="store_true", help="leave out the sparse features")
+    parser.add_argument(
+        "--criteo", type=Path, help="train on this Criteo file, with hashed ids, and not on synthetic data"
+    )
+    parser.add_argument(
+        "--reference", action="store_true", help="train in one process with nn.EmbeddingBag and torch.optim"
+    )
+    parser.add_argument("--dense-only", action="store_true", help="train without the sparse features")
     return parser.parse_args()
 
 

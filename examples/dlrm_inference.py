@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/dlrm_inference.py --device cpu --check
 
 Each rank scores its own samples: a bottom MLP turns 13 dense features into a vector, which joins the pooled embeddings
-of 26 sparse features. All pairs interact by dot product, and a top MLP gives a logit. (The model is that of "Deep
-Learning Recommendation Model for Personalization and Recommendation Systems", with small sizes.) `--check` compares the
-logits with a model whose tables are not sharded.
+of 26 sparse features. All pairs interact by dot product, and a top MLP gives a logit. (The model comes from "Deep
+Learning Recommendation Model for Personalization and Recommendation Systems", with smaller sizes.) `--check` compares
+the logits with a model whose tables are not sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Dlrm(nn.Module):
-    """Return logits [B] from dense features [B, 13] and sparse features. embeddings: a module that returns a KeyedTensor."""
+    """Maps dense features [B, 13] and sparse features to logits [B]. embeddings: a module that returns a KeyedTensor."""
 
     pairs: torch.Tensor
 
@@ -95,7 +95,7 @@ def main() -> None:
     full = {table.name: torch.randn(ROWS, DIM) / MOST_IDS for table in tables}
     embeddings = weft.nn.ShardedEmbeddingBagCollection(tables, group=dist.group.WORLD, device=device)
     embeddings.load_full_weights(full)
-    torch.manual_seed(1)  # reset: ranks have drawn different numbers for their own tables
+    torch.manual_seed(1)  # reset, because ranks have drawn different numbers for their own tables
     model = Dlrm(embeddings).to(device).eval()
 
     generator = torch.Generator().manual_seed(rank)  # different samples on every rank

@@ -4,11 +4,11 @@
     python examples/gemm_chain.py --trace chain/    # also draws a timeline
     python examples/gemm_chain.py --device cuda --rows 4096 --width 4096 --hidden 8192
 
-It is the MLP of a transformer with tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of w1. It
-computes y = silu(gathered x @ w0) @ w1, its addend of a sum over ranks. Shards are sent in chunks. When a chunk has arrived, its
-rows are multiplied by w0 and activated, and the second GEMM, on another lane, starts on them at once. No GEMM waits for all of
-x or for the whole hidden matrix. (See "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap",
-figure 5.)
+This is the MLP of a transformer with tensor parallelism. Each rank has some rows of x, some columns of w0 and some rows of w1. It
+computes y = silu(gathered x @ w0) @ w1; the result of the MLP is the sum of y over ranks. Ranks send their shards of x in chunks.
+When a chunk has arrived, the first GEMM multiplies its rows by w0, and the activation runs. Then the second GEMM, on another lane,
+immediately multiplies these rows by w1. No GEMM waits for all of x or for the whole hidden matrix. (See "Design Space Exploration
+of DMA based Finer-Grain Compute Communication Overlap", figure 5.)
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
     y = d.buffer("y", world * rows, width, "fp32", "output")
     box = d.buffer("box", world * rows, width, "fp32", "symmetric")  # peers put their rows of x here
     h = d.buffer("h", world * rows, hidden, "fp32", "scratch")
-    arrived = d.signals("arrived", world * chunks)  # for each rank's chunk: it is in the box
-    active = d.signals("active", world * chunks)  # for each chunk: its rows of h are computed
-    credit = d.signals("credit", world)  # for each reader: it has read this rank's rows
+    arrived = d.signals("arrived", world * chunks)  # one for each rank's chunk: set when the chunk is in the box
+    active = d.signals("active", world * chunks)  # one for each chunk: set when its rows of h are computed
+    credit = d.signals("credit", world)  # one for each reader: set when it has read this rank's rows
     first, second = d.lane("GEMM 1"), d.lane("GEMM 2")
     size = rows // chunks
 
@@ -61,7 +61,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
         first.compute("silu", h.part(rows=these), h.part(rows=these)).set(active, number)
         second.wait(active, number).matmul(y.part(rows=these), h.part(rows=these), w1.part())
 
-    for c in range(chunks):  # own rows first: they need no wait
+    for c in range(chunks):  # the rank's own rows first, because they need no wait
         use(0, c)
     for c in range(chunks):  # then the others', in their order of arrival
         for distance in range(1, world):
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     about, _, why = (__doc__ or "").partition("\n\n")
     made = argparse.ArgumentParser(description=about, epilog=why, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank (default: %(default)s)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank (default: %(default)s)"
     )
     made.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
     made.add_argument("--rows", type=int, default=512, help="rows of x on each rank (default: %(default)s)")

@@ -3,7 +3,7 @@
 It uses weft.all_to_all_matmul and weft.matmul_all_to_all.
 
 
-    python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide: 2 minutes
+    python examples/moe.py                                        # Mixtral's layer, an eighth as wide, on 2 CPU processes
     python examples/moe.py --preset deepseek --ranks 4
     python examples/moe.py --schedule "dispatch[by=kernel,rest=each]" --back "combine[chunks=1,by=store]"
     torchrun --nproc-per-node 2 examples/moe.py --device cuda     # the full layer, bf16
@@ -17,9 +17,13 @@ Each rank has its own tokens and some of the experts. A router selects the exper
     weighted sum of a token's experts
 
 Forward and backward run twice: with schedule="serial" (NCCL or gloo and torch's GEMMs), and with the schedules that weft chooses.
-Outputs and gradients of both are compared with a dense layer in float64, which one process computes for all ranks' tokens. weft's
-error may be at most twice that of serial. Then both train the layer for some steps from the same weights: the losses must fall,
-and agree in every step. Then both are timed. A real layer would also drop or balance tokens; this example does not.
+The example then does three things:
+
+1. It compares outputs and gradients with a dense layer in float64. weft's error may be at most twice the error of serial.
+2. It trains the layer twice from the same weights for some steps. The losses must fall, and agree in every step.
+3. It times both.
+
+A real layer would also drop or balance tokens; this example does not.
 
 `weft.nn.ExpertParallelMLP` is a module for the experts of such a layer.
 """
@@ -146,10 +150,9 @@ class Errors:
 
 
 def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, Errors]:
-    """Return the errors of `results`, by way of running, against a dense layer in float64 on all ranks' tokens, without
-    communication.
+    """Return the error of each of `results` against a dense layer in float64, which needs no communication.
 
-    It computes the experts one by one: 256 need not fit in float64."""
+    The dense layer computes the experts one by one, because 256 experts may not fit into memory in float64."""
     layer, rank, ranks = moe.layer, moe.group.rank(), moe.group.size()
     like, errors = moe.gate_up.detach(), {way: Errors() for way in results}
     x, grad = (torch.cat(parts) for parts in zip(*(inputs(layer, r, like) for r in range(ranks)), strict=True))
@@ -200,8 +203,9 @@ def step(
 
 
 def train(layer: Layer, group: dist.ProcessGroup, like: torch.Tensor, ways: Ways, steps: int) -> list[float]:
-    """Return losses, mean squares over all ranks' tokens, of steps of Adam towards fixed outputs, from the same weights at every
-    call."""
+    """Train by Adam towards fixed outputs, from the same weights in every call. Return the loss of each step.
+
+    The loss is the mean square over the tokens of all ranks."""
     moe = MoE(layer, group, like)
     optimizer = torch.optim.Adam(moe.parameters(), lr=2e-3)
     x, target = inputs(layer, group.rank(), like)
@@ -219,7 +223,7 @@ def train(layer: Layer, group: dist.ProcessGroup, like: torch.Tensor, ways: Ways
 
 
 def milliseconds(moe: MoE, schedules: dict[str, Ways], repetitions: int) -> dict[str, float]:
-    """Return medians of a step, of the slowest rank; the ways alternate."""
+    """Return the median time of a step on the slowest rank. weft and serial take turns."""
     x, grad = inputs(moe.layer, moe.group.rank(), moe.gate_up.detach())
     times: dict[str, list[float]] = {way: [] for way in schedules}
     for _ in range(repetitions):
@@ -248,7 +252,7 @@ def what_ran(timeline: weft.Timeline, rank: int) -> str:
 
 
 def ran_in_turn(timeline: weft.Timeline, rank: int) -> bool:
-    """True if weft selected the serial schedule twice: then its timeline has the serial exchanges."""
+    """True if weft selected the serial schedule for both operators, so that its timeline has the serial exchanges."""
     names = {s.name for s in timeline if s.rank == rank}
     return {"exchange tokens -> unordered", "exchange ordered -> y"} <= names
 
@@ -261,11 +265,11 @@ def compare_losses(losses: dict[str, list[float]], same: float, rank: int) -> No
             f"{len(off)} steps of training: loss {first:.6f} -> {last:.6f}; unfused calls: the same to {max(off):.1e}"
         )
     if off and not max(off) <= same:
-        raise RuntimeError(f"losses differ by {max(off):.1e} from unfused calls', and may by {same:.0e}: {losses}")
+        raise RuntimeError(f"losses of weft and serial differ by {max(off):.1e}, but the limit is {same:.0e}: {losses}")
 
 
 def tell(rank: int, text: str) -> None:
-    """Print progress on the first rank: the whole takes minutes on CPU."""
+    """Print progress on the first rank, because the example takes minutes on CPU."""
     if rank == 0:
         print(f"... {text}", file=sys.stderr, flush=True)
 
@@ -294,7 +298,7 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
     for name, of in worst.items():
         if not of["weft"] <= 2 * of["serial"]:
             raise RuntimeError(
-                f"{name} is wrong: weft's error is {of['weft']:.2e}, that of the unfused calls {of['serial']:.2e}"
+                f"{name} is wrong: weft's error is {of['weft']:.2e}, more than twice the error of serial, {of['serial']:.2e}"
             )
     del results
     tell(rank, f"training for {arguments.steps} steps, each way")

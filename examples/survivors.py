@@ -4,10 +4,10 @@
     python examples/survivors.py                    # 3 CPU processes; rank 1 is killed in the middle
     python examples/survivors.py --ranks 4 --victim 0
 
-A program does three things for this. It registers a callback (`weft.on_failure`), makes a new group of the living
-ranks, and returns to the last step that all of these have finished. When a rank dies, one survivor may have received
-all of its data for a step, and another not, so they may be a step apart. Modules belong to a group and are made again;
-calls set up their memory themselves.
+To recover, a program does three things. It registers a callback (`weft.on_failure`), makes a new group of the living
+ranks, and returns to the last step that all living ranks have finished. (When a rank dies, one survivor may have
+received all of its data for a step, and another survivor not. So survivors may be a step apart.) Modules belong to a
+group, so the program makes new modules. Calls set up their memory themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS, WIDTH, OUT, RATE = 64, 32, 16, 0.05
 
 
 def train_step(group: dist.ProcessGroup, x_shard: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the weights after a step towards all rows of all ranks of `group` @ w = 0, and the loss before it."""
+    """Train one step, so that the rows of all ranks of `group` @ w approach 0. Return the new weights, and the loss before it."""
     w = w.clone().requires_grad_()
     _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group, return_A=False)
     loss = y.square().mean()
@@ -57,12 +57,12 @@ def on_a_rank(rank: int, world: int, steps: int, victim: int) -> tuple[list[int]
         except WeftError:
             failure = failures.get(timeout=10)
             if not isinstance(failure, PeerLostError) or failure.rank is None:
-                raise  # no rank is lost: the error would come again
+                raise  # no rank is lost, so the error would occur again
             lost = living.pop(failure.rank)  # failure.rank is a rank of the group
             group = dist.new_group(living, use_local_synchronization=True)
             weft.on_failure(group, failures.put)
             done = torch.tensor(len(weights))
-            dist.all_reduce(done, dist.ReduceOp.MIN, group=group)  # one may be a step ahead
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=group)  # a survivor may be a step ahead
             del weights[int(done) :], losses[int(done) - 1 :]
             story = f"rank {lost} was lost in step {int(done)}, and ranks {living} went on"
             continue

@@ -1,5 +1,4 @@
-"""A small Llama that learns a text, its layers divided over ranks: tensor parallelism with every collective overlapped, by
-weft.nn.
+"""Train a small Llama on a text by tensor parallelism, in which weft.nn overlaps every collective.
 
     python examples/tp_transformer.py                          # 2 CPU processes learn this repository's README, byte by byte
     python examples/tp_transformer.py --unfused                # also trains the same model with torch's collectives and GEMMs
@@ -14,9 +13,9 @@ Each rank has a part of the weights of each block, and a part of the sequence be
     x = x + mlp(norm(x))                                       weft.nn.ParallelMLP: ... GEMM + reduce-scatter as one
     loss = cross entropy of norm(x) @ weight.T                 of this rank's positions; the loss is the sum over ranks
 
-With --unfused a second model with the same weights and data is trained too. It gathers and scatters with torch's collectives,
-before and after GEMMs. Losses of both are printed side by side, step by step: they may differ by rounding only, or the example
-fails.
+With --unfused the example also trains a second model with the same weights and data. It gathers and scatters with torch's
+collectives, before and after GEMMs. The example prints the losses of both models in each step, and fails if they differ by more
+than rounding.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
         raise RuntimeError(f"the loss does not fall: {first:.3f} at first, {last:.3f} in the end")
     agree = AGREE[arguments.dtype]
     if not worst <= agree:
-        raise RuntimeError(f"losses are {worst:.1e} apart, relatively: more than the {agree} that rounding explains")
+        raise RuntimeError(f"losses differ by {worst:.1e} (relative), but rounding explains at most {agree}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -218,14 +217,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--text", type=Path, default=README, metavar="FILE", help="text to learn (default: README.md)")
     made.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU a rank (default: %(default)s)"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU per rank (default: %(default)s)"
     )
     made.add_argument(
         "--ranks", type=int, default=2, help="processes to start, if not under torchrun (default: %(default)s)"
     )
     made.add_argument("--steps", type=int, default=60, help="steps of AdamW (default: %(default)s)")
     made.add_argument(
-        "--unfused", action="store_true", help="train the same model by torch alone beside it, and compare"
+        "--unfused", action="store_true", help="also train the same model with torch's collectives, and compare"
     )
     made.add_argument("--layers", type=int, default=2, help="blocks (default: %(default)s)")
     made.add_argument("--dtype", choices=AGREE, default="fp32", help="(default: %(default)s)")
@@ -239,17 +238,20 @@ def parser() -> argparse.ArgumentParser:
 def check(arguments: argparse.Namespace, ranks: int) -> None:
     """Raise `ValueError` for a configuration that cannot be trained."""
     if not arguments.text.is_file():
-        raise ValueError(f"--text {arguments.text}: there is no such file")
+        raise ValueError(f"--text {arguments.text} does not exist: give the path of a text file")
     if arguments.text.stat().st_size <= arguments.length:
-        raise ValueError(f"--text {arguments.text} has {arguments.text.stat().st_size} bytes: give more than --length")
+        raise ValueError(
+            f"--text {arguments.text} has {arguments.text.stat().st_size} bytes: give a file with more than --length "
+            f"{arguments.length} bytes"
+        )
     if arguments.length % ranks:
-        raise ValueError(f"--length {arguments.length} must be divisible by the {ranks} ranks")
+        raise ValueError(f"--length {arguments.length} must be divisible by --ranks {ranks}: change one of them")
     if min(arguments.steps, arguments.layers, arguments.batch, arguments.hidden, arguments.head_dim) < 1:
         raise ValueError("--steps, --layers, --batch, --hidden and --head-dim must be at least 1")
     if arguments.hidden % (2 * arguments.head_dim * ranks) or arguments.head_dim % 2:
         raise ValueError(
-            f"--hidden {arguments.hidden} must be divisible by {2 * arguments.head_dim * ranks}, and --head-dim "
-            f"{arguments.head_dim} be even: heads of {arguments.head_dim}, two for each key, go to {ranks} ranks"
+            f"--hidden {arguments.hidden} must be divisible by {2 * arguments.head_dim * ranks} (2 query heads per key head x "
+            f"--head-dim {arguments.head_dim} x {ranks} ranks), and --head-dim must be even: change one of them"
         )
 
 

@@ -1,8 +1,8 @@
 """Checks of arguments that all operators share.
 
-They run first in every call, also for known shapes. So a valid call passes after a few comparisons. Errors give the
-argument's name, its value, and what to pass instead. Equivalent arguments are normalised: ranks that write an argument
-differently make the same call.
+These checks run at the start of every call, so they cost only a few comparisons for valid arguments. Errors give the
+argument's name, its value, and what to pass instead. Equivalent arguments are normalised (a negative dimension becomes
+non-negative), so that ranks may write them differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 MOST_ROWS = 1 << 40
-"""The largest number of rows of a matrix. It keeps sizes in bytes within 64 bits for any number of columns."""
+"""The largest number of rows of a matrix. Sizes in bytes then fit in 64 bits for any number of columns."""
 _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 
@@ -150,9 +150,8 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
         raise ValueError(
-            f"rows={sizes} must have one entry from 0 to 2**40 for each of {counted(world_size, 'rank')}, "
-            f"and the entry of rank {rank} must be {extent}, the size of A_shard {tuple(A_shard.shape)} in "
-            f"dimension {gather_dim}"
+            f"rows={sizes}: pass a number from 0 to 2**40 for each of {counted(world_size, 'rank')}. The number of rank "
+            f"{rank} must be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
         )
     return None if all(size == extent for size in sizes) else sizes
 

@@ -1,8 +1,7 @@
 """The line of user code that called weft, for warnings and for comparisons of calls.
 
-A call may come from user code, autograd, a module or a compiled program, so a fixed stack level does not work. This
-module walks up the stack instead. It skips weft's frames, and torch's, which are between a module or an autograd
-Function and its caller.
+A fixed stack level does not work, because user code, autograd, a module or a compiled program may make the call. This
+module walks up the stack instead, and skips the frames of weft and torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _NOT_CALLERS = ("weft", "torch")
 
 def _frame() -> FrameType:
     frame = sys._getframe(2)
-    # Code that torch generates has no module name. If there is no other caller, as on a thread of torch, use the
+    # Code that torch generates has no module name. If there is no other caller, as on one of torch's threads, use the
     # outermost frame.
     while frame.f_globals.get("__name__", "torch").partition(".")[0] in _NOT_CALLERS and frame.f_back is not None:
         frame = frame.f_back
@@ -34,7 +33,7 @@ _said: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Call `warn` if this process has not warned with this message before."""
+    """Warn with this message once per process."""
     if message not in _said:
         _said.add(message)
         warn(message)

@@ -19,8 +19,8 @@ def deadline_s() -> float:
 
 def setup_deadline_s() -> float:
     """`WEFT_SETUP_DEADLINE_S`: the longest wait while ranks set up memory or connections, in seconds (default 20).
-    If ranks may be compiling meanwhile, the deadline of calls applies instead. If `WEFT_DEADLINE_S` is set and shorter,
-    it applies to set-up, too.
+    While ranks compile, `WEFT_DEADLINE_S` applies instead. If `WEFT_DEADLINE_S` is set and shorter, it limits set-up
+    too.
     """
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
@@ -42,9 +42,11 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 compares tensors that must be equal on all ranks (bias, residual) in every call (default
-    0). On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source
-    line. To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call.
-    If ranks call from different lines, the group fails.
+    0).
+
+    On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
+    To compare tensors, the CPU waits for the GPU. To compare operators and lines takes some microseconds per call. If
+    ranks call from different lines, the group fails.
     """
     return _is_on("WEFT_CHECK_CALLS")
 
@@ -62,21 +64,21 @@ def under_torchrun() -> bool:
 
 
 def local_rank() -> int:
-    """`LOCAL_RANK`: the index of the device that `weft bench` uses on this host (default 0). torchrun sets it."""
+    """`LOCAL_RANK`: the index of the device that `weft bench` uses on this machine (default 0). torchrun sets it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def launcher_host() -> str:
     """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If this host has several addresses, other
-    hosts first try the address on the route to the launcher's host.
+    hosts first try the address on the route to the launcher.
     """
     return os.environ.get("MASTER_ADDR", "")
 
 
 def socket_interfaces() -> tuple[str, ...]:
-    """`WEFT_SOCKET_IFNAME`: comma-separated network interfaces by which other hosts reach this host for control
-    connections (default: `GLOO_SOCKET_IFNAME`). weft listens on the first address of these interfaces. If neither
-    variable is set, it listens on all addresses.
+    """`WEFT_SOCKET_IFNAME`: comma-separated network interfaces for control connections from other hosts (default:
+    `GLOO_SOCKET_IFNAME`). weft listens on the first address of these interfaces. If neither variable is set, weft
+    listens on all addresses.
     """
     names = os.environ.get("WEFT_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
     return tuple(name.strip() for name in names.split(",") if name.strip())
@@ -89,8 +91,8 @@ def world_size() -> int:
 
 def push_gradients() -> bool:
     """`WEFT_PUSH_GRADIENTS`: 1 replaces NCCL's all-to-all of embedding gradients by a kernel that stores them into the
-    memory of the tables' owners (default 0). For GPUs of one host. Set the same value on all ranks. The results
-    are bitwise equal with and without it.
+    memory of the tables' owners (default 0). Requires that all GPUs are in one host. Set the same value on all ranks.
+    The results are bitwise equal with 0 and 1.
     """
     return _is_on("WEFT_PUSH_GRADIENTS")
 
@@ -131,7 +133,7 @@ OWN = (
     "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
     "WEFT_SOCKET_IFNAME", "WEFT_PUSH_GRADIENTS",
 )  # fmt: skip
-"""All variables that only weft reads."""
+"""All variables that weft defines itself."""
 
 _PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")
 _OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")

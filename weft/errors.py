@@ -14,7 +14,7 @@ class UnreadableError(ValueError):
 
 
 class WeftError(RuntimeError):
-    """The base class of errors about ranks, memory or signals."""
+    """The base class of errors about ranks, memory, signals and schedules."""
 
 
 class DeadlineError(WeftError):
@@ -24,7 +24,7 @@ class DeadlineError(WeftError):
 
 
 class PeerLostError(WeftError):
-    """A rank of the group died or closed its connection while other ranks still needed it.
+    """A rank of the group died or closed its connection during a call.
 
     rank: the number of the lost rank in the group; None if several ranks are lost, or if it is unknown.
     """
@@ -35,7 +35,7 @@ class PeerLostError(WeftError):
 
 
 class RefusedError(WeftError, ValueError):
-    """A rank refused a call because of bad input. Every rank of the group raises it, and nothing was written."""
+    """A rank refused a call because of bad input. Every rank of the group raises this error before anything is written."""
 
 
 class PoisonedGroupError(WeftError):
@@ -55,7 +55,7 @@ class OutOfSharedMemoryError(WeftError, MemoryError):
 
 
 class ScheduleError(WeftError, ValueError):
-    """A schedule would hang, race, or read data that is not there yet. The text names ranks, lanes and steps."""
+    """A schedule would hang, race, or read data before it is written. The text names ranks, lanes and steps."""
 
 
 class SimulationError(WeftError):

@@ -1,4 +1,7 @@
-"""Atomic writes of files, even if the process is killed meanwhile, and files with one JSON object per line."""
+"""Atomic file writes, and files with one JSON object per line.
+
+A file is complete even if the process is killed during the write.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append_json(path: Path, objects: Iterable[Any]) -> None:
-    """Append one line of JSON per object, all in one write. If the last line lacks its newline, add it first."""
+    """Append one line of JSON per object, in one write. If the last line of the file lacks its newline, add it first."""
     lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in objects)
     with path.open("ab") as file:
         file.write(("\n" * _cut_off(path) + lines).encode())

@@ -1,7 +1,6 @@
-"""Process groups that were copied into this process by a fork. A child must not use them: their sockets belong to the
-parent.
+"""Process groups that a fork copied into this process. The child must not use them: their sockets belong to the parent.
 
-`import weft` registers a hook that runs at a fork. It does not load torch.
+`import weft` registers a hook that runs at a fork. The hook does not load torch.
 """
 
 from __future__ import annotations

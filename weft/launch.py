@@ -1,10 +1,10 @@
 """Start several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for persistent
 workers.
 
-Importing torch takes seconds, and eight new interpreters would do it eight times. A fork server imports torch once, and
-forks each rank in milliseconds. It has no threads and no CUDA context, so forking it is safe, whatever the calling
-process does. Ranks find each other by a file in a private temporary directory. So no ports can collide, and the
-rendezvous survives the death of any rank.
+Importing torch takes seconds in each new interpreter. A fork server imports torch once, and forks each rank in
+milliseconds. The fork server has no threads and no CUDA context, so that the fork is safe even if the calling process
+has both. Ranks find each other by a file in a private temporary directory. So no ports can collide, and the rendezvous
+survives the death of any rank.
 
 The function must be importable by name (a top-level function). Its arguments and results must be picklable; tensors are
 copied. If a rank raises, dies or exceeds the time limit, all workers are killed, and the next run starts new ones.
@@ -42,7 +42,7 @@ class RankDiedError(WeftError):
 
 
 class _RemoteTracebackError(Exception):
-    """The text of a traceback in another process, as the cause of the error that is raised here."""
+    """The traceback of another process as text. It is the cause (`__cause__`) of the error raised in this process."""
 
 
 def run_ranks(
@@ -57,8 +57,8 @@ def run_ranks(
     rank.
 
     The default process group (`dist.group.WORLD`) is initialised with `backend` before the call. With an NCCL backend,
-    rank r uses CUDA device r modulo the number of devices. If there are fewer GPUs than ranks, ranks share GPUs:
-    everything works (NCCL then uses sockets), but measured times mean nothing.
+    rank r uses CUDA device r modulo the number of devices. If there are fewer GPUs than ranks, ranks share GPUs.
+    Results are then correct (NCCL uses sockets), but measured times mean nothing.
 
     Raises, without waiting for the other ranks:
 
@@ -66,18 +66,18 @@ def run_ranks(
     - `RankDiedError` if a process ended without a result,
     - `TimeoutError` after `timeout_s` seconds, with the stack of every running rank.
 
-    With `return_exceptions=True` it waits for all ranks, and returns errors in the list. In all cases no process is
-    left.
+    With `return_exceptions=True`, wait for all ranks, and return errors in the list. All worker processes have ended
+    when this function returns or raises.
     """
     with Pool(world_size, backend=backend) as pool:
         return pool._run(_with_rank, (function, *args), world_size, timeout_s, return_exceptions)
 
 
 class Pool:
-    """`world_size` worker processes with a process group, which persist between calls. A context manager.
+    """A context manager with `world_size` worker processes, which share a process group and persist between calls.
 
-    Workers start at the first `run`. Each uses `threads` torch threads, and ignores Ctrl-C, which the owner of the pool
-    handles. If the owner's process dies, the workers exit.
+    Workers start at the first `run`. Each worker uses `threads` torch threads. Workers ignore Ctrl-C, which the parent
+    process handles. If the parent process dies, the workers exit.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
@@ -102,10 +102,10 @@ class Pool:
     ) -> list[Any]:
         """Run `function(group, *args)` on the first `ranks` workers (default: all). Return the results by rank.
 
-        `group` is the default process group (`dist.group.WORLD`), and has exactly those workers. `group.rank()` and
-        `group.size()` give a worker's rank and the number of ranks. Consecutive runs with the same number of ranks
-        share the group and its caches. Another number makes a new group, which takes some ten milliseconds. Raises the
-        errors of `run_ranks`.
+        `group` is the default process group (`dist.group.WORLD`) of these workers. `group.rank()` and `group.size()`
+        give a worker's rank and the number of ranks. Consecutive runs with the same number of ranks share the group and
+        its caches. A different number needs a new group, which takes some ten milliseconds. Raises the errors of
+        `run_ranks`.
         """
         return self._run(function, args, self.world_size if ranks is None else ranks, timeout_s, return_exceptions)
 
@@ -172,7 +172,7 @@ class Pool:
         self._start()
         told = ranks
         if ranks != self._ranks_in_world:
-            # Workers that leave the group are notified too, because NCCL waits for all of them.
+            # Notify workers that leave the group too, because NCCL waits for all of them.
             told = max(ranks, self._ranks_in_world)
             self._world, self._ranks_in_world = self._world + 1, ranks
         job = pickle.dumps((self._world, ranks, sys.path, call))  # `call` is unpickled after sys.path is set
@@ -247,8 +247,8 @@ class Pool:
 
 
 def share_gpus(rank: int) -> None:
-    """Let this rank use a GPU that another rank of this host uses too. `run_ranks` and `Pool` call it if there are too
-    few GPUs.
+    """Let this rank use a GPU that another rank of this machine uses too. `run_ranks` and `Pool` call this function if
+    there are fewer GPUs than ranks.
 
     Under torchrun, before `init_process_group`:
 
@@ -256,9 +256,9 @@ def share_gpus(rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         weft.launch.share_gpus(rank)
 
-    Everything then works, including NCCL and torch's symmetric memory, but measured times mean nothing. The function
-    sets `NCCL_HOSTID`, `NCCL_SOCKET_IFNAME` and `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`. (NCCL refuses two ranks of
-    one host on one GPU, so each rank claims to be on its own host.)
+    Results are correct, also with NCCL and torch's symmetric memory, but measured times mean nothing. The function sets
+    `NCCL_HOSTID`, `NCCL_SOCKET_IFNAME` and `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`. NCCL refuses two ranks of one
+    host on one GPU, so each rank reports a host of its own.
     """
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -276,7 +276,7 @@ def _kill(workers: list[tuple[process.BaseProcess, connection.Connection]], dire
 
 
 def _start_fork_server() -> None:
-    """Start the fork server if it is not running. Ctrl-C is blocked: during the server's imports it would print a
+    """Start the fork server if it is not running. Ctrl-C is blocked during the server's imports, where it would print a
     traceback.
     """
     resource_tracker.ensure_running()  # first, because it unblocks Ctrl-C when it has started its process
@@ -369,7 +369,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, directory: str) -> None:
-    """Wait until the parent process ends. Then remove the directory, which a killed parent leaves, and end this process."""
+    """Wait until the parent process ends. Then remove `directory`, in case the parent was killed, and exit."""
     connection.wait([sentinel])
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

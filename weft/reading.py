@@ -1,11 +1,11 @@
-"""The reader of JSON and TOML that others may have written. It enforces limits, and is the only such reader.
+"""The only reader of JSON and TOML files. Files may come from other users, so it enforces limits.
 
     files      regular files only: a pipe or a device is refused at once, without waiting for it
     size       bytes, nesting and number of values are checked before parsing
     numbers    must be finite, and integers within 64 bits
 
-Every fault raises `UnreadableError`, except that a missing file raises `FileNotFoundError` or `NotADirectoryError`. The
-caller checks the meaning of values.
+Bad files raise `UnreadableError`. Missing files raise `FileNotFoundError` or `NotADirectoryError`. The caller checks
+the meaning of values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KINDS = {
 
 
 def read_json(path: Path, *, fix: str = "") -> Any:
-    """Return the value in a JSON file. fix: for the error text, what the user can do about an unreadable file."""
+    """Return the value in a JSON file. fix: advice for the user if the file is unreadable, for the error text."""
     return parse_json(read_bytes(path, MOST_JSON_BYTES, fix=fix), str(path), fix=fix)
 
 
@@ -122,8 +122,8 @@ def _check_depth(depth: int, where: str, fix: str) -> None:
 
 
 def _check_values(found: Any, where: str, fix: str) -> None:
-    """Raise `UnreadableError` for numbers beyond the limits, and for TOML keys that nest too deeply. It does not
-    recurse.
+    """Raise `UnreadableError` for numbers beyond the limits, and for TOML keys that nest too deeply. Nesting is
+    followed without recursion.
     """
     left: list[tuple[Any, tuple[str | int, ...]]] = [([found], ())]
     while left:

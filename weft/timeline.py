@@ -1,7 +1,7 @@
-"""The record of when a rank did what. Every executor can fill a `Timeline`, and `weft.trace` draws it.
+"""A record of each rank's work over time. Every executor can fill a `Timeline`, and `weft.trace` draws it.
 
-A span is one piece of work on one lane of one rank, such as pooling a slice, sending it, or a wait. Times are in
-microseconds, on a clock that all ranks of a timeline share.
+A span is one piece of work on one lane of one rank, such as pooling, a copy, or a wait. Times are in microseconds, on a
+clock that all ranks of a timeline share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Span:
     """One piece of work of `lane` on `rank`, from `start_us` to `end_us`, in microseconds.
 
-    bytes: the number of bytes that this work sent or fetched between ranks; 0 for other work.
+    bytes: the number of bytes that this work moved between ranks; 0 for work that moves none.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Span:
 @dataclass
 class Timeline:
     """A list of spans in the order in which they were added. Pass an empty timeline as `timeline=` to a call, which
-    fills it.
+    adds the spans.
     """
 
     spans: list[Span] = field(default_factory=list)

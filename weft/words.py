@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 _DUST_US = 1e-6
-"""Times below a picosecond are rounding errors of sums."""
+"""Shorter times are rounding errors of sums."""
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -20,7 +20,7 @@ def joined(*parts: str) -> str:
 
 
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
-    """Return the texts with their ranks, such as "ranks 0, 2: this; rank 1: that". Equal texts are merged."""
+    """Return the texts with their ranks, such as "ranks 0, 2: this; rank 1: that". Ranks with equal texts are merged."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in said:
         ranks_of.setdefault(text, []).append(rank)
@@ -48,8 +48,10 @@ def and_list(names: Iterable[str]) -> str:
 
 
 def decimal_us(us: float) -> str:
-    """Return microseconds as a decimal number that is never 0: with one decimal, or with two significant digits if one decimal
-    would lose them. "none" if there is no time at all."""
+    """Return microseconds as a decimal number, or "none" if the time is 0.
+
+    A positive time is never shown as 0: it has one decimal, or two significant digits if it is very short.
+    """
     if abs(us) < _DUST_US:
         return "none"
     digits = 1 if abs(us) >= 0.1 else 1 - math.floor(math.log10(abs(us)))

@@ -315,7 +315,7 @@ class AllToAllMatmul(Differentiable):
     def schedules(cls, world: int, options: Given) -> list[str]:
         by = "kernel" if options["max_rows"] else "dma"  # copy engines take sizes from the host
         dispatch = [f"dispatch[by={by},rest=each]", f"dispatch_by_expert[by={by},chunks=2]"]
-        return [*dispatch, *["dispatch[by=kernel,rest=together]"] * (world > 2)]
+        return [*dispatch, "dispatch_sorted[chunks=1]", *["dispatch[by=kernel,rest=together]"] * (world > 2)]
 
     @classmethod
     def bad_values(cls, options: Given) -> list[Form]:

@@ -75,6 +75,9 @@ class Case:
             assert self.x[rows:].isnan().all(), f"{what}, rank {self.rank}: tokens beyond those that came are written"
 
 
+OVERLAPPED = ("dispatch", "dispatch_by_expert", "dispatch_sorted")
+
+
 def every_candidate(
     group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False, names: Sequence[str] = ()
 ) -> int:
@@ -82,7 +85,7 @@ def every_candidate(
     fresh sizes, and poison memory once. Return their number. to_one: in the last two runs everything goes to the first
     expert, which gives a rank many more rows."""
     comm, count = symm.communicator(group, device()), 0
-    for candidate in [named(p, name) for name in names] or candidates(p, ("dispatch", "dispatch_by_expert")):
+    for candidate in [named(p, name) for name in names] or candidates(p, OVERLAPPED):
         try:
             schedule = candidate.build()
         except NotApplicableError:

@@ -61,7 +61,9 @@ def test_columns_add_up(pair: Pool, name: str, start: str) -> None:
 
 TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]"
 TWO_D_HETERO = "ficco_2d[start=hetero,gemms=unfused,steps=0,by=kernel]"
-NAMES = ["dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]", TWO_D, TWO_D_HETERO]
+NAMES = [
+    "dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]", "dispatch_sorted[chunks=2]", TWO_D, TWO_D_HETERO,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,7 +33,7 @@ def _options(**given) -> BenchOptions:
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine"),
         (
             {"variants": (DMA + "-bounded",)},
-            r"supports none of these shapes \(first shape: the host must not wait for sizes",
+            r"supports none of these shapes \(first shape: the CPU must not wait for sizes",
         ),
         ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
     ],

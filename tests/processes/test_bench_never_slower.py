@@ -99,7 +99,7 @@ def test_an_error_that_all_ranks_meet_is_a_row(pool: Pool) -> None:
     assert [(row["op"], row.get("error")) for row in rows if not row["again"]] == [
         (OPS[0], "ValueError: no such shape"), (OPS[1], None),
     ]  # fmt: skip
-    assert Verdict(rows).failures[-1] == "1 ended with an error"
+    assert Verdict(rows).failures[-1] == "1 row ended with an error"
 
 
 def test_an_error_of_one_rank_or_a_dead_group_ends_the_run(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     data = json.loads(file.read_text())
     assert data["choice"].startswith("dispatch")
     assert "serial" in data["reason"]
-    assert "cannot be captured, because the host reads sizes" in data["reason"]
+    assert "cannot be captured, because the CPU reads sizes" in data["reason"]
     assert data["heuristic"] == "ficco_1d[start=uniform,gemms=fused,steps=0,by=kernel]"
     assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
 
@@ -297,7 +297,7 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
     [
         (["--json", "."], "--json . is a folder: give a file"),
         (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: the folder /nowhere does not exist"),
-        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
+        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl cannot be written"),
         (["--pictures", __file__], "is a file: give a folder"),
         (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
     ],
@@ -325,7 +325,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,8,8", "--ranks", "1024"], "ranks=1024: at most 256 can be simulated"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder"),
-        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
+        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of a100, b200, h100, h200"),

@@ -44,7 +44,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["bench", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["reproduce", "t3", "--topology", "ring"], "--topology without --hw"),
         (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
-        (["plan", "--hw", "h200"], "weft: --hw: the operator comes first, one of all_gather_matmul, "),
+        (["plan", "--hw", "h200"], "weft: --hw: write the operator before its options, one of all_gather_matmul, "),
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives the numbers from the driver's"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),
@@ -83,7 +83,7 @@ def test_files_are_tried_before_work_starts(command: str, path: str, monkeypatch
 def test_folders_of_pictures_are_tried_before_work_starts(command: str, folder: str, monkeypatch, capsys) -> None:
     for study in (ficco, t3, t3_hardware):
         monkeypatch.setattr(study, "simulated", lambda *given, **more: pytest.fail("it has started"))
-    assert f"--pictures {folder}: cannot be written" in _refused(
+    assert f"--pictures {folder} cannot be written" in _refused(
         [*WRITERS[command], "--pictures", folder], monkeypatch, capsys
     )
 

@@ -387,7 +387,7 @@ def make(group, options_of_rank: list[dict]) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tables": TABLES[:3], "placement": [0, 1, 0]}, ["4 tables", "not 3"]),
+        ({"tables": TABLES[:3], "placement": [0, 1, 0]}, ["4 tables", "3 tables"]),
         ({"tables": (*TABLES[:3], EmbeddingBagConfig(2, 1, "bias", ("one",)))}, ["table 3", "num_embeddings=2"]),
         ({"placement": [1, 1, 0, 0]}, ["'users'", "rank 0", "rank 1"]),
         ({"input": "global_batch"}, ["input='local_batch'", "'global_batch'"]),
@@ -441,6 +441,6 @@ def test_misuse_is_explained(pool):
     ((sizes, unknown, missing, shape, copied),) = pool.run(misuse, ranks=1)
     assert re.search(r"batch_sizes.*global_batch", sizes)
     assert re.search(r"'extra'.*users, items", unknown)
-    assert re.search(r"lack.*'items'.*rank 0", missing)
-    assert re.search(r"'pairs' is \[9, 16\].*\[50, 8\]", shape)
+    assert re.search(r"not table 'items' of rank 0", missing)
+    assert re.search(r"'pairs'.*has shape \[50, 8\].*\[9, 16\]", shape)
     assert copied == "False"  # nothing was copied before all was checked

@@ -317,7 +317,7 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
     [
         ([0, 0, 0, RowWise((0, 5))], {}, "table 'more': RowWise(ranks=(0, 5)) names rank 5: ranks are 0 to 1"),
         ([0, 0, 0, RowWise((1, 1))], {}, "names rank 1 twice"),
-        ([0, 0, 0, ColumnWise((0, 1), (3, 4))], {}, "parts of [3, 4] columns on 2 ranks: the table has 8 columns"),
+        ([0, 0, 0, ColumnWise((0, 1), (3, 4))], {}, "parts of [3, 4] columns on 2 ranks: give each rank"),
         ([0, 0, 0, ColumnWise(())], {}, "has no ranks"),
         ([0, 0, "a", RowWise()], {}, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"),
         ({"users": RowWise()}, {}, "placement lacks table 'items'"),

@@ -226,10 +226,10 @@ def test_the_transformers_help_teaches_and_bad_sizes_are_refused(capsys: pytest.
     ):
         assert words in text
     for words, ranks, message in (
-        (["--text", "nowhere"], 2, "--text nowhere: there is no such file"),
-        (["--length", "129"], 2, "--length 129 must be divisible by the 2 ranks"),
+        (["--text", "nowhere"], 2, "--text nowhere does not exist"),
+        (["--length", "129"], 2, "--length 129 must be divisible by --ranks 2"),
         (["--hidden", "96"], 2, "--hidden 96 must be divisible by 64"),
-        (["--length", "1000000"], 2, "give more than --length"),
+        (["--length", "1000000"], 2, "give a file with more than --length 1000000 bytes"),
         (["--steps", "0"], 2, "must be at least 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

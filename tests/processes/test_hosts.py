@@ -349,7 +349,9 @@ def test_memory_is_shared_within_a_host(pool: Pool) -> None:
         assert far == (
             "ScheduleError: schedule far, lane compute: set free@3[0]: memory of rank 3, on host beta, is not mapped on rank 0"
         )
-        assert peer == f"ValueError: memory of rank {(rank + 2) % 4}, on another host, is not mapped here"
+        assert peer == (
+            f"ValueError: rank {(rank + 2) % 4} is on another host, so its memory is not mapped: use only ranks of this host"
+        )
         assert local == [float(rank ^ 1)] * 2
 
 

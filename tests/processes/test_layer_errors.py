@@ -148,8 +148,8 @@ def test_arguments_of_attention(pool: Pool, sequence_dim: int | None) -> None:
             "norm on meta": "the weight of norm is on meta and x on cpu: use one device",
             "no norm": "norm is a float: pass a module, such as nn.RMSNorm(16)",
             "x on meta": "ParallelAttention: x is on meta: pass a tensor on a GPU or on the CPU",
-            "layer on meta": "ParallelAttention: its weight is on meta and x on cpu: give the layer memory by to_empty(",
-            "all on meta": "ParallelAttention: its weight is on meta and x on meta: give the layer memory by to_empty(",
+            "layer on meta": "ParallelAttention: the weight is on meta, but x is on cpu: give the layer memory by to_empty(",
+            "all on meta": "ParallelAttention: the weight is on meta, but x is on meta: give the layer memory by to_empty(",
         },
     )
 
@@ -202,7 +202,7 @@ def test_other_layers_on_meta(pool: Pool) -> None:
     ranks = pool.run(other_layers, ranks=WORLD)
     expected = {
         "x": "x is on meta: pass a tensor on a GPU or on the CPU",
-        "weight": "its weight is on meta and x on cpu: give",
+        "weight": "the weight is on meta, but x is on cpu: give",
     }
     of_experts = {
         "index": "ExpertParallelMLP: top_k_index is on meta and x on cpu: use one device",
@@ -236,7 +236,9 @@ def styles_and_functions(group: dist.ProcessGroup) -> dict[str, Told]:
 
 def test_styles_and_functions(pool: Pool) -> None:
     expected = {
-        "style": {"weight": "ColwiseLinear: its weight is on meta and x on cpu: give the layer memory by to_empty("},
+        "style": {
+            "weight": "ColwiseLinear: the weight is on meta, but x is on cpu: give the layer memory by to_empty("
+        },
         "gathers": {"bias": "AllGatherLinear: bias has shape (3,) on cpu: pass shape (16,) on cpu, the device of x"},
         "scatters": {"bias": "LinearReduceScatter: bias has shape (1,) on cpu: pass shape (16,) on cpu"},
     }

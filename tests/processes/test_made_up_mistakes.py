@@ -76,7 +76,7 @@ SAID = {
     "inputs": "inputs of made_up_mistake has nothing, but the input buffers of its schedules are x: return one tensor for each",
     "too many": "inputs of made_up_mistake has x, z, but the input buffers of its schedules are x",
     "outputs": "outputs of made_up_mistake has z, but the output buffers of its schedules are y",
-    "shape": r"inputs of made_up_mistake has x of shape \[1, 2\], but in MadeUp\(world_size=1, m=3\) the buffer is \[3, 2\]",
+    "shape": r"inputs of made_up_mistake has x of shape \[1, 2\]: return \[3, 2\], the shape of the buffer in MadeUp",
     "gradients": "made_up_mistake.gradients returns 0 gradients, but a call has 1 tensors: return a gradient for each tensor, or",
 }
 

@@ -326,9 +326,9 @@ MADE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_a_function_that_makes_a_wrong_output_is_named_on_every_rank(pool: Pool, name: str) -> None:
     other, own = pool.run(made_wrongly, name, ranks=2, timeout_s=60)
-    assert own.startswith(f"ValueError: the function for y, called with 3 rows: {MADE[name][1]}"), own
+    assert own.startswith(f"ValueError: the function that allocates y was called with 3 rows: {MADE[name][1]}"), own
     assert other.startswith("PoisonedGroupError: "), other
-    assert f"the function for y, called with 3 rows: {MADE[name][1]}" in other
+    assert f"the function that allocates y was called with 3 rows: {MADE[name][1]}" in other
 
 
 def test_a_negative_number_of_rows_names_the_rank_that_wrote_it(pool: Pool) -> None:

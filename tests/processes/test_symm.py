@@ -146,7 +146,7 @@ def test_bad_arguments_say_what_and_how_to_fix(pool: Pool) -> None:
         assert {kind for kind, _ in errors} == {"ValueError"}
         for (_, text), part in zip(
             errors,
-            ["rank=2", "index=2", "index=-1", "count=0", "(-1,)", "68 of 64", "offset_bytes=2", "pass dist.group"],
+            ["rank=2", "index=2", "index=-1", "count=0", "(-1,)", "byte 68", "offset_bytes=2", "pass dist.group"],
             strict=True,
         ):
             assert part in text

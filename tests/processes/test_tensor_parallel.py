@@ -124,7 +124,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "heads": "ValueError: heads=3 must be positive and divisible by world_size=2",
             "kv heads": "ValueError: heads=12 must be divisible by kv_heads=8",
             "few kv heads": "ValueError: kv_heads=1 must be positive and divisible by world_size=2",
-            "head size": "ValueError: hidden=17 must be divisible by heads=8, or pass head_dim",
+            "head size": "ValueError: hidden=17 must be divisible by heads=8: change one of them, or pass head_dim",
             "sequence": "ValueError: sequence_dim=2 is not supported: pass 1 for [B, S, H], 0 for [S, B, H], or",
             "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
             "odd": "ValueError: head_dim=5 must be even",

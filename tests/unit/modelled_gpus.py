@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,10 +30,10 @@ from weft.runtime.cuda.calls import Operation, _collectives, collective_call, co
 from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, rank_schedule
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
-from weft.schedule import Collective, Compute, Schedule, Tiles
+from weft.schedule import Collective, Compute, Copy, Schedule, Tiles
 from weft.schedule.expr import PrefixSums
 from weft.schedule.kernels import TileKernel
-from weft.schedule.steps import substitute
+from weft.schedule.steps import substitute, variables_of
 
 WORDS = 1 << 50  # the address of a rank's words: this times 1 + its rank
 CPU = torch.device("cpu")
@@ -278,6 +279,24 @@ class Gemms:
                     out.copy_(out + made if gemm.accumulate else made)
 
 
+class Sorted:
+    """In place of `weft.runtime.cuda.tile_kernels.Sorted`: the copies, in a shuffled order."""
+
+    def __init__(self, context: Context, regions: Regions, copies: Sequence[Copy], _: int) -> None:
+        self._regions, self._own = regions, context.own
+        self._copies = random.Random(len(copies)).sample(copies, len(copies))
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        host().issue(host().stream, "call", partial(self._copy, dict(tensors)))
+
+    def _copy(self, tensors: Tensors) -> None:
+        names = {name for copy in self._copies for name in variables_of(copy)}
+        held = {name: PrefixSums(self._own[name].flatten().tolist()) for name in names}
+        for copy in self._copies:
+            source, target = (self._regions.view(substitute(region, held))(tensors) for region in (copy.src, copy.dst))
+            target.copy_(source)
+
+
 class TrackedTiles:
     """In place of `weft.runtime.cuda.tracked_matmul.TrackedMatmulLauncher`, with its table."""
 
@@ -403,7 +422,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
     monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
     instead = {
-        "CopyLaunch": Move, "Totals": Totals, "Gemms": Gemms, "collective_call": _collective_call,
+        "CopyLaunch": Move, "Totals": Totals, "Gemms": Gemms, "Sorted": Sorted, "collective_call": _collective_call,
         "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,
     }  # fmt: skip
     for name, one in instead.items():

@@ -116,6 +116,10 @@ class Rank:
         y = around[16 : 16 + y_rows]
         for part in parts:
             operands, how = (self.tokens, self.inbox, self.w), {**part}
+            if how.get("merged"):  # rows sorted by expert, and a few more
+                sorted_rows = torch.cat([rows for _, _, rows in self.segments()])
+                more = torch.full((4, case.k), NAN, dtype=case.dtype)
+                operands = self.rows_like(torch.cat([sorted_rows, more])), self.inbox.clone().fill_(NAN), self.w
             if columns := how.pop("k", None):
                 operands = tuple(t.narrow(1, *columns) for t in operands)
             grouped_matmul.launch(
@@ -238,6 +242,7 @@ def play(case: Case) -> None:
         held = Rank(case, rank, seed=rank)
         whole = held.launch({})
         held.check(whole)
+        assert same(held.launch({"merged": True}), whole), "other bits in tiles with rows of all sources"
         own, peers = held.launch({"n_sources": 1}), held.launch({"first_source": 1})
         held.check(own, lambda source, expert, rank=rank: source == rank)
         held.check(peers, lambda source, expert, rank=rank: source != rank)
@@ -246,6 +251,7 @@ def play(case: Case) -> None:
         )
     half = case.experts // 2
     held.check(held.launch({"first_expert": half}), lambda source, expert: expert >= half)
+    held.check(held.launch({"first_expert": half, "merged": True}), lambda source, expert: expert >= half)
     by_source = [
         {"first_source": i, "n_sources": 1, "first_expert": first, "n_experts": count}
         for i in range(case.world_size)
@@ -332,8 +338,12 @@ def play_back(case: Case) -> None:
         held = Rank(case, rank, seed=rank)
         y, outbox = held.launch_back()
         held.check_back(y, outbox)
+        merged = held.launch_back({"merged": True})
+        assert same(merged[0], y), "other bits in tiles with rows of all sources"
+        assert same(merged[1], outbox), "other bits in tiles with rows of all sources"
         held.check_back(*held.launch_back({"n_sources": 1}), lambda source, expert, rank=rank: source == rank)
-        held.check_back(*held.launch_back({"first_expert": half}), lambda source, expert: expert >= half)
+        for part in ({"first_expert": half}, {"first_expert": half, "merged": True}):
+            held.check_back(*held.launch_back(part), lambda source, expert: expert >= half)
         by_source = [
             {"first_source": i, "n_sources": 1, "first_expert": first, "n_experts": count}
             for i in [*range(1, case.world_size), 0]
@@ -350,8 +360,10 @@ def play_back_without_room() -> None:
         held = Rank(case, 1, 5)
         most = int(held.counts.sum(1).max())
         held.slot_rows = most // 2
-        held.check_back(*held.launch_back())
-        held.check_back(*held.launch_back(y_rows=int(held.splits[: 2 * case.experts].sum()) - 2, outbox_rows=most - 1))
+        room = {"y_rows": int(held.splits[: 2 * case.experts].sum()) - 2, "outbox_rows": most - 1}
+        for part in ({}, {"merged": True}):
+            held.check_back(*held.launch_back(part))
+            held.check_back(*held.launch_back(part, **room))
 
 
 def play_back_absurd_counts() -> None:
@@ -363,6 +375,7 @@ def play_back_absurd_counts() -> None:
         held.counts[0, 1], held.counts[1, 0], held.counts[1, 2] = -7, 150, 2**40
         held.splits[2] = 2**33
         held.launch_back(y_rows=200)
+        held.launch_back({"merged": True}, y_rows=200)
 
 
 def play_random() -> None:
@@ -390,8 +403,8 @@ def play_shared_tiles(seeds: range) -> None:
             parts=1 + seed % 2, splits=2 + seed % 7, per_sm=4 + seed % 3, rows="none" if seed == 9 else "uneven",
         )  # fmt: skip
         held = Rank(case, seed % case.world_size, seed)
-        held.check(held.launch({}))
-        held.check_back(*held.launch_back())
+        held.check(held.launch({"merged": seed % 2 == 0}))
+        held.check_back(*held.launch_back({"merged": seed % 2 == 1}))
         launcher = grouped_matmul.GroupedMatmulLauncher(
             held.inbox, held.counts, held.splits, rank=held.rank, slot_rows=held.slot_rows, config=case.config
         )
@@ -415,6 +428,7 @@ def play_too_many_rows() -> None:
         promised = int(held.counts.sum())
         for y_rows in (1, 16, promised // 2, promised - 1):
             held.check(held.launch({}, y_rows=y_rows))
+            held.check(held.launch({"merged": True}, y_rows=y_rows))
 
 
 def play_absurd_counts() -> None:
@@ -424,6 +438,9 @@ def play_absurd_counts() -> None:
         held.counts[0, 1], held.counts[1, 0], held.counts[1, 2] = -7, 150, 2**40
         held.splits[2] = 2**33
         held.launch({}, y_rows=200)
+        sorted_rows = held.random(220, case.k)
+        held.segments = lambda rows=sorted_rows: [(0, 0, rows)]  # type: ignore[method-assign]
+        held.launch({"merged": True}, y_rows=200)
 
 
 def play_refusals() -> None:
@@ -443,6 +460,9 @@ def play_refusals() -> None:
             held.launch({}, y_rows=100)
     with pytest.raises(ValueError, match="pass back or adds, not both"):
         good.launch({"back": True, "adds": True})
+    for other in ({"adds": True}, {"n_sources": 1}):
+        with pytest.raises(ValueError, match="merged=True needs adds=False and all 2 sources"):
+            good.launch({"merged": True, **other})
 
 
 OTHERS = {

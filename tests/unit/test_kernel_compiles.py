@@ -36,6 +36,7 @@ from triton.runtime import driver  # noqa: E402
 from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
 from weft.runtime.cuda import add_up, grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
+from weft.schedule.kernels import ReturningMatmul  # noqa: E402
 from weft.sim import model as sim_model  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -212,6 +213,8 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
         slow({"world_size": 64, "experts": 16}),
         slow({"back": True}),
         {"back": True, "transposed": True},
+        slow({"merged": True}),
+        {"merged": True, "back": True},
         slow({"adds": True}),
         {"adds": True, "transposed": True},
     ],
@@ -220,12 +223,18 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
 @pytest.mark.parametrize("config", mostly(grouped_code.CONFIGS, grouped_code.CONFIGS[0]), ids=str)
 def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
     """Loads and stores by TMA, products by the tensor cores, and as many programs fit as the configuration says."""
+    config = replace(config, parts=2) if key.get("merged") else config  # as `choose_config` does
     built = grouped("sm_90", torch.bfloat16, config, tma=True, **key)
     ptx = built.asm["ptx"]
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", ptx)
     assert loads.count("2") == loads.count("3") == config.stages
     stores = 2 if "back" in key else 1  # to the own result or to the outbox
-    assert stores >= len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts >= 1
+    by_tensor_map = len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts
+    if key.get("merged") and key.get("back"):
+        assert by_tensor_map == 0
+        assert "st.global.v4" in ptx  # 16 bytes at a time
+    else:
+        assert stores >= by_tensor_map >= 1
     assert "wgmma.mma_async" in ptx
     assert ("ld.global.v4" in ptx) == ("adds" in key)  # the present contents, 16 bytes at a time
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
@@ -239,14 +248,18 @@ def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
     least_k = {grouped_code.LEAST_STEPS * config.block_k for config in grouped_code.CONFIGS}
     ours = sim_model._FEW_ROUNDS, sim_model._GROUPED_SHARERS, {sim_model._LEAST_K}
     assert ours == (grouped_code.FEW_ROUNDS, grouped_code.MAX_SPLITS, least_k)
+    assert ReturningMatmul.few_rows == grouped_code.FEW_ROWS
     tiles = {(config.block_m, config.block_n) for config in grouped_code.CONFIGS}
     assert set(zip(*(sizes.tolist() for sizes in sim_model._GROUPED_TILES), strict=True)) <= tiles
 
 
-@pytest.mark.parametrize("key", [{}, slow({"transposed": True}), slow({"back": True})], ids=str)
+@pytest.mark.parametrize(
+    "key", [{}, slow({"transposed": True}), slow({"back": True}), slow({"back": True, "merged": True})], ids=str
+)
 @pytest.mark.parametrize("config", [grouped_code.LARGE, *map(slow, grouped_code.CONFIGS[1:])], ids=str)
 def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
     """Both loops over K are pipelined, and neither spills registers."""
+    config = replace(config, parts=2) if key.get("merged") else config
     built = grouped("sm_90", torch.bfloat16, replace(config, splits=8), tma=True, **key)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", built.asm["ptx"])
     assert loads.count("2") == loads.count("3") == 2 * config.stages

@@ -40,7 +40,7 @@ def test_recipes_make_what_they_say() -> None:
     assert made(("dict", {"a": ("given", 0)})) == {"a": x}
     assert made(("call", divmod, [("constant", 7), ("constant", 2)])) == (3, 1)
     for wrong in (("given", -1), ("unknown", 1), ("view", ("given", 0))):
-        with pytest.raises(ValueError, match="no recipe"):
+        with pytest.raises(ValueError, match="not a recipe"):
             _core.Recipe(wrong)
     with pytest.raises(KeyError, match="z"):
         made(("named", "z"))
@@ -58,12 +58,12 @@ def test_steps_run_in_order_and_return_every_buffer() -> None:
     assert list(found) == BUFFERS
     assert torch.equal(found["x"], torch.cat([x, x]))
     assert torch.equal(found["part"], (torch.cat([x, x]) @ w)[:2] * 4)
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(ValueError, match="no step has written"):
         steps.run({"w": w}, Group())
-    with pytest.raises(ValueError, match="no buffer"):
+    with pytest.raises(ValueError, match="no buffer has the name"):
         steps.run({"v": w}, Group())
     for wrong in (("addmm", "y", ("x", "w"), None), ("matmul", "y", ("x",), None), ("matmul", "z", ("x", "w"), None)):
-        with pytest.raises(ValueError, match="no "):
+        with pytest.raises(ValueError, match=r"not a plain step|no buffer"):
             _core.PlainSteps(played.calls(), BUFFERS, [wrong], WORLD)
 
 

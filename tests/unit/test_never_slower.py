@@ -65,7 +65,7 @@ def test_its_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     for part in (
         "usage: weft bench never-slower",
-        "in four of the five",
+        "in four of these five",
         "weft bench never-slower --json never.jsonl",
         *MODES,
     ):
@@ -146,7 +146,9 @@ def test_a_constant_loss_is_below() -> None:
     again = [_row(1 / 0.97, index=i, again=True) for i in range(3)]
     assert len(Verdict(rows + again).below) == 3
     assert not Verdict(rows + again).suspects
-    assert "does not hold on 1 shape: 3 of 3 below 0.98x" in page.verdict_of(Verdict(rows + again))
+    assert "does not hold on 1 shape: 3 of 3 pairs of shape and mode are below 0.98x" in page.verdict_of(
+        Verdict(rows + again)
+    )
 
 
 def test_noise_is_not_below() -> None:
@@ -160,7 +162,7 @@ def test_a_loss_in_one_run_alone_is_not_below() -> None:
     verdict = Verdict([first, again])
     assert is_under(first)
     assert (verdict.below, verdict.suspects) == ([], [])
-    assert page.verdict_of(verdict) == "holds on 1 shape: none is below 0.98x serial by hand"
+    assert page.verdict_of(verdict) == "holds on 1 shape: none is below 0.98x of the baseline's speed"
     assert not Verdict([_row(1.0), _row(1 / 0.97, again=True)]).below
     assert not Verdict([_row(1 / 0.97), _row(1 / 0.97, again=True), first]).below  # of another run
 
@@ -176,15 +178,15 @@ def test_a_single_call_is_judged_by_what_it_adds() -> None:
 
     assert not Verdict(rows(9, "serial") + rows(19, "two_shot")).failures
     assert not Verdict(rows(50, "two_shot")).suspects  # 0.95x, of one millisecond
-    assert Verdict(rows(11, "serial")).failures == ["single calls add 11 us serial (at most 10)"]
-    assert Verdict(rows(21, "two_shot")).failures == ["single calls add 21 us overlapped (at most 20)"]
+    assert Verdict(rows(11, "serial")).failures == ["single calls of serial schedules add 11 us (limit: 10 us)"]
+    assert Verdict(rows(21, "two_shot")).failures == ["single calls of overlapped schedules add 21 us (limit: 20 us)"]
 
 
 def test_serial_is_no_way_out() -> None:
     rows = [_row(index=i, chosen="serial" if i < 5 else "two_shot") for i in range(10)]
     assert Verdict(rows).overlapped_share == 0.5
     assert Verdict(rows).mean_ideal_of_serial == pytest.approx(0.8)
-    assert Verdict(rows).failures == ["50% overlapped where overlap can gain (at least 60%)"]
+    assert Verdict(rows).failures == ["weft overlaps 50% of the shapes that can gain (wanted: 60%)"]
     assert not Verdict([row | {"ideal_ms": 0.95} for row in rows]).failures
     assert Verdict([row | {"ideal_ms": None} for row in rows]).overlapped_share is None
 
@@ -211,13 +213,13 @@ def _without_times(**given: Any) -> dict[str, Any]:
 
 def test_an_error_is_said_and_a_skip_does_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [_row(1.0), _without_times(skipped="it waits"), _without_times(index=1, error="ValueError: no")]
-    assert Verdict(rows).failures == ["1 ended with an error"]
+    assert Verdict(rows).failures == ["1 row ended with an error"]
     assert not Verdict(rows[:2]).failures
     page.show(rows)
     said = capsys.readouterr().out
     assert "skipped, matmul_all_reduce, graph: it waits (1)" in said
     assert "error, matmul_all_reduce 8x512x512, graph: ValueError: no" in said
-    assert said.strip().endswith("Verdict: does not hold on 1 shape: 1 ended with an error")
+    assert said.strip().endswith("Verdict: does not hold on 1 shape: 1 row ended with an error")
 
 
 # --- documents ---

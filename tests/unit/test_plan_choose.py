@@ -217,11 +217,11 @@ def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
     choice = decide(problem, model, mode="queued")
     assert choice.row(choice.candidate.name).gemms == 1
     assert choice.predicted_us < (choice.row("serial").us or 0.0) < choice.row(name).host_us
-    assert f"host busy for {choice.row(name).host_us:.0f} us" in choice.row(name).why_not
+    assert f"CPU busy for {choice.row(name).host_us:.0f} us" in choice.row(name).why_not
     assert choice.row(name).us < choice.predicted_us
     fastest = next(row for row in choice.rows if not row.rough)
     assert choice.reason.endswith(
-        f"; {fastest.candidate.name}, {fastest.us:.1f} us, would keep the host busy for {fastest.host_us:.0f} us per call"
+        f"; {fastest.candidate.name}, {fastest.us:.1f} us, would keep the CPU busy for {fastest.host_us:.0f} us per call"
     )
     assert "host" not in decide(problem, model, mode="graph").reason
     assert decide(problem, model, mode="graph").row(name).why_not != choice.row(name).why_not
@@ -234,7 +234,7 @@ def test_where_the_device_does_not_decide_the_host_is_spared() -> None:
     serial, taken = choice.row("serial"), choice.row("gather[by=kernel]")
     assert (serial.us or 0.0) - (taken.us or 0.0) < max(CLEARLY * (serial.us or 0.0), CLEARLY_US)
     assert choice.candidate == taken.candidate
-    assert "uses less host time" in choice.reason
+    assert "uses less CPU time" in choice.reason
     assert decide(long, replace(H200, host_call_us=0.0), mode="queued").candidate.name == "serial"
     assert decide(AllGatherMatmul.even(64, 3072, 4096, 2), H200, mode="queued").candidate.name == "serial"
 
@@ -262,12 +262,12 @@ def test_what_is_taken_beats_serial_clearly_itself() -> None:
 
 
 def test_of_schedules_alike_one_is_taken_that_does_not_stop_the_host() -> None:
-    """At many rows all hide the exchange, and predictions are equal."""
-    p = AllToAllMatmul(2, 4, (16384, 16384), 28672, 4096, "bf16", 16384)
+    """At many rows all hide the exchange, and predictions are nearly equal."""
+    p = AllToAllMatmul(2, 8, (32768, 32768), 28672, 4096, "bf16", 32768)
     choice = plan.choose(p, H200)
     assert "simplest" in choice.reason
     assert choice.candidate.name == "dispatch_by_expert[by=kernel,chunks=1]"
-    assert any(row.stops_host and row.us == choice.predicted_us for row in choice.rows)
+    assert any(row.stops_host and (row.us or 0.0) <= choice.predicted_us for row in choice.rows)
 
 
 @pytest.mark.parametrize(

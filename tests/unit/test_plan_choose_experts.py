@@ -47,8 +47,8 @@ def test_a_graph_takes_what_the_host_reads_nothing_for_even_if_serial_is_faster(
     choice = plan.choose(problem, slow_puts, mode="graph")
     assert "by=kernel" in choice.candidate.name
     assert choice.predicted_us > 2 * choice.row("serial").us
-    assert choice.reason.endswith("cannot be captured, because the host reads sizes")
-    assert choice.row("serial").why_not == "cannot be captured, because the host reads sizes"
+    assert choice.reason.endswith("cannot be captured, because the CPU reads sizes")
+    assert choice.row("serial").why_not == "cannot be captured, because the CPU reads sizes"
 
 
 def test_where_the_host_reads_in_any_case_no_graph_can_be_had() -> None:

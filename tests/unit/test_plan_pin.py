@@ -107,18 +107,18 @@ def test_what_a_builder_does_by_default_is_not_in_names() -> None:
     [
         (
             "shard[chunks=0,send=in_turn,by=dma]",
-            "chunks must be a number from 1 to 999999 or a proportion such as 2:1:1, not '0'",
+            "chunks is '0': use a number from 1 to 999999 or a proportion such as 2:1:1",
         ),
-        ("shard[chunks=03,send=in_turn,by=dma]", "not '03'"),
+        ("shard[chunks=03,send=in_turn,by=dma]", "chunks is '03'"),
         (
             "shard[chunks=1000000,send=in_turn,by=dma]",
-            "from 1 to 999999 or a proportion such as 2:1:1, not '1000000'",
+            "chunks is '1000000': use a number from 1 to 999999",
         ),
         ("shard[chunks=2,send=in_turn,by=kernel,by=no,by=dma]", "by is given more than once"),
         ("shard[by=dma,chunks=3,send=in_turn]", "write it as 'shard[chunks=3,send=in_turn,by=dma]'"),
-        ("shard[chunks=1:0,send=in_turn,by=dma]", "not '1:0'"),
-        ("shard[chunks=2,send=late,by=dma]", "send must be in_turn or at_once, not 'late'"),
-        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps must be a number from 0 to 999999, not '1:2'"),
+        ("shard[chunks=1:0,send=in_turn,by=dma]", "chunks is '1:0'"),
+        ("shard[chunks=2,send=late,by=dma]", "send is 'late': use in_turn or at_once"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is '1:2': use a number from 0 to 999999"),
     ],
 )
 def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) -> None:

@@ -62,7 +62,7 @@ def test_a_call_may_keep_the_host_as_busy_as_serials_does(
     serial = row(SERIAL, 115.0, gemms=8, collectives=collectives)
     choice = choice_of(monkeypatch, serial, row(ONE, 60.0, gemms=gemms))
     assert choice.candidate.name == taken
-    assert ("host busy" in choice.row(ONE).why_not) == (taken == SERIAL)
+    assert ("CPU busy" in choice.row(ONE).why_not) == (taken == SERIAL)
 
 
 def test_steps_of_many_lanes_keep_the_host_busy_too(monkeypatch: pytest.MonkeyPatch) -> None:

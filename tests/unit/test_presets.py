@@ -289,7 +289,7 @@ def test_ficcos_gemms_have_n_over_the_ranks() -> None:
     assert [shape.name for shape in named("table-1,synthetic", 8)] == [f"{of}{i}" for of in "gs" for i in range(1, 17)]
     assert {shape.n * 8 for shape in named("table-1", 8)} == {gemm.n for gemm in TABLE_1}
     for wrong, why in (
-        ("g1-m3", "M=16384 of g1 cannot be divided by 3"),
+        ("g1-m3", "M=16384 of g1 is not divisible by 3"),
         ("g17", "no preset 'g17'"),
         ("g1-m0", "no preset"),
     ):

@@ -162,17 +162,17 @@ def test_scaled_gemms_have_schedules_that_overlap() -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"dtype": "bf16"}, "dtype='bf16': operands with scales must be fp8"),
+        ({"dtype": "bf16"}, "dtype='bf16': scaled GEMMs need fp8 operands"),
         ({"k": 24}, "K=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32"),
         ({"n": (8,)}, "N of Bs[0]=8 must be a positive multiple of 16 for fp8 GEMMs: use 16"),
-        ({"n": (16, 16)}, "one entry per weight, as n=(16, 16) does"),
+        ({"n": (16, 16)}, "one entry for each of the 2 weights (n=(16, 16))"),
         (
             {"scaled": replace(BY_TENSOR, out=("int32",))},
-            "fp8 GEMMs are bf16, fp16 or fp32, or fp8 if there is one scale per tensor",
+            "use bf16, fp16 or fp32, or, if there is one scale per tensor, fp8",
         ),
         (
             {"scaled": replace(BY_TENSOR, by="row", out=("fp8",))},
-            "results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if",
+            "use bf16, fp16 or fp32, or, if there is one scale per tensor, fp8",
         ),
     ],
 )

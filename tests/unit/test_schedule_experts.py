@@ -87,16 +87,16 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
         ("ficco_2d[start=uniform,gemms=fused,steps=9,by=dma]", "columns of tokens (8) cannot be cut into 9 pieces"),
         (
             "ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]",
-            "the host must not wait for sizes in this call, but it needs them",
+            "the CPU must not wait for sizes in this call, but it needs them",
         ),
         ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank (4) cannot be cut into 5 pieces"),
         (
             "ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]",
-            "the host must not wait for sizes in this call, but it needs them",
+            "the CPU must not wait for sizes in this call, but it needs them",
         ),
     ):
         with pytest.raises(NotApplicableError, match=re.escape(why)):
-            named(replace(even, exact=False) if "host" in why else even, name).build()
+            named(replace(even, exact=False) if "CPU" in why else even, name).build()
 
 
 def test_ficco_adds_up_columns_of_tokens() -> None:

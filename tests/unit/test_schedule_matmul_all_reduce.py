@@ -194,9 +194,13 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
     ("name", "m", "why"),
     [
         ("tracked[chunks=1,to=dma]", 15, "m=15 must be divisible by world_size=2"),
-        ("tracked[chunks=2,to=store]", 14, "tiles go to their owner one by one"),
+        ("tracked[chunks=2,to=store]", 14, "chunks=2, but with to=store"),
         ("two_shot[chunks=4,by=dma,add=gemm]", 6, "rows of a rank's part (3) cannot be cut into 4 pieces"),
-        ("one_shot[by=dma]", 1 << 21, "it needs memory for 2 whole products, which is more than 256 MiB: use two_shot"),
+        (
+            "one_shot[by=dma]",
+            1 << 21,
+            "one_shot would need memory for 2 whole products, more than 256 MiB: use two_shot",
+        ),
     ],
 )
 def test_what_a_builder_does_not_do_is_said(name: str, m: int, why: str) -> None:

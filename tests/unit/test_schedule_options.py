@@ -45,7 +45,7 @@ def test_texts_are_values_of_the_annotation(annotation: Any, text: str, value: A
         (float, "inf", "one=inf: give a finite number"),
         (int | None, "some", "one=some: give a whole number or none"),
         (BY, "3", "one=3: give dma, kernel or 2"),
-        (list[int], "[1]", "one=[1]: list cannot be given as text"),
+        (list[int], "[1]", "one=[1]: a value of type list cannot be written as text"),
     ],
 )
 def test_other_texts_are_refused_with_what_is_allowed(annotation: Any, text: str, said: str) -> None:

@@ -75,7 +75,7 @@ def test_each_number_is_judged_alone() -> None:
     assert [text.partition(" stays")[0] for text in dropped] == [
         "stores by kernel",
         "a signal between streams",
-        "a step on the host",
+        "the launch of a step",
     ]
     assert "there was no time to measure it" in dropped[0]
 

@@ -52,10 +52,12 @@ def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
     assert grouped["serial"] == pytest.approx([once_us / model.library_grouped[1]], rel=0.03)
     assert grouped["dispatch[by=kernel,rest=together]"] == pytest.approx([once_us] * 2, rel=0.07)
     assert grouped["dispatch[by=kernel,rest=each]"] == pytest.approx([once_us] * 3, rel=0.07)
-    # 4 experts x 3 ranks are 384 tiles of 64 x 128: the third round leaves units idle, and takes as long as the others.
+    assert grouped["dispatch_sorted[chunks=1]"] == pytest.approx([once_us], rel=0.07)
+    # 4 experts x 3 ranks are 384 tiles of 64 x 128: the third round leaves units idle, and takes as long as the others. Each tile
+    # loads its weights from the cache again.
     chunks = grouped["dispatch_by_expert[by=kernel,chunks=4]"]
     assert len(chunks) == 4
-    assert all(once_us / 4 < us < 1.6 * once_us / 4 for us in chunks)
+    assert all(once_us / 4 < us < 1.7 * once_us / 4 for us in chunks)
 
 
 def test_segments_without_rows_cost_nothing() -> None:

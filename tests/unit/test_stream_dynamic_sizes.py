@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS
 
-EVERYTHING = ("dispatch", "dispatch_by_expert")
+EVERYTHING = ("dispatch", "dispatch_by_expert", "dispatch_sorted")
 BACK = ("combine", "combine_by_expert")
 
 
@@ -119,12 +120,20 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
     for name, instead in (("CopyLaunch", move), ("Totals", Numbers)):
         monkeypatch.setattr(stream_compiler, name, instead)
+    permuted: list[int] = []
+
+    def permute(context: object, regions: object, copies: Sequence[object], sizes: int) -> SimpleNamespace:
+        permuted.extend(range(sizes, sizes + 3 * len(copies), 3))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(stream_compiler, "Sorted", permute)
     for name in ("Agreeing", "ReadAhead", "Gemms"):
         monkeypatch.setattr(stream_compiler, name, lambda *_: SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0))
     for name, schedule in schedules(4, 4, exact=exact):
-        if "by=kernel" not in name:
+        if "by=kernel" not in name and "dispatch_sorted" not in name:
             continue
         copies.clear()
+        permuted.clear()
         Numbers.made.clear()
         region = SymmetricMemory(schedule.world_size, layout_of(schedule).buffer_bytes)
         stream_compiler.compile_streams(context_of(schedule, 1, region), False)
@@ -134,9 +143,11 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         # What the combine, or a dispatch that returns tokens, brings from its inbox to the result is copied when the GEMMs are
         # done, and by all units.
         placed = 3 if not name.startswith("dispatch") else 4 if "x" in {b.name for b in schedule.buffers} else 0
-        streams = [*([0] if placed else []), *(1 + i for i in range(len(lanes)))]
+        streams = [*([0] if placed or permuted else []), *(1 + i for i in range(len(lanes)))]
         assert sorted(numbers.stream for numbers in Numbers.made) == streams, name
-        assert sorted(copy["sizes"] for copy in late) == [at for n in Numbers.made for at in range(n.first, n.end, 3)]
+        assert sorted([*(copy["sizes"] for copy in late), *permuted]) == [
+            at for n in Numbers.made for at in range(n.first, n.end, 3)
+        ]
         programs = sorted(copy["programs"] for copy in late)
         sent = len(late) - placed
         assert len(lanes) * programs[sent - 1] <= DYNAMIC_COPY_UNITS, name

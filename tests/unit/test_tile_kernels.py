@@ -19,7 +19,7 @@ from weft.builders import embedding_all_to_all as slices
 from weft.builders.embedding_all_to_all import units_of
 from weft.builders.problems.experts import ExpertsProblem
 from weft.schedule import Compute, Copy, Index, Schedule, Set, Step, Tiles, value
-from weft.schedule.kernels import GroupedMatmul, PooledSlices, ReturningMatmul
+from weft.schedule.kernels import GroupedMatmul, Permute, PooledSlices, ReturningMatmul, SortedMatmul
 from weft.schedule.steps import substitute
 from weft.schedule.text import from_json, to_json
 
@@ -59,6 +59,37 @@ def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int)
     return sorted(found)
 
 
+def by_sorted_kernel(kernel: SortedMatmul, counts: list[list[int]], rank: int, k: int) -> list[Segment]:
+    """Return the segments by the docstring of `SortedMatmul`: an expert's rows are at the same place in x and y."""
+    mine = rank * kernel.experts
+    of_expert = [sum(of_source[mine + e] for of_source in counts) for e in range(kernel.experts)]
+    its = range(kernel.first_expert, kernel.first_expert + kernel.n_experts)
+    firsts = [sum(of_expert[:e]) for e in range(kernel.experts)]
+    return sorted(
+        (kernel.y, firsts[e], of_expert[e], kernel.x, firsts[e], 0, k, kernel.weights, e * k, False) for e in its
+    )
+
+
+def require_sorted(step: Tiles, counts: list[list[int]], rank: int, inbox: str, most: int) -> None:
+    """Check that the tiles copy each source's rows for each expert from where they arrive to where they are sorted by expert."""
+    held, world, experts = {"counts": tuple(itertools.chain(*counts))}, len(counts), len(counts[0]) // len(counts)
+    mine, found, wanted = rank * experts, [], []
+    tiles = [substitute(step.body, {**held, step.index: number}) for number in range(value(step.extent))]
+    for copy in itertools.chain(*tiles):
+        assert isinstance(copy, Copy)
+        found.append((copy.dst.row, copy.src.buffer, copy.src.row, copy.src.rows))
+        assert (copy.dst.rows, copy.src.at, copy.dst.at) == (copy.src.rows, rank, rank)
+    at = 0
+    for expert, source in itertools.product(range(experts), range(world)):
+        rows = counts[source][mine + expert]
+        slot = (source - rank - 1) % world * most
+        buffer, block = ("tokens", sum(counts[rank][:mine])) if source == rank else (inbox, slot)
+        wanted.append((at, buffer, block + sum(counts[source][mine : mine + expert]), rows))
+        at += rows
+    assert set(found) <= set(wanted)
+    assert len(found) == value(step.extent) * world
+
+
 def by_tiles(step: Tiles, held: dict[str, Any]) -> list[Segment]:
     found: list[Segment] = []
     for number in range(value(step.extent)):
@@ -84,7 +115,13 @@ def test_grouped_matmuls(world: int, experts: int, exact: bool) -> None:
         for rank in (0, world - 1):
             done: list[tuple[int, int, int]] = []
             for step in tiles_of(schedule, rank):
-                if not isinstance(kernel := step.kernel, GroupedMatmul):
+                if name.startswith("dispatch_sorted") and isinstance(step.kernel, Permute):
+                    require_sorted(step, counts, rank, "inbox", 20)
+                if isinstance(kernel := step.kernel, SortedMatmul):
+                    assert by_sorted_kernel(kernel, counts, rank, K) == by_tiles(step, held), (name, rank)
+                    its = range(kernel.first_expert, kernel.first_expert + kernel.n_experts)
+                    done += itertools.product(range(world), its, range(K))
+                if not isinstance(kernel, GroupedMatmul):
                     continue
                 assert kernel.counts == "counts"
                 assert by_kernel(kernel, counts, rank, K) == by_tiles(step, held), (name, rank)

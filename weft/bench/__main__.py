@@ -1,6 +1,6 @@
 """`python -m weft.bench OP ...`: `weft bench` for machines that have torch but not typer or rich.
 
-Its help does not import torch. Presets and variants are checked by each operator (`OperatorBenchmark.check_options`).
+The help does not import torch. Each operator checks presets and variants (`OperatorBenchmark.check_options`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _MODES = ("single", "queued", "graph")
 _ABOUT = """
-Measure an operator against its baselines, after checking every variant against float64.
-Starts its own ranks, or uses torchrun's. Each time is the slowest rank's median. "over roofline" is this time divided by the time
-of its bytes (and FLOPs) at the peak rates measured in the same run; with caches it can be less than 1.
+Measure an operator and its baselines. Every variant is first compared with float64.
+
+The command starts its own ranks, or uses those of torchrun. Each time is the slowest rank's median. "over roofline" is this time
+divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be below 1.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
@@ -40,24 +41,34 @@ _EXAMPLES = """examples:
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """
-_PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or
-grid-... embedding_training: pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2, dcnv2-zipf1.05. all_gather_matmul: measured,
-llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on each rank; with -symmetric
-behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, N over the
-ranks, M halved until it fits, or as in g1-m4 a quarter. Other GEMMs: the presets before FiCCO's; operators that end in
-reduce_scatter have t3 in place of mixtral-8x7b. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or
-TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names, their
-last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and
-backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all presets for the device"""
-_VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and
-these with -natural and -sliceN, such as put-natural-slice8. embedding_training: weft, weft-push, fbgemm-deterministic,
-fbgemm, torch (each runs only if named; default: FBGEMM's and weft). all_gather_matmul: asynctp (baseline), weft (the
-planner's choice), autotune, heuristic (FiCCO's), all, or beginnings of schedules' names: shard, 'shard[chunks=2'.
-all_to_all_matmul: padded (baseline, always runs), weft, all, or beginnings of names: dispatch; each also as ...-bounded.
-matmul_all_to_all: weft, all, combine, likewise. tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default:
-all variants for the device"""
-_SCALE = """as 1/32 or 0.03; it is printed. Embeddings: shrink batch and tables. Default: the largest that fits.
-inefficiency: shrink M, N and K. Default: 1/32 on CPU; GEMMs that are still too large shrink further"""
+_PRESETS = """presets (--preset):
+  embedding_all_to_all   pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021, grid-...
+  embedding_training     pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2, dcnv2-zipf1.05
+  all_gather_matmul      measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu
+                         table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, with N divided by the ranks and M halved until it
+                         fits. g1-m4 has a quarter of g1's M
+                         MxNxK: any shape. N is the number of columns on each rank
+                         NAME-symmetric: the inputs of preset or shape NAME are in symmetric memory (on GPUs)
+  other GEMMs            as all_gather_matmul, without FiCCO's GEMMs. Operators that end in reduce_scatter have t3 in place of
+                         mixtral-8x7b
+  all_to_all_matmul      mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu
+                         TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew S
+  matmul_all_to_all      the presets of all_to_all_matmul, with the down projections of these models
+  tensor_parallel        llama-3-8b, llama-3-70b, llama-3-405b, cpu: MLP and attention of the model, forward and backward
+  inefficiency           g1 to g16
+"""
+_VARIANTS = """variants (--variants):
+  embedding_all_to_all   baselines: batched, fbgemm. weft: direct, put, also with -natural and -sliceN, such as put-natural-slice8
+  embedding_training     weft, weft-push, fbgemm-deterministic, fbgemm, torch. Default: weft and FBGEMM
+  all_gather_matmul      asynctp (a baseline); weft (the planner's choice); autotune; heuristic (FiCCO's); all (every schedule);
+                         the beginning of schedules' names, such as shard or 'shard[chunks=2'
+  all_to_all_matmul      padded (a baseline, which always runs); weft; all; the beginning of names, such as dispatch.
+                         NAME-bounded passes max_rows
+  matmul_all_to_all      weft; all; the beginning of names, such as combine. NAME-bounded passes rows
+  tensor_parallel        serial (the baseline), weft, weft-compiled, asynctp. Default: all that run on the device
+"""
+_SCALE = """shrink the configuration by this factor, such as 1/32 or 0.03. For embeddings: batch and tables (default: the
+largest that fits). For inefficiency: M, N and K (default: 1/32 on CPU). The output shows the factor"""
 
 
 def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") -> BenchOptions:
@@ -66,33 +77,44 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     Default device: cuda if there is a GPU. Default ranks: one per GPU, or 2 on CPU; under torchrun, its number of ranks.
     """
     parser = argparse.ArgumentParser(
-        prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program,
+        description=_ABOUT,
+        epilog="\n".join([_PRESETS, _VARIANTS, _EXAMPLES]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("op", metavar="OP", help=f"the operator or study: {', '.join(measured())}")
-    add("--preset", help=_PRESET)
+    add("--preset", help="comma-separated presets or shapes, listed below. Default: all presets for the device")
     add(
         "--shape",
         action="append",
         metavar="M,N,K",
         default=[],
-        help="or MxNxK: the same as --preset MxNxK. May be repeated",
+        help="a shape, as M,N,K or MxNxK; the same as --preset MxNxK. May be repeated",
     )
-    add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
+    add(
+        "--ranks",
+        type=int,
+        help="number of processes to start. Default: 2 on CPU, one per GPU on cuda. Do not pass it with torchrun",
+    )
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
-    add("--variants", default="", help=_VARIANTS)
+    add("--variants", default="", help="comma-separated variants, listed below. The baseline always runs")
     add("--mode", dest="modes", action="append", choices=_MODES, default=[],
-        help="single: one call, one synchronisation. queued: many. graph: captured and replayed. Default: all modes of the "
-        "operator on this device")  # fmt: skip
+        help="single: the CPU synchronises after each call. queued: the CPU launches calls ahead of the GPU. graph: a CUDA graph "
+        "is replayed. Default: all modes of the operator on this device")  # fmt: skip
     add("--scale", help=_SCALE)
     add("--option", action="append", metavar="NAME=VALUE", default=[],
-        help="the operator's own option, from the list in `weft plan OP --help`: gather_dim=-1. May be repeated")  # fmt: skip
-    add("--dtype", help="type of inputs and outputs: fp32, fp16, bf16; fp8: scaled_matmul_reduce_scatter, and the scaled variant "
-        "of all_gather_matmul. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
+        help="an option of this operator, such as gather_dim=-1; `weft plan OP --help` lists them. May be repeated")  # fmt: skip
+    add("--dtype", help="dtype of inputs and outputs: fp32, fp16, bf16, or fp8 for scaled operators. Default: bf16 for GEMMs on "
+        "GPUs, otherwise fp32")  # fmt: skip
     add("--json", type=Path, help="append one line of JSON per variant and mode to this file; existing lines stay")
-    add("--quick", action="store_true", help="try it out: small inputs, few repetitions")
-    add("--seconds", type=float, help="seconds for the slowest variant in each mode. Default: 1, with --quick 0.1")
-    add("--pictures", type=Path, help="inefficiency: draw the paper's figures 7 to 10 into this folder")
+    add("--quick", action="store_true", help="use small inputs and few repetitions, to try the command out")
+    add(
+        "--seconds",
+        type=float,
+        help="time to measure the slowest variant in each mode, in seconds. Default: 1; with --quick 0.1",
+    )
+    add("--pictures", type=Path, help="for inefficiency: draw the paper's figures 7 to 10 into this folder")
     given = parser.parse_args(arguments)
 
     import torch

@@ -1,6 +1,6 @@
 """The ranks of `weft plan calibrate`: measure this machine's GPUs and links, and save the numbers.
 
-`weft.runtime.cuda.measure` has the measurements, because self-calibration uses some of them too.
+The measurements are in `weft.runtime.cuda.measure`, because self-calibration uses some of them too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
     assert group is not None
     with symm.set_up_within(env.deadline_s()):  # setup includes compilation and measurements between exchanges
         measure = GpuMeasure(symm.communicator(group, device))
-        # For an unknown machine, another machine's numbers are good enough to choose the sizes to measure.
+        # Another machine's numbers are good enough to choose the sizes to measure on an unknown machine.
         base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
         found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
         measure.close()
@@ -34,4 +34,4 @@ def _printed(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Ignore a progress message, on all ranks but rank 0."""
+    """Ignore a progress message: only rank 0 prints them."""

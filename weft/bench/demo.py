@@ -32,7 +32,7 @@ LEGEND = (
     "skew: slowest rank minus fastest, in ms; extra MB: memory besides tables and input, output included; first "
     "ms: the first call, with set-up; in parentheses: differs from 1 by less than twice the noise"
 )
-"""The explanation below the table of columns whose meaning is not obvious."""
+"""The explanation of unclear columns, printed below the table."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
             everybody: list[Timeline] = [Timeline()] * world_size
             dist.all_gather_object(everybody, mine, group=ranks.control)
             traces.append(Timeline([span for timeline in everybody for span in timeline]))
-        # Keep the trace of median length, because other processes on the machine may disturb some calls.
+        # Other processes may disturb some calls, so keep the trace of median length.
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config, here = work.config, records.environment("cpu")

@@ -1,9 +1,10 @@
-"""Append the result of a run of the GPU tests to a JSON file: counts of passed, failed and skipped tests, and the commit.
+"""Append the result of a run of the GPU tests to a JSON file: counts of passed, failed and skipped tests, and the
+commit.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 
-The first file holds a list of such records. A missing junit file means that its tests did not finish, and the record says
-so.
+The first file holds a list of such records. If a junit file is missing, its tests did not finish, and the record lists
+the file as missing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The version of the code that made a record: the commit, and a hash of the sources on disk.
 
-The working tree is often copied to a GPU machine without `.git`. So the benchmark hashes the files on disk. The commit is read
-from git or, without git, from the file `benchmarks/.commit`, which is copied with the tree:
+The working tree is often copied to a GPU machine without `.git`. So the benchmark hashes the files on disk. The commit
+is read from git or, without git, from the file `benchmarks/.commit`. Write this file before you copy the tree:
 
+    python -m weft.bench.provenance    # in the checkout
 
-    python -m weft.bench.provenance    # in the checkout, before the tree is copied
-
-That file contains the hash of the commit's sources. If the hash on disk differs, the tree was changed after the commit, and the
-commit is recorded as "8f7985d0c1+dirty".
+The file contains the hash of the commit's sources. If the hash on disk differs, the tree was changed after the commit,
+and the commit is recorded as "8f7985d0c1+dirty".
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Provenance:
 def provenance(root: Path = ROOT) -> Provenance:
     """Return commit and hash of the code in `root`. The commit is "unknown" if there is neither git nor `benchmarks/.commit`."""
     source = source_hash(_lying(root))
-    # `benchmarks/.commit` is used if it is for exactly these sources, even if git has an older commit checked out.
+    # Prefer `benchmarks/.commit` if it is for exactly these sources, even if git has an older commit checked out.
     note = _from_note(root)
     known = note if note is not None and note.source == source else _from_git(root) or note
     if known is None:

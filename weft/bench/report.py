@@ -1,6 +1,5 @@
 """Generation of Markdown from recorded results, so that no number in a document is typed by hand.
 
-
     python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
 rewrites documents in place. NAME is a results file's name without ".jsonl". Without a document it prints the tables of each file:
@@ -13,9 +12,9 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
 - `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
   operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty until then.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
-  as the geometric mean over configurations. With ` worst` after the baseline, it is the least of all configurations.
+  as the geometric mean over configurations. With ` worst` after the baseline, it is the smallest of all configurations.
 
-A later run of a configuration in a mode replaces an earlier one; its variants are never mixed with another run's.
+A later run of a configuration in a mode replaces an earlier run. Variants of different runs are never mixed.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ _MARKED = re.compile(
 _SAYS = re.compile(r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+) -->)(?P<body>[^<]*)<!-- /never-slower-says -->")
 
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
-"""{operator: study that simulates it (`weft reproduce`)}. Simulated records are shown by the study's tables, not by the
-operator's, which are for measurements."""
+"""{operator: study that simulates it (`weft reproduce`)}. The study's tables show simulated records; the operator's
+tables show measured records.
+"""
 
 _OTHER_STUDIES = ("fused_embedding", "pgas", "t3_hardware")
 """The studies whose records contain the study's name, because several studies simulate the same operator."""
@@ -117,11 +117,12 @@ def _measured(found: Sequence[Record], short: bool) -> str:
 
 def _code(record: Record) -> str:
     source = f"sources {record['source']}" if record["source"] is not None else "hash of sources not recorded"
-    return f"commit {record['commit']} ({source}), harness {record['harness']} of {HARNESS}"
+    newest = "" if record["harness"] == HARNESS else f" (newest: {HARNESS})"
+    return f"commit {record['commit']} ({source}), harness {record['harness']}{newest}"
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
-    """Return notes on which version of the code measured which rows, if there are several versions."""
+    """Return notes on the versions of the code that measured the rows, if there are several versions."""
     if len(set(map(_code, latest))) == 1:
         return []
     configs: dict[str, dict[str, None]] = {}
@@ -129,7 +130,7 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
         configs.setdefault(_code(r), {})[r["config"]] = None
     *few, most = sorted(configs, key=lambda code: len(configs[code]))
     said = [f"{', '.join(configs[code])}: {code}" for code in few]
-    return ["; ".join([*said, f"{'all others' if few else 'all'}: {most}"]) + "."]
+    return ["Measured code: " + "; ".join([*said, f"{'all others' if few else 'all shapes'}: {most}"]) + "."]
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:

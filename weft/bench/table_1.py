@@ -1,10 +1,11 @@
 """The GEMMs of FiCCO's studies: the sixteen of its table I (g1 to g16) and sixteen random ones (s1 to s16), from `table_1.toml`.
 
-A GEMM is A [m, k] @ B [k, n] on W ranks, where A is gathered or sent all-to-all. The paper's N is assumed to be that of the whole
-layer. With tensor parallelism the ranks divide the columns of B, so each computes N / W columns (`GatheredGemm.sharded`). The
-paper does not state this, but its shapes are from models with tensor parallelism, and an N of 106496 is twice the whole MLP of
-Llama-3-405B. M and K are not divided, because A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank
-has M / W rows and all of N, which is the same number of operations.
+A GEMM is A [m, k] @ B [k, n] on W ranks, where A is gathered or sent all-to-all. The paper's N is assumed to be that of
+the whole layer. With tensor parallelism the ranks divide the columns of B, so each rank computes N / W columns
+(`GatheredGemm.sharded`). The paper does not state this. But its shapes are from models with tensor parallelism, and N =
+106496 is twice the width of the whole MLP of Llama-3-405B. M and K are not divided, because A's rows are gathered from
+all ranks. With expert parallelism (g13 to g16) a rank has M / W rows and all of N, which is the same number of
+operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
@@ -101,9 +102,9 @@ class Fitted:
 def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
 
-    The bytes are `GatheredGemm.run_bytes`. First the larger of M and K is halved as long as it stays the larger, because which of
-    them is larger determines how the GEMM should be cut. Then M, N and K are halved together. M and K are multiples of 64, so
-    that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced further.
+    The bytes are `GatheredGemm.run_bytes`. The best way to cut the GEMM depends on which of M and K is larger. So first
+    the larger of both is halved, as long as it stays the larger. Then M, N and K are halved together. M and K are
+    multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced further.
     """
     all_by, large_by = 1 / scale, 1
     while True:

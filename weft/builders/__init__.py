@@ -1,6 +1,7 @@
 """Problems (the sizes and options of an operator's call) and builders (functions that return schedules for a problem).
 
-They do not import torch. To add an operator, import its problem here. Builder files in this folder are imported automatically.
+This package does not import torch. To add an operator, import its problem here. Builder files in this folder are
+imported automatically.
 """
 
 import importlib
@@ -28,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 __all__ += [problem.__name__ for problem in PROBLEMS.values()]
 
-# Importing a file registers its builders. `ficco` is first, because among candidates with equal times the first is
-# selected.
+# Importing a file registers its builders. `ficco` is imported first, because the planner prefers the first of several
+# candidates with equal times.
 for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name != "ficco"):
     importlib.import_module(f"{__name__}.{_file.name}")

@@ -1,4 +1,4 @@
-"""All-gather + GEMM, for shards of rows that are sent whole or in a few chunks.
+"""Schedules of all-gather + GEMM that send shards of rows whole or in a few chunks.
 
     serial   NCCL's all-gather, then cuBLAS's GEMM: the baseline
     gather   every rank puts its shard into all peers' memory, then one GEMM
@@ -6,18 +6,19 @@
 
 `weft.builders.ficco` has schedules that cut shards into smaller chunks.
 
-**gather.** Nothing overlaps, but the GEMM is not cut, and the gather has little overhead: every rank puts its shard where the
-peers' GEMMs read it, and sets one signal. It is the fastest schedule for small M. NCCL's all-gather then takes longer to start
-than to move the data, and cutting the GEMM does not help, because most of its time is spent reading the weights.
+**gather.** Nothing overlaps, but the GEMM is not cut, and the gather has little overhead: every rank puts its shard
+where the peers' GEMMs read it, and sets one signal. `gather` is the fastest schedule for small M. For small M, NCCL's
+all-gather takes longer to start than to move the data. Cutting the GEMM does not help, because the GEMM spends most of
+its time reading the weights.
 
 **shard.**
 
-    to peers: for each peer: wait until it has read the shard of the previous run; put the shard into its `box`; set `arrived`
+    to peers: for each peer: wait until the peer has read the previous run's shard; put the shard into its `box`; set `arrived`
     compute:  the rows of y from this rank's shard; then for each other shard: wait for `arrived`; its rows of y; set `credit`
 
-Shards are sent by puts, not gets. A put reads the caller's tensor, so the shard is not first copied into symmetric memory, and no
-signal is needed to tell that it is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two ranks send
-to the same rank at once.
+Shards are sent by puts, not gets. A put reads the caller's tensor, so the shard is not first copied into symmetric
+memory, and needs no signal that it is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two
+ranks send to the same rank at once.
 
 If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk is exposed. So the last chunk should be
 small, as in chunks="3:1". But GPUs are inefficient at small GEMMs, so the other chunks should be large, as in "2:1:1". The first
@@ -53,9 +54,10 @@ def serial(p: AllGatherMatmul) -> Schedule:
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """Put this rank's shard into all peers' memory, then run one GEMM.
 
-    by="kernel": all steps are on one lane. The first launch of a run also signals to the peers that this rank's box is free.
-    by="dma": the copies to the peers are on a lane each, so that they run concurrently. The box is free when the GEMM of the
-    previous run has read it."""
+    by="kernel": all steps are on one lane. The first launch of a run also signals to the peers that this rank's box is
+    free. by="dma": the copies to each peer are on a lane of their own, so that they run concurrently. The box is free
+    when the GEMM of the previous run has read it.
+    """
     world = p.world_size
     if world == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")
@@ -98,8 +100,9 @@ def shard(
     """Put this rank's shard into the peers' memory, and multiply their shards as they arrive.
 
     chunks: the chunks of a shard, as a number or a proportion. Each chunk has a signal.
-    send: "in_turn": to one peer after the other. On a switch, the first shard then arrives earliest. "at_once": to all peers
-    concurrently, which uses all links of a mesh."""
+    send: "in_turn" sends to one peer after the other. On a switch, the first shard then arrives earliest. "at_once"
+        sends to all peers concurrently, which uses all links of a mesh.
+    """
     world = p.world_size
     if world == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")

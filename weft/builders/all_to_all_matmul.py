@@ -3,30 +3,32 @@
     tokens   this rank's tokens, sorted by expert
     splits   the number of this rank's tokens for each expert of all ranks
     counts   the splits of all ranks, [ranks, experts of all ranks]. Each rank puts its own row into every rank's counts
-    inbox    a slot for each other rank, as large as the most tokens that it may send
+    inbox    a slot for each peer, large enough for the most tokens that the peer may send
 
     to peers: read counts; put the tokens for each peer into a slot of its inbox; set `arrived` there
     compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
 
-The GEMMs of all (source, expert) segments are one kernel. It stores rows where the result needs them: sorted by expert, then by
-source rank. So no tokens are sorted before or after the GEMMs, and only tokens for peers are copied. Two orders of computation
-overlap the exchange:
+One kernel computes the GEMMs of all (source, expert) segments. The kernel stores rows in the order of the result:
+sorted by expert, then by source rank. So no tokens are sorted before or after the GEMMs (except in dispatch_sorted),
+and only tokens for peers are copied. Three orders of computation overlap the exchange:
 
-    dispatch            source by source, the own tokens first. All other tokens travel while the own tokens are multiplied
+    dispatch            source by source, the rank's own tokens first. Peers' tokens travel while the own tokens are multiplied
     dispatch_by_expert  expert by expert, a few experts at a time with the tokens of all sources. Every weight is read once
+    dispatch_sorted     like dispatch_by_expert, but a copy first sorts the arrived tokens by expert. Then tokens of all sources
+                        share tiles of an expert's GEMM, which is faster if each source sends few tokens for each expert
 
-Copies by kernel read their sizes on the device. Copy engines get them from the host, which has to wait for the splits and cannot
-enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the host must read the sizes in any
-case, but it does so while the GEMMs run.
+Copies by kernel read their sizes on the device. Copy engines get sizes from the CPU, which has to wait for the splits
+and cannot enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the CPU must
+read the sizes in any case, but reads them while the GEMMs run.
 
-Padding to a capacity would make sizes static, but there is no such schedule. If a block had room for all tokens that a rank may
-send to one peer, padding would multiply the data by the number of ranks. With less room, tokens would be dropped. The benchmark of
-all_to_all_matmul measures padded blocks with NCCL (variant `padded`), with just enough room for the tokens that it sends.
+No schedule pads tokens to static sizes. Blocks with room for all tokens that a rank may send to one peer would multiply
+the data by the number of ranks. Smaller blocks would drop tokens. The benchmark of all_to_all_matmul measures padded
+blocks with NCCL (variant `padded`), with just enough room for its tokens.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
-before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
-Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM
-before it. These schedules fuse it with the GEMMs after it.
+    before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
+    Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the
+    previous GEMM. These schedules fuse an all-to-all with the next GEMMs.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
-from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
-from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute, SortedMatmul
+from weft.schedule.schedule import Buffer, Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
 SendOrder: TypeAlias = Literal["in_turn", "at_once"]
@@ -80,8 +82,11 @@ def serial(p: AllToAllMatmul) -> Schedule:
 def dispatch(
     p: AllToAllMatmul, *, by: CopyBy, rest: Literal["each", "together"], send: SendOrder = "in_turn"
 ) -> Schedule:
-    """Multiply source by source. rest: one launch for each other rank when its tokens arrive, or one launch when all have
-    arrived."""
+    """Multiply source by source.
+
+    rest: "each" launches GEMMs for each peer when its tokens arrive. "together" launches once, when all tokens have
+        arrived.
+    """
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError(
             "with 2 ranks all other tokens come from one rank, so rest=together is the same as rest=each"
@@ -109,6 +114,21 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
         for distance in range(1, world):
             d.wait_for(distance, c)
         d.multiply(list(range(world)), *piece)
+    return d.done()
+
+
+@builder(AllToAllMatmul, chunks=(1, 2, 4), send=("in_turn", "at_once"))
+def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
+    """Sort the tokens by expert, then multiply expert by expert. chunks: as in `dispatch_by_expert`."""
+    pieces = split(p.experts, chunks, what="experts of a rank")
+    d = Sending("dispatch_sorted", p, "kernel", send, chunks)
+    for c, piece in enumerate(pieces):
+        d.send(*piece, chunk=c)
+    ordered = d.buffer("ordered", p.world_size * p.most, p.k, p.dtype, "scratch")
+    for c, piece in enumerate(pieces):
+        for distance in range(1, p.world_size):
+            d.wait_for(distance, c)
+        d.sort_and_multiply(ordered, *piece)
     return d.done()
 
 
@@ -178,7 +198,7 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return the index in `counts`, row by row, of the tokens that `source` sends to this rank's first expert."""
+        """Return the index, in the flattened `counts`, of the tokens that `source` sends to this rank's first expert."""
         return source * self._all + RANK * self.p.experts
 
 
@@ -194,7 +214,7 @@ class Sending(_Dispatch):
             raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "the host must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
+                "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
             )
         if send == "at_once" and world == 2:
             raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
@@ -225,9 +245,10 @@ class Sending(_Dispatch):
                 sender.set(self._taken, i)
 
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
-        """Append the puts of the tokens for experts first .. first + count - 1 of every other rank.
+        """Append the puts of the tokens for experts first .. first + count - 1 of every peer.
 
-        columns: only these columns of the tokens. chunk: the index of the part, which selects its signal."""
+        columns: send only these columns of the tokens. chunk: the index of the part, which selects its signal.
+        """
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts
@@ -246,8 +267,9 @@ class Sending(_Dispatch):
     ) -> None:
         """Multiply the tokens for `count` experts, starting with local expert `first`.
 
-        distances: the source ranks, as numbers of places before this rank; 0 is this rank. columns: only these columns of the
-        tokens. adds: accumulate into y."""
+        distances: the source ranks, as distances before this rank in the ring; 0 is this rank. columns: multiply only
+            these columns of the tokens. adds: True to accumulate into y.
+        """
         expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
         kernel = GroupedMatmul(
             self.counts.name, self.tokens.name, self._inbox.name, self.weights.name, self.y.name, self.p.experts, self.p.most,
@@ -255,11 +277,28 @@ class Sending(_Dispatch):
         )  # fmt: skip
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
-    def done(self) -> Schedule:
-        """Append the release of the buffers for the next run. Return the schedule.
+    def sort_and_multiply(self, ordered: Buffer, first: int, count: int) -> None:
+        """Append the copy of all sources' tokens for `count` experts into `ordered`, and the GEMMs of these experts."""
+        expert = Expr(_TILE) + first
+        copies = []
+        for distance in range(self.world_size):
+            source = peer(self.world_size, -distance) if distance else RANK
+            rows, target = self.rows(source, expert), self.first_of_result(source, expert)
+            arrived = self._came(distance, self.first_of_block(source, expert), rows)
+            copies.append(Copy(arrived, ordered.part(rows=(target, rows)), "kernel"))
+        self.compute.tiles(Permute(), _TILE, count, *copies)
+        p = self.p
+        kernel = SortedMatmul(self.counts.name, ordered.name, self.weights.name, self.y.name, p.experts, first, count)
+        of_expert = (self.first_of_result(0, expert), self.rows_of_expert(expert))
+        self.compute.tiles(kernel, _TILE, count, self.matmul(of_expert, ordered.part(rows=of_expert), expert))
 
-        `counts` is released only when all lanes have read it, because a peer that has received tokens knows only that one lane
-        has. The received tokens (`return_x`) are copied after all GEMMs: by then the host has read the sizes (by="meanwhile")."""
+    def done(self) -> Schedule:
+        """Append the steps that release the buffers for the next run. Return the schedule.
+
+        `counts` is released only when all lanes have read it: a peer that has received tokens knows only that one lane
+        has read it. The received tokens (`return_x`) are copied after all GEMMs: by then the CPU has read the sizes
+        (by="meanwhile").
+        """
         if self.x:
             for distance in range(self.world_size):
                 source = peer(self.world_size, -distance) if distance else RANK
@@ -274,7 +313,7 @@ class Sending(_Dispatch):
         return self.schedule()
 
     def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:
-        if (known := self._segments.get((distance, expert))) is None:  # shared by pieces of columns
+        if (known := self._segments.get((distance, expert))) is None:  # pieces of columns share the segment
             source = peer(self.world_size, -distance) if distance else RANK
             rows, first = self.rows(source, expert), self.first_of_block(source, expert)
             known = self._segments[distance, expert] = first, rows, self.first_of_result(source, expert)
@@ -282,9 +321,10 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region with `rows` tokens from one source rank, from its token `first` on.
+        """Return the region with `rows` tokens from one source rank. `first` is the index of the first token.
 
-        distance: how many places the source rank is before this rank in the ring; 0 is this rank."""
+        distance: the distance of the source rank before this rank in the ring; 0 is this rank.
+        """
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
@@ -298,5 +338,7 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of an inbox's slot for the source rank `distance` places before the inbox's rank."""
+        """Return the first row of the slot for a source rank. In the ring, the source is `distance` places before the
+        rank that has the inbox.
+        """
         return (self.world_size - 1 - distance) * self.p.most

@@ -13,8 +13,9 @@ from weft.schedule.schedule import Schedule
 class Candidate:
     """A builder with values for its parameters.
 
-    builder: its name. parameters: (name, value) of the parameters that differ from the builder's defaults. build: returns the
-    schedule."""
+    builder: the builder's name. parameters: (name, value) of the parameters that differ from the builder's defaults.
+    build: a function that returns the schedule.
+    """
 
     builder: str
     parameters: tuple[tuple[str, Any], ...]

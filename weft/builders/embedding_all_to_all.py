@@ -10,8 +10,8 @@ A rank does not store into a peer's output before the peer has begun its run (si
 the peer's previous result. With order="remote_first" a rank pools the samples of the next rank first, then continues around the
 ring; its own samples are last. "natural" is the order of the batch.
 
-One program pools a slice. In the paper a slice has vectors of one table for several samples, which several work-groups pool; the
-last of them to finish, found by a bitmask, sends the slice. These schedules cannot express such slices.
+One program pools a slice. In the paper a slice has vectors of one table for several samples. Several work-groups pool
+it, and the last work-group to finish, found by a bitmask, sends it. These schedules cannot express such slices.
 
 Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (other slices, flags,
 remote samples first). "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
@@ -37,7 +37,7 @@ _ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A slice of a sample: the rank's slots [first, end), which are columns [column, column + width) of the output."""
+    """A slice of a sample: a rank's slots [first, end), which are columns [column, column + width) of the output."""
 
     first: int
     end: int
@@ -114,7 +114,8 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
     """Stage slices and copy them to peers.
 
-    The schedule has a staging area for each slice. The kernel needs an area only for each concurrent slice."""
+    The schedule has a staging area for each slice. The kernel needs only as many areas as slices run concurrently.
+    """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
@@ -168,7 +169,7 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return the expression for `numbers[rank][unit]`, with this rank and the slice of tile `t`."""
+        """Return the expression for `numbers[rank][unit]`, where rank is this rank and unit the slice of tile `t`."""
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
@@ -191,7 +192,7 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Signal to the ranks that will write this rank's output that they may begin. Return the lane."""
+        """Signal to the ranks that will write to this rank's output that they may begin. Return the lane."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
@@ -202,7 +203,9 @@ class _Slices(Draft):
             self.lane("pool").wait(ready, rank)
 
     def at_ranks(self, rank: int, own: bool) -> Index:
-        """Return an expression that is 1 on `rank` and 0 on other ranks; with own=False the reverse."""
+        """Return an expression that is 1 on `rank` and 0 on other ranks. With own=False, it is 0 on `rank` and 1 on
+        other ranks.
+        """
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:

@@ -1,14 +1,14 @@
 """An all-gather by gets: each rank computes chunks in symmetric memory, and all ranks copy them into their results.
 
-The result is ordinary memory, into which peers cannot write. With puts, chunks would arrive in symmetric memory and need a second
-copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once. A rank copies its own chunks
-first, because they are ready first. Then it copies the chunks of the rank before it, and so on around the ring, so that no two
-ranks read from the same rank at once. Copying own rows takes a quarter of the time of copying rows over NVLink; with `apart`,
-another copy engine does it concurrently.
+The result is ordinary memory, into which peers cannot write. With puts, chunks would arrive in symmetric memory and
+need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once. A rank
+copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and so on
+around the ring, so that no two ranks read from the same rank at once. Own rows take a quarter of the time of rows over
+NVLink. With `apart`, a second copy engine copies own rows concurrently.
 
-A rank that has copied all chunks signals all others that it no longer reads their symmetric memory. They wait for this signal
-before they write there in the next run, even if other signals already order these accesses. The reason is that the next run
-may have other sizes, with which a chunk is at another place in the same memory.
+A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. They wait for
+this signal before they write to that memory in the next run, even if other signals already order these accesses. The
+reason is that the next run may have other sizes, which move chunks to other places in the same memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 class Fetched:
     """The signals and the copies of an all-gather by gets.
 
-    signals: "chunk ready", for each chunk of each source. The sources are the rank before this one, the rank before that, and so
-    on; this rank is last.
+    signals: "chunk ready", for each chunk of each source. The sources are in ring order, starting with the rank before
+        this rank; this rank is last.
     """
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
@@ -60,7 +60,8 @@ class Fetched:
             source, target: the regions from which and into which a chunk is copied.
             counts: for each chunk, the number of sets to wait for before copying it. Default: 1.
             complete: `complete[c]` is set when chunk c of every rank has been copied.
-            apart: copy this rank's own chunks on a second lane. It cannot be combined with `complete`."""
+            apart: True to copy this rank's own chunks on a second lane. Cannot be combined with `complete`.
+        """
         assert not (apart and complete)
         own_rows = self.d.lane("own rows", "copy") if apart else None
         lane, own = self.d.lane("from peers", "copy"), len(self.sources)

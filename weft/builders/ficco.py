@@ -8,17 +8,18 @@ all links of a full mesh are busy. It then multiplies the chunks s of all ranks.
                       step, while chunks are travelling
     fused | unfused   each step has one GEMM for the chunks of all ranks, or one GEMM per rank
 
-Chunks arrive where the GEMM of their step reads them. Only the own chunk of a uniform fused step has to be copied there. The
-paper copies all chunks of such a step, concurrently with communication and GEMMs, and therefore assigns uniform schedules a
-higher contention loss (V-B). That loss does not occur here.
+Chunks arrive where the GEMM of their step reads them. Only in uniform fused steps, the rank's own chunk has to be
+copied to this place. The paper copies all chunks of such a step, concurrently with communication and GEMMs, and so
+finds a higher contention loss for uniform schedules (V-B). This loss does not occur here.
 
 The output rows of a fused GEMM are contiguous in y only in uniform 2D schedules. In the others, a kernel copies them from scratch
 memory into y. Each step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps reduce accuracy. Scaled GEMMs
 have 1D schedules only.
 
-In the `_collective` builders, one NCCL all-gather per step moves the chunks, like the paper's variant with RCCL. It needs
-contiguous input, so columns are packed first. Its output is in rank order and includes this rank's own chunk. A hetero schedule
-has multiplied this chunk before, so its fused GEMM becomes two: one for the lower ranks, and one for the higher ranks.
+In the `_collective` builders, one NCCL all-gather per step moves the chunks, like the paper's variant with RCCL. The
+all-gather needs contiguous input, so columns are packed first. Its output is in rank order and includes this rank's own
+chunk. A hetero schedule has already multiplied this chunk, so its fused GEMM becomes two GEMMs: one for the lower
+ranks, and one for the higher ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
@@ -48,8 +49,7 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # The box has the chunks of a step in ring order: first that of the rank before this one, last this rank's own
-    # chunk.
+    # The box has the chunks of a step in ring order, from the rank before this rank to this rank itself.
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
@@ -85,9 +85,8 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # uniform: the box has the rows in the order of y. hetero: it has only peers' rows, contiguous, in ring order from
-    # the rank
-    # before this one.
+    # uniform: the box has the rows in the order of y. hetero: the box has only peers' rows, contiguous, in ring order
+    #     from the rank before this rank.
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
@@ -176,12 +175,14 @@ def ficco_2d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps
 
 
 def _sources(world: int, start: Start) -> list[Index]:
-    """Return the ranks whose chunks each step multiplies: all, or with a hetero start the peers."""
+    """Return the ranks whose chunks each step multiplies: all ranks, or with start="hetero" only the peers."""
     return list(range(world)) if start == "uniform" else [peer(world, -distance) for distance in range(1, world)]
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, rows) of each GEMM of a step. Its input has the chunks of all ranks in rank order, `rows` rows each."""
+    """Return (first row, rows) of each GEMM of a step. Its input has the chunks of all ranks in rank order, `rows` rows
+    each.
+    """
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
     if start == "uniform":
@@ -208,7 +209,7 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """Declare the signals (arrived, credit): a chunk has arrived; a peer's box is free."""
+    """Declare the signals (arrived, credit). `arrived`: a chunk has arrived. `credit`: a peer's box is free."""
     return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 
 

@@ -3,10 +3,10 @@
     to +i    in step s: piece s of the tokens for the experts of rank + i
     compute  hetero: first all of this rank's own tokens; then in step s the tokens of piece s
 
-Tokens are sorted by expert, so the tokens from one rank for adjacent experts are contiguous. Their number is known only at run
-time, as a sum over `counts` (`weft.builders.all_to_all_matmul`). GEMMs read tokens where they arrived and store rows in the
-result, so no step gathers or scatters. The schedule uniform + fused + 1D is therefore the same as `dispatch_by_expert` with
-send=at_once. Three choices make eight schedules:
+Tokens are sorted by expert, so the tokens from one rank for adjacent experts are contiguous. The number of tokens is
+known only at run time, as a sum over `counts` (`weft.builders.all_to_all_matmul`). GEMMs read tokens where they arrived
+and store rows in the result, so no step gathers or scatters. The schedule uniform + fused + 1D is therefore the same as
+`dispatch_by_expert` with send=at_once. Three choices make eight schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
                       y += x[:, piece] @ w[piece])
@@ -45,8 +45,9 @@ _ALIGNED_BYTES = 16
 def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
     """Cut tokens by expert.
 
-    steps: the number of pieces into which a rank's experts are cut; 0: the number of ranks. The planner tries only 0. Other
-    numbers can be pinned."""
+    steps: the number of pieces into which a rank's experts are cut; 0: the number of ranks. The planner tries only 0.
+        You can pin other numbers.
+    """
     _require_peers(p)
     pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
     if (start, gemms) == ("uniform", "fused"):

@@ -5,11 +5,12 @@
     tracked   one kernel for all rows; all ranks copy a chunk when all its tiles are stored, while the kernel continues
 
 Each rank's product is in symmetric memory. Every rank, including the producer, copies it into its result
-(`weft.builders.fetched`). Concatenating rows or columns takes the same copies. All ranks get the same bits. The GEMM does not
-store into peers' memory as in T3, because a GEMM has one destination and a product has one per rank.
+(`weft.builders.fetched`). Concatenation of rows and of columns needs the same copies. All ranks get the same bits. The
+GEMM does not store into peers' memory as in T3, because a GEMM has only one destination, and the product is needed on
+every rank.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather has
-the configuration of a reduce-scatter, without updates.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is
+    configured like a reduce-scatter, without updates.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _Sent(_Product):
             lambda owner, c: self.place(owner, chunks[c]),
             by,
             counts,
-            apart=by == "dma",  # copying kernels would compete for compute units
+            apart=by == "dma",  # copy kernels would compete for compute units
         )
         return self.d.schedule()
 

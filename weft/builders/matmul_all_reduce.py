@@ -1,22 +1,22 @@
 """GEMM + all-reduce: the sum of all ranks' products on every rank.
 
     serial     cuBLAS's GEMM, then NCCL's all-reduce, in place
-    one_shot   every rank receives the products of all others and reduces them itself. One exchange; for small M
+    one_shot   every rank receives the products of all peers and reduces them itself. One exchange; for small M
     two_shot   a direct reduce-scatter, then an all-gather, both in chunks. Peers copy a reduced chunk while its owner reduces the
                next chunks
     chunked    a GEMM for each chunk of all rows. Every rank reduces a part of each chunk, and the others copy it, while later
                chunks are computed
     tracked    like two_shot, with one GEMM kernel for all rows. A chunk is sent when all its tiles are stored
-    collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. It needs no mapped memory:
+    collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. Needs no mapped memory:
                 for ranks on several hosts
 
 The rank that reduces a row also adds the bias and the residual, before it rounds the row. Every rank computes the RMSNorm itself.
 In one_shot the reducing kernel also computes the norm. In schedules that copy sums, the norm runs after the GEMMs, chunk by chunk,
 while later chunks arrive.
 
-All ranks get the same bits. In one_shot each rank reduces in rank order, with its own product rounded like the others. In the
-other schedules the owner of a row reduces it (`weft.builders.partial_products`), and the others copy the result
-(`weft.builders.fetched`).
+All ranks get the same bits. In one_shot each rank reduces in rank order, after it has rounded its own product like the
+products of peers. In the other schedules the owner of a row reduces the row (`weft.builders.partial_products`), and the
+others copy the result (`weft.builders.fetched`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as
 reduce-scatter and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).
@@ -95,13 +95,14 @@ def serial(p: MatmulAllReduce) -> Schedule:
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
     """Put each rank's product into a slot on each peer (dma, kernel), or read the peers' products in place (load).
 
-    by="kernel": one launch does all puts, and first signals that this rank's slots are free. GEMMs do not store in peers'
-    slots, because a GEMM has one destination and its product has one per rank."""
+    by="kernel": one launch does all puts, and first signals that this rank's slots are free. GEMMs do not store in
+    peers' slots, because a GEMM has only one destination, and every rank needs the product.
+    """
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size
     if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
         raise NotApplicableError(
-            f"it needs memory for {slots} whole products, which is more than {_MOST_SLOTS >> 20} MiB: use two_shot"
+            f"one_shot would need memory for {slots} whole products, more than {_MOST_SLOTS >> 20} MiB: use two_shot"
         )
     d, result, peers = o.d, _Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
@@ -168,8 +169,9 @@ def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
 class _Gathered:
     """Sums that their owners compute in symmetric memory, and that all ranks copy from there, chunk by chunk.
 
-    An owner begins to reduce when all peers have sent their parts of this run. It may then overwrite the sums of the previous
-    run, because a peer sends only after it has copied all of those."""
+    An owner begins to reduce when all peers have sent their parts of this run. The owner may then overwrite the sums of
+    the previous run, because a peer sends only after it has copied all of them.
+    """
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
         self.o, self.sums = o, o.parts("sums", 1, "symmetric")
@@ -203,8 +205,9 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Divide each chunk among the ranks: every rank reduces its part of each chunk.
 
-    So each GEMM covers all ranks' rows of a chunk, and the first sums are complete early. The parts of a chunk arrive during
-    the GEMM of the next chunk, and are reduced after that GEMM."""
+    Each GEMM covers all ranks' rows of a chunk, so the first sums are complete early. The parts of a chunk arrive
+    during the GEMM of the next chunk, and are reduced after that GEMM.
+    """
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
@@ -212,7 +215,7 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     begins, rows = (
         offsets(tuple(parts)),
         sum(parts),
-    )  # of the rows that a rank reduces: the first row of each chunk's part, and their total
+    )  # for the rows that a rank reduces: the first row of each chunk's part, and the total number of rows
 
     def count(owner: Index, c: int) -> Index:
         return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)

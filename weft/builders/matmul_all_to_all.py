@@ -1,17 +1,17 @@
 """GEMM + MoE combine: after a dispatch, multiply each row by its expert's weights and send it back to the rank of its token.
 
     h         the rows that a rank has received, sorted by local expert, then by source rank
-    counts    two stacked tables [ranks, experts]: the rows of h from each rank for each local expert; and below, this rank's
+    counts    two stacked tables [ranks, experts]: the rows of h from each rank for each local expert; below them, this rank's
               tokens for each expert of each rank
     y         the results for this rank's tokens, sorted by expert of all ranks. The rows from one rank are one block
 
-Each rank finds all sizes in its own two tables: how many rows it sends to each rank, and where each block of its result begins. So
-nothing has to be exchanged before the GEMMs, and only the receiver knows where a block goes. If the tables of two ranks disagree,
-some rows would stay unwritten. So ranks also send their tables, and fill the rows from a rank with NaN if its table differs from
-their own (`weft.schedule.steps.Agree`).
+Each rank computes all sizes from its own two tables: the number of rows that it sends to each rank, and the place of
+each block of its result. So ranks exchange nothing before the GEMMs, and only the receiver knows the place of a block.
+If the tables of two ranks disagreed, some rows would stay unwritten. So ranks also send their tables. A rank fills the
+rows from a peer with NaN if the peer's table differs from its own (`weft.schedule.steps.Agree`).
 
-The GEMMs of all (source, expert) segments are one kernel. It reads rows of h in place and writes the rows for one rank
-contiguously. Two orders of computation overlap the exchange:
+One kernel computes the GEMMs of all (source, expert) segments. The kernel reads rows of h in place and writes the rows
+for one rank contiguously. Two orders of computation overlap the exchange:
 
     combine            source by source: first the rows of rank r + 1, then of rank r + 2, and so on, the own rows last. So no two
                        ranks send to the same rank at once, and rows travel while the own rows are multiplied
@@ -21,9 +21,9 @@ contiguously. Two orders of computation overlap the exchange:
 There are three ways to send results:
 
     dma      the receiver's copy engine copies them from the sender's memory into the result
-    kernel   a kernel of the sender puts them into a slot on the receiver, which copies them into the result. The host need not
+    kernel   a kernel of the sender puts them into a slot on the receiver, which copies them into the result. The CPU need not
              know the sizes
-    store    the GEMM stores them in that slot, without a copy on the sender
+    store    the GEMM stores them in this slot, without a copy on the sender
 
 Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers,
 stores into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
@@ -109,18 +109,20 @@ class _Combine(Draft):
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
-        """Append copies of both tables into `counts`, and a read of `counts`. also_to: regions that also get `received`."""
+        """Append copies of `received` and `splits` into `counts`, and a `Read` of `counts`. also_to: regions into which
+        `received` is copied too.
+        """
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):
             lane.copy(self._received.part(), place, "kernel")
         return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
 
     def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of rows of h from `source`, for `count` local experts from `first` on."""
+        """Return the number of rows of h from `source`, for the local experts first .. first + count - 1."""
         return self._of_row(source, first, count)
 
     def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of this rank's tokens for `count` experts of `rank` from `first` on."""
+        """Return the number of this rank's tokens for experts first .. first + count - 1 of `rank`."""
         return self._of_row(self.world_size + rank, first, count)
 
     def of_expert(self, expert: Index) -> Index:
@@ -152,8 +154,9 @@ class _Combine(Draft):
 class _Sending(_Combine):
     """A draft that computes the rows for each peer in a slot, and sends them in `chunks` parts, each for some of the experts.
 
-    pieces: (first expert, experts) of each part. Each part has a signal. A slot is reused only after its reader has signaled
-    that it has read all of it; the reader signals this once per run, for any sizes."""
+    pieces: (first expert, experts) of each part. Each part has a signal. A slot is reused only after its reader has
+        signaled that the whole slot is read. The reader signals this once per run, for any sizes.
+    """
 
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
         super().__init__(name, p)
@@ -161,7 +164,7 @@ class _Sending(_Combine):
             raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "the host must not wait for sizes in this call, but it needs them to start copy engines: use "
+                "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use "
                 "by=kernel or by=store"
             )
         self.pieces = split(p.experts, chunks, what="experts of a rank")
@@ -173,7 +176,7 @@ class _Sending(_Combine):
                 self.buffer("outbox", *room, "scratch"),
                 self.buffer("inbox", *room, "symmetric"),
             )
-        else:  # one buffer is both: with dma it is in the sender's memory, with store in the receiver's
+        else:  # one buffer for both: with dma it is in the sender's memory, with store in the receiver's
             self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
         self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
         self._credit, self._there = self.signals("credit", peers), self.signals("there", peers * chunks)
@@ -224,7 +227,8 @@ class _Sending(_Combine):
     def send(self, distance: int, chunk: int) -> None:
         """Append the steps that send the results of experts `pieces[chunk]` to the rank `distance` places after this rank.
 
-        With by="dma" the receiver's copy engine gets them."""
+        With by="dma" the receiver's copy engine fetches the results.
+        """
         number, to = (distance - 1) * len(self.pieces) + chunk, peer(self.world_size, distance)
         piece = self.pieces[chunk]
         if self._by == "kernel":
@@ -241,7 +245,9 @@ class _Sending(_Combine):
             self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """Append the copies of arrived rows into y, the comparison of sizes, and the release of the slots. Return the schedule."""
+        """Append the copies of arrived rows into y, the comparison of sizes, and the release of the slots. Return the
+        schedule.
+        """
         chunks, world = len(self.pieces), self.world_size
         if self._by == "dma":
             placed = self.signals("placed", 1)

@@ -9,15 +9,15 @@
     collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed. It
               needs no mapped memory: for ranks on several hosts, which run its collectives in two levels on CPU
 
-fp8 operands with scales (`ScaledMatmulReduceScatter`) have the schedules serial, scatter and direct with add=reduce. Their
-products are sent and reduced in the result's dtype.
+fp8 operands with scales (`ScaledMatmulReduceScatter`) support only the schedules serial, scatter and direct with
+add=reduce. Products are sent and reduced in the result's dtype.
 
-direct, tracked and ring are built from output maps (`weft.builders.output_map`), which list only the destination of each chunk.
-`weft.builders.partial_products` describes the order of computation and of reduction.
+direct, tracked and ring are built from output maps (`weft.builders.output_map`), which list the destination of each
+chunk. `weft.builders.partial_products` describes the order of computation and of reduction.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections 4.2 (track and
-trigger), 4.4
-(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions that are not near memory).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections 4.2 (track
+    and trigger), 4.4 (staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4
+    (reductions that are not near memory).
 """
 
 from __future__ import annotations
@@ -88,9 +88,11 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
     """Send each chunk to its owner.
 
-    by: "store": the GEMM stores the chunk in the owner's slot. "dma", "kernel": a copy after the GEMM.
+    by: "store": the GEMM stores the chunk in the owner's slot. "dma", "kernel": a copy after the GEMM, by copy engine
+        or by kernel.
     add: "gemm": the owner's GEMM waits for the arrived chunks and accumulates into them, chunk by chunk. "reduce": the owner's
-    GEMM does not wait, and a kernel reduces its product and the arrived chunks."""
+    GEMM does not wait, and a kernel reduces its product and the arrived chunks.
+    """
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
     return o.d.schedule()
@@ -113,7 +115,9 @@ def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
 
 @_builder(chunks=(2, 4), by=("dma", "kernel"))
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Send sums around the ring in chunks. A chunk travels while the next is computed. Each rank rounds, as in NCCL's ring."""
+    """Send sums around the ring in chunks. A chunk travels while the next chunk is computed. Each rank rounds the sum,
+    as in NCCL's ring.
+    """
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")
     o = PartialProducts.overlapped("ring", p)
@@ -126,10 +130,10 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
 def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"]) -> Schedule:
     """Run a ring without copies: each rank's GEMM reads the sum from its left neighbour's memory, and stores the new sum locally.
 
-    The last rank in the ring owns the rows, and stores the sum in its result. Each rank rounds.
+    The last rank in the ring owns the rows, and stores the sum in its result. Each rank rounds the sum.
 
-    by: "gemm": cuBLAS, which first copies the old sum into its output. "tracked": weft's kernel, launched per chunk. It reads
-    a tile of the old sum when it has computed the same tile of the product.
+    by: "gemm": cuBLAS, which first copies the old sum into its output. "tracked": weft's kernel, launched per chunk.
+        The kernel reads a tile of the old sum when it has computed the same tile of the product.
     """
     o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
     if o.scaled is not None:
@@ -138,7 +142,7 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
     sums, y = o.parts("sums", last, "symmetric"), _result(o)
     credit, there = d.signals("credit", 1), d.signals("there", last * chunks)
     compute.wait(credit, previous=True)
-    tiles = [1] * chunks  # how often each chunk's signal is set: by each of its tiles, or once
+    tiles = [1] * chunks  # the number of sets of each chunk's signal: one per tile, or one
     for step, owner in enumerate([*o.sources, RANK]):
         for c, chunk in enumerate(pieces):
             out = o.part(sums, step, owner, chunk) if step < last else o.part(y, 0, RANK, chunk)

@@ -59,7 +59,7 @@ class Operands:
         self.gathered = buffer("x", p.m, p.k, p.dtype, "output") if p.return_gathered else None
 
     def rows(self, name: str, count: int, role: Role, data: Buffer | None = None) -> Rows:
-        """Declare buffers for `count` rows of x and their scales. data: use this existing buffer for the rows."""
+        """Declare buffers for `count` rows of x and their scales. data: an existing buffer to use for the rows."""
         data = data or self.d.buffer(name, count, self.p.k, self.p.dtype, role)
         return Rows(data, self.d.buffer(f"{name}_scale", count, 1, "fp32", role) if self.x.scales else None)
 
@@ -77,7 +77,7 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """Append a GEMM for each weight: rows `rows` of ys[i] = x @ ws[i]. rows: all if None."""
+        """Append a GEMM for each weight: rows `rows` of ys[i] = x @ ws[i]. rows: None for all rows."""
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 
@@ -106,8 +106,10 @@ def all_gather_matmul_operands(
 def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
     """Cut `extent` into pieces; return (first, count) of each. Raise `NotApplicableError` if a piece would be empty.
 
-    Nearly equal pieces are ordered from larger to smaller. Large pieces of a proportion end at multiples of WHOLE_TILES, because
-    a few more rows would cost the GEMM another wave of tiles. what: the name of `extent` in the error."""
+    If `pieces` is a number, larger pieces come first. If `pieces` is a proportion, large pieces end at multiples of
+    WHOLE_TILES, because a few more rows would cost the GEMM another wave of tiles. what: the name of `extent` in the
+    error.
+    """
     if isinstance(pieces, str):
         parts = [*itertools.accumulate(map(int, pieces.split(":")), initial=0)]
         unit = WHOLE_TILES if extent >= WHOLE_TILES * parts[-1] else 1

@@ -1,9 +1,9 @@
 """Options that only some operators have: the keywords of `Problem.sized` after dtype, such as gather_dim.
 
-An option is given as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft bench`). Either is
-checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types and None. Strings that do not
-match are refused: no arbitrary string counts as True. A keyword with another annotation takes only Python values, and its problem
-checks them.
+Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
+bench`). Both are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types
+and None. Strings that do not match are refused, so no arbitrary string counts as True. A keyword with another
+annotation accepts only Python values, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def name_and_value(text: str) -> tuple[str, str]:
     """Split "NAME=VALUE" into (name, value). Raise `ValueError` if either is missing."""
     name, equals, value = text.partition("=")
     if not name.isidentifier():
-        raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
+        raise ValueError(f"option {text!r} has no name: write NAME=VALUE, such as gather_dim=-1")
     if not equals or not value:
         raise ValueError(f"option {text!r} has no value: write it as {name}=VALUE")
     return name, value
@@ -63,8 +63,8 @@ def from_text(name: str, text: str, annotation: Any) -> Any:
     if not known:
         of = ", ".join(getattr(one, "__name__", str(one)) for one in wanted)
         raise ValueError(
-            f"{name}={text}: {of} cannot be given as text, only bool, int, float, str and Literal can: pass the value to "
-            "weft.plan.explain"
+            f"{name}={text}: a value of type {of} cannot be written as text: pass the value to weft.plan.explain. (Only bool, "
+            "int, float, str and Literal can be written as text)"
         )
     raise ValueError(f"{name}={text}: give {or_list(known)}")
 
@@ -109,7 +109,7 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a union, with None last; the annotation itself if it is not a union."""
+    """Return the types of a union, with None last. If the annotation is not a union, return only the annotation."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -1,13 +1,14 @@
 """Helpers of reduce-scatter and all-reduce after a GEMM: the rows of the sum are divided among ranks, and their owner
 reduces them.
 
-A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer rows, or none.
-Rank r computes the rows of rank r + 1 first, then those of rank r + 2, and so on, and its own rows last. So no two ranks send to
-the same rank at once, and the last rows for peers travel while the rank computes its own rows.
+A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer
+rows, or none. Rank r computes the rows of rank r + 1 first, then the rows of rank r + 2, and so on, and its own rows
+last. So no two ranks send to the same rank at once, and the last rows for peers travel while the rank computes its own
+rows.
 
-Peers' products are reduced in fp32 and rounded once, in ring order, starting with the rank before the owner. The owner's product
-is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A slot is reused only after its reader has signaled that
-it has read all its chunks, because the next run may have other sizes and other chunks.
+Peers' products are reduced in fp32 and rounded once, in ring order, starting with the rank before the owner. The
+owner's product is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A slot is reused only after
+its reader has signaled that all chunks are read, because the next run may have other sizes and other chunks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
@@ -31,14 +32,17 @@ from weft.schedule.steps import Buffer, Compute, Region, Role, Set
 By: TypeAlias = Literal["dma", "kernel", "store"]
 Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
-"""(first, count): rows of a rank's part, as if it had `m` rows. A rank that owns fewer rows has fewer rows of the chunk."""
+"""(first, count) of rows of a rank's part, as if the rank owned `m` rows. A rank that owns fewer rows has fewer rows of
+the chunk.
+"""
 
 
 class PartialProducts:
     """A draft for problem `p`, with buffers for x and w, and for their scales if they are fp8.
 
-    own_rows: True if x has only the rows that this rank owns. peers: the other ranks, in the order in which their rows are
-    computed. sources: the other ranks, in the order in which their products for this rank arrive."""
+    own_rows: True if x has only the rows that this rank owns. peers: the peers in the order in which their rows are
+        computed. sources: the peers in the order in which their products for this rank arrive.
+    """
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce, *, own_rows: bool = False) -> None:
         self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)
@@ -75,7 +79,9 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return how many rows of `chunk` rank `owner` owns; without `chunk`, how many rows it owns."""
+        """Return the number of rows of `chunk` that rank `owner` owns. If `chunk` is None, return the number of all its
+        rows.
+        """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
             return count
@@ -88,7 +94,9 @@ class PartialProducts:
         return first if self._own_rows else owner * self.m + first
 
     def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
-        """Return `chunk` of part `number` of a buffer on rank `at`; without `chunk`, the whole part. owner: whose rows it has."""
+        """Return the region of `chunk` in part `number` of a buffer on rank `at`. chunk: None for the whole part.
+        owner: the rank that owns the rows.
+        """
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
 
@@ -106,7 +114,8 @@ class PartialProducts:
     ) -> LaneDraft:  # fmt: skip
         """Append the GEMM that computes this rank's contribution to rows of rank `owner`.
 
-        chunk: which rows; all if None. add: accumulate into `out`. to: also add this region."""
+        chunk: the rows; None for all. add: True to accumulate into `out`. to: another region to add.
+        """
         return self._multiply(lane, out, (self.first_row(owner, chunk), self.rows(owner, chunk)), add, to)
 
     def multiply_tracked(

@@ -19,7 +19,8 @@ def mapped_sums(
 
     y: this rank's rows of the sum.
 
-    For the other arguments see `weft.builders.output_map.steps.write`."""
+    For the other arguments see `weft.builders.output_map.steps.write`.
+    """
     routes = routes_of("reduce_scatter", o.p.world_size, out.chunks, ((out.order, out.entries),))
     return write(o, routes, y, gemm=gemm, add=add, by=by, sender=sender, fetched=fetched)
 
@@ -40,7 +41,7 @@ def tracked_sums(
     if o.scaled is not None:
         raise NotApplicableError("the tracked GEMM does not support fp8: use direct[...] or scatter")
     if to == "store" and chunks > 1:
-        raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
+        raise NotApplicableError(f"chunks={chunks}, but with to=store each tile is sent by itself: use chunks=1")
     if o.p.m % o.p.world_size:
         raise NotApplicableError(f"m={o.p.m} must be divisible by world_size={o.p.world_size}: use another schedule")
     out = direct_reduce_scatter(o.p.m, o.p.world_size, per_rank=chunks, by=to)

@@ -23,11 +23,13 @@ class Problem:
     name: ClassVar[str]
     """The name of the operator."""
     title: ClassVar[str]
-    """The name in error texts. It differs from `name` for operators that users do not call, such as backward."""
+    """The name in error texts. It differs from `name` for operators that users do not call directly, such as backward
+    passes.
+    """
     tried_on_gpus: ClassVar[bool] = True
     """True if the operator's schedules have been timed on GPUs. If False, serial is selected unless a schedule is pinned."""
     rounds_sums: ClassVar[bool] = False
-    """True if serial also rounds each rank's product to the result's dtype, before NCCL reduces the products."""
+    """True if serial rounds each rank's product to the result's dtype before NCCL reduces the products."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -43,12 +45,12 @@ class Problem:
         the override, which defines M, N and K, and the text in the `Annotated` type of each option."""
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
-            raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
+            raise ValueError(f"{cls.name} cannot be planned by M, N and K: define {cls.__name__}.sized")
         return cls(**given)
 
     @property
     def operator(self) -> str:
-        """The name of the operator that users call for this problem. Two operators may share a class of problems."""
+        """The name of the operator that users call for this problem. Two operators may share a problem class."""
         return self.name
 
     @property
@@ -71,7 +73,7 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """The family for choices by measurement. Its problems may differ in more sizes than those of `family`."""
+        """The family for choices by measurement. Its problems may differ in more sizes than problems of `family`."""
         return self.family
 
     def resized(self, size: float) -> Problem:
@@ -85,13 +87,15 @@ class Problem:
 
     @property
     def uneven(self) -> str:
-        """The difference between ranks, as text, because of which every rank must be simulated; "" if all ranks do the same."""
+        """A text on the difference between ranks that requires simulating every rank; "" if all ranks do the same."""
         return ""
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """The smallest problem that contains this one and whose ranks all do the same work, and how many times as many rows it
-        has. None if there is none, or if it is not known."""
+        """The smallest larger problem whose ranks all do the same work, and its number of rows divided by this problem's.
+
+        None if there is no such problem, or if it is not known.
+        """
         return None
 
     def takes(self, candidate: Candidate) -> bool:
@@ -104,12 +108,14 @@ class Problem:
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """True if `candidate` should be timed on machines without a model. Few should, because each delays the first call."""
+        """True if `candidate` should be timed on machines without a model. Select few candidates, because each delays
+        the first call.
+        """
         return True
 
 
 _MOST = 1 << 40
-"""The largest size of `described`: counts of elements then fit into 64 bits where two sizes are multiplied with a small number."""
+"""The largest size of `described`. The product of two sizes and a small number then fits into 64 bits."""
 PROBLEMS: dict[str, type[Problem]] = {}
 """{name of an operator: its problem class}"""
 

@@ -25,7 +25,7 @@ from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
-    """Raised by a builder that has no schedule for a problem. The text is the reason, and is shown to users."""
+    """The error of a builder that has no schedule for a problem. The text is the reason, and is shown to users."""
 
 
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
@@ -110,12 +110,12 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 def named(problem: Problem, name: str) -> Candidate:
     """Return the candidate with this name, such as "shard[chunks=2,send=in_turn,by=dma]".
 
-    The name may have parameter values that the planner does not try: any number from the smallest registered number on, or any
-    proportion if a proportion is registered.
+    The name may have parameter values that the planner does not try: any number that is at least the smallest
+    registered number, or any proportion if a proportion is registered.
 
-    Each candidate has exactly one spelling, because ranks compare the names of pinned schedules: parameters in the order of
-    registration, without those that have the default value. Raise `ValueError` for any other spelling or an unknown name. The
-    text has the right spelling, the error, or the nearest names that support `problem`.
+    Each candidate has exactly one spelling, because ranks compare the names of pinned schedules: parameters in the
+    order of registration, without those that have the default value. Raise `ValueError` for any other spelling or an
+    unknown name. The text has the right spelling, the reason, or the nearest names that support `problem`.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:
@@ -126,9 +126,11 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """Return (builder, values of its parameters) for a name that `candidates` lists; None for what is unknown.
+    """Return (builder, values of its parameters) for a name that `candidates` lists; None for an unknown builder or
+    unknown values.
 
-    It parses the name instead of comparing it with all candidates, which would take milliseconds."""
+    The name is parsed, because comparing it with all candidates would take milliseconds.
+    """
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)
     if entry is None:
@@ -207,7 +209,7 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     known = [str(value) for value in listed if value not in numbers and value not in proportions]
     known += [f"a number from {min(numbers)} to {_MOST}"] if numbers else []
     known += [f"a proportion such as {proportions[-1]}"] if proportions else []
-    raise ValueError(f"{where} must be {' or '.join(known)}, not {text!r}")
+    raise ValueError(f"{where} is {text!r}: use {' or '.join(known)}")
 
 
 @lru_cache(maxsize=2)  # the first call builds a schedule twice: to check it and to run it

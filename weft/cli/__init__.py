@@ -1,6 +1,6 @@
 """The command line: `weft demo`, `weft bench`, `weft plan`, `weft sim`, `weft reproduce`, `weft doctor`.
 
-It needs the packages of the extra `weft[cli]`. torch is imported on demand, so that `weft --help` is fast.
+The commands need the packages of the extra `weft[cli]`. torch is imported on demand, so that `weft --help` is fast.
 """
 
 from __future__ import annotations

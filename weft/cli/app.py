@@ -35,7 +35,7 @@ app.add_typer(reproduce, name="reproduce")
 
 
 def main() -> None:
-    """Run the `weft` command. For an expected error, print one line without a traceback (`one_line`)."""
+    """Run the `weft` command. Print expected errors as one line, without a traceback (`one_line`)."""
     if sys.stdout is None:  # stdout was already closed when the process started
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     with one_line("weft"):

@@ -1,7 +1,7 @@
 """The report of `weft doctor`: what works on this machine, what weft will use, and how to get missing parts.
 
-Each check may fail in any way without affecting the others, because on machines that need this command imports crash and
-libraries report wrong facts.
+A failing check does not stop the others: on broken installations imports may crash, and libraries may report wrong
+facts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _ENOUGH_SHARED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. State "missing": weft works without it. State "broken": weft does not work until it is fixed."""
+    """One line of the report. State "missing": weft works without the item. State "broken": weft does not work until
+    the item is fixed.
+    """
 
     what: str
     state: State
@@ -50,7 +52,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Run all checks and return the report. It never raises."""
+    """Run all checks and return the report. Never raise."""
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("Python", _python),
         ("torch", _torch),
@@ -244,7 +246,7 @@ def _nvshmem() -> Finding:
 
 
 def _nccl() -> Finding:
-    """Report NCCL, and which parts of its device API the version has."""
+    """Report the version of NCCL, and the parts of NCCL's device API that it has."""
     torch: Any = _import("torch")
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return Finding("NCCL", "missing", "only on GPUs; CPU ranks use gloo")
@@ -253,7 +255,7 @@ def _nccl() -> Finding:
 
 
 def device_api(version: tuple[int, ...]) -> str:
-    """Return what kernels can do themselves with this version of NCCL."""
+    """Return the operations that kernels can start themselves with this version of NCCL."""
     if version < (2, 28):
         return "without a device API, which 2.28 has"
     sends = "and to other hosts (GIN)" if version >= (2, 28, 7) else "but not to other hosts, for which 2.28.7 has GIN"
@@ -281,7 +283,7 @@ def _package(title: str, name: str, fix: str) -> Finding:
 
 
 def _planning() -> Finding:
-    """Report the sources of the planner's numbers, for each number of ranks."""
+    """Report the source of the planner's numbers for each number of ranks."""
     from weft.hw import machine_of
     from weft.plan import calibrated
     from weft.plan.self_calibration import WHAT

@@ -1,6 +1,6 @@
-"""The report of `weft doctor --group`: the host and device of each rank, and the connection of each pair of ranks.
+"""The report of `weft doctor --group`: the host and device of each rank, and the connection between each pair of ranks.
 
-A launcher starts the command on every rank. The ranks form a gloo process group, so it needs neither a GPU nor NCCL.
+A launcher starts the command on every rank. The ranks form a gloo process group, which needs neither a GPU nor NCCL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Seat:
-    """The host, process and device of a rank. gpu: the name of its GPU, or "". cores: the number of CPU cores that it may use."""
+    """The host, process and device of a rank.
+
+    gpu: the name of the rank's GPU, or "". cores: the number of CPU cores that the rank may use.
+    """
 
     host: str
     pid: int
@@ -36,13 +39,14 @@ class Seat:
     cores: int
     device: str
     peers: tuple[int, ...] = ()
-    """The indices of the GPUs on its host that its GPU can access."""
+    """The indices of the GPUs on the same host that this rank's GPU can access."""
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """The report. seats: by rank. paths: {(lower rank, higher rank): their connection}. round_trip_us: the median time of a small
-    all-gather over the control connections."""
+    """The results of the checks. seats: by rank. paths: {(lower rank, higher rank): connection of the two ranks}.
+    round_trip_us: the median time of a small all-gather over the control connections.
+    """
 
     seats: tuple[Seat, ...]
     paths: dict[tuple[int, int], str]
@@ -60,7 +64,7 @@ class GroupReport:
 
 
 def examine_group(group: dist.ProcessGroup) -> GroupReport:
-    """Return the report, equal on all ranks. It is a collective call. It raises the errors of the group's set-up."""
+    """Return the report, equal on all ranks. All ranks must make this call. Raise the errors of the group's set-up."""
     comm = symm.communicator(group, "cpu")
     seats = tuple(comm.all_gather(_seat(comm), what="weft doctor --group"))
     pairs = [(low, high) for high in range(comm.world_size) for low in range(high)]
@@ -130,7 +134,9 @@ def print_group(report: GroupReport) -> None:
 
 
 def topology_of(report: GroupReport) -> str:
-    """Return a topology file for `weft plan --topology FILE`, with the slowest link that was measured."""
+    """Return a topology file for `weft plan --topology FILE`, in which all links have the speed of the slowest measured
+    link.
+    """
     rate = min(link.bytes_per_us for link in report.links)
     trip_us = max(link.round_trip_us for link in report.links)
     per_host = max(sum(seat.host == host for seat in report.seats) for host in report.hosts)

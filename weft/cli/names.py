@@ -13,13 +13,15 @@ class Named(TyperGroup):
     """A group of named commands."""
 
     noun = "command"
-    """The word for a command of the group in error texts."""
+    """The word for a command of the group in error texts, such as "operator"."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise `ValueError` for an option before the command's name."""
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         if args and args[0].startswith("-") and args[0].partition("=")[0] not in known:
-            raise ValueError(f"{args[0]}: the {self.noun} comes first, one of {', '.join(self.list_commands(ctx))}")
+            raise ValueError(
+                f"{args[0]}: write the {self.noun} before its options, one of {', '.join(self.list_commands(ctx))}"
+            )
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""The code that `weft plan` and `weft sim` share: a command for each operator, with arguments, help, and limits on ranks."""
+"""Code that `weft plan` and `weft sim` share: a command for each operator, with arguments, help, and limits on ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Mode(enum.StrEnum):
 
 SAYS_EVERY_S = 2.0  # seconds between progress lines if there is no terminal
 GEMMS_OF = "all_gather_matmul"  # the operator whose --shape may name one of FiCCO's GEMMs
-_MANY = (
-    "The planning time grows with the square of this number, and with the number of experts: hundreds may take minutes."
-)
+_MANY = "Planning takes longer with more GPUs (quadratically) and with more experts; hundreds may take minutes."
 
 
 class Operators(Named):
-    """The group with a command for each operator. It imports operators on demand, because other commands do not need numpy."""
+    """The group with a command for each operator. Operators are imported on demand, because other commands do not need
+    numpy.
+    """
 
     run: ClassVar[Callable[..., None]]
     """The function that all commands call. Its first argument is the operator's name."""
@@ -62,7 +62,7 @@ class Operators(Named):
 
 
 def _layers(command_name: str) -> Any:
-    """Return the command `tensor_parallel`, which explains that layers are not operators."""
+    """Return the command `tensor_parallel`, whose only output is the hint that layers are not operators."""
     verb = {"weft sim": "simulate"}.get(command_name, "plan")
     told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)
@@ -83,8 +83,8 @@ def _layers(command_name: str) -> Any:
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     """Return the command of an operator.
 
-    Its help is the first paragraph of the problem's docstring, and the docstring of `sized`, which defines M, N and K and has
-    examples. `--option` lists the keywords of `sized` after dtype.
+    The help is the first paragraph of the problem's docstring, followed by the docstring of `sized`, which defines M, N
+    and K and has examples. `--option` lists the keywords of `sized` after dtype.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
@@ -117,7 +117,9 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
 
 
 def _own_options(problem: type[Problem]) -> Any:
-    """Return the parameter `--option`. Its help lists the operator's own options; it is hidden if there are none."""
+    """Return the parameter `--option`, whose help lists the operator's own options. Hide the parameter if there are
+    none.
+    """
     from weft.builders.options import keywords
 
     listed = []
@@ -134,7 +136,7 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def shape_option(also: str) -> Any:
-    """Return the parameter `--shape`. also: a sentence on further allowed values."""
+    """Return the parameter `--shape`. also: a sentence of the help about other values than sizes."""
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
         "K: the summed dimension."
@@ -148,8 +150,8 @@ Ranks = Annotated[
     typer.Option(
         min=1,
         help=(
-            "Number of GPUs, at most 256, which must divide gathered or scattered rows. Default: the size of the topology "
-            f"if it has one, otherwise 2. {_MANY}"
+            "Number of GPUs, at most 256. Rows that are gathered or scattered must be divisible by it. Default: the size in "
+            f"--topology if it has one, otherwise 2. {_MANY}"
         ),
         show_default=False,
     ),
@@ -159,8 +161,8 @@ Hw = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=(
-            "A machine file of weft/hw, such as h100 or mi300x, or a TOML file of the same form. Default: "
-            "this machine, or h200."
+            "A machine: the name of a file in weft/hw, such as h100 or mi300x, or the path of such a TOML file. Default: "
+            "this machine, or h200 if weft does not know it."
         ),
     ),
 ]
@@ -169,9 +171,10 @@ Topology = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=(
-            "How GPUs are linked: switch, mesh, ring, torus, hosts, a TOML file of the form of weft/hw/topology, or "
-            "an InfraGraph as JSON. "
-            "With a size: torus:16x8 (columns, rows), hosts:4x8 (hosts, GPUs of each), ring:8. Default: the machine file's."
+            "How GPUs are linked: switch, mesh, ring, torus, hosts, or the path of a TOML file as in weft/hw/topology or of "
+            "an InfraGraph in JSON. A name may have a size: torus:16x8 (columns, rows), hosts:4x8 (machines, GPUs of each), "
+            "ring:8. "
+            "Default: the topology of the machine file."
         ),
     ),
 ]
@@ -179,12 +182,13 @@ Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machin
 ModeOf = Annotated[
     Mode,
     typer.Option(
-        help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+        help="queued: the CPU launches calls ahead of the GPU. graph: calls are captured and replayed. single: the CPU "
+        "synchronises after each call."
     ),
 ]
 Json = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; existing lines stay."),
+    typer.Option(dir_okay=False, help="Append all results to this file, as one line of JSON; existing lines stay."),
 ]
 
 
@@ -212,7 +216,9 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable the search for reference cycles, which would take a third of the time. Millions of steps have no cycles."""
+    """Disable the garbage collector's search for reference cycles. The search would take a third of the time, and finds
+    nothing: steps form no cycles.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -224,7 +230,10 @@ def without_collection() -> Iterator[None]:
 
 
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
-    """Parse `--shape`; return (M, N, K). ranks: not None if the text may name a GEMM of FiCCO; its N is divided by `ranks`."""
+    """Parse `--shape`; return (M, N, K).
+
+    ranks: not None if the text may name a GEMM of FiCCO. N of that GEMM is then divided by `ranks`.
+    """
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k

@@ -1,6 +1,7 @@
 """`weft plan OP`: print the schedule that would be chosen for a shape, on this or another machine, and the reason.
 
-It needs neither torch nor a GPU."""
+The command needs neither torch nor a GPU.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     from weft.plan import Explanation
 
 
-_LOSSES = """For operators with GEMMs, DIL and CIL are the factors of decomposition and contention loss (1: no loss), `comm` is
-communication, and exposed is the time in which a rank has nothing to compute."""
+_LOSSES = """Columns for operators with GEMMs: DIL (decomposition loss) is the time of the pieces divided by the time of the whole.
+CIL (contention loss) is the time during concurrent work divided by the time alone. 1 means no loss. `comm` is communication.
+Exposed is the time in which a rank has nothing to compute."""
 
 
 def _run(
@@ -55,7 +57,7 @@ def _run(
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
-    # Progress is shown, because hundreds of ranks take minutes.
+    # Show progress, because plans for hundreds of ranks take minutes.
     with progress(1.0, True, "weft plan: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = explanation(op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **sized)
         step("simulating losses", 0.0)
@@ -76,7 +78,7 @@ plan = typer.Typer(
     cls=_Plans,
     no_args_is_help=True,
     help=(
-        "Show the choice for a shape, on this machine or another, and the reason: candidates, predicted times, losses."
+        "Show which schedule weft chooses for a shape, on this machine or another, and why: candidates, predicted times, losses."
     ),
 )
 
@@ -84,17 +86,17 @@ plan = typer.Typer(
 @plan.command("calibrate")
 def calibrate(
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="GPUs to measure with. Default: all of this machine.")
+        int | None, typer.Option(min=2, help="Number of GPUs to measure with. Default: all GPUs of this machine.")
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; may be repeated. Default: bf16.")] = None,
-    seconds: Annotated[float, typer.Option(min=10, help="No further GEMM is measured after this many seconds.")] = 60,
+    seconds: Annotated[float, typer.Option(min=10, help="Start no further GEMM after this many seconds.")] = 60,
 ) -> None:
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs concurrent with copies.
 
-    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft), and all later plans use them. They are valid for the
-    installed versions. Without a calibration the planner uses the machine file. For GPUs without a machine file, it measures a
-    few numbers at a group's first call, and derives the others from the driver's numbers. `weft doctor` shows the source of the
-    numbers.
+    The command stores the numbers in WEFT_CACHE_DIR (default ~/.cache/weft). All later plans use them, until the versions of weft,
+    torch or the driver change. Without a calibration the planner uses the machine file. For GPUs without a machine file, weft
+    measures a few numbers at a group's first call, and derives the others from properties that the driver reports. `weft doctor`
+    shows the source of the numbers.
 
 
         weft plan calibrate
@@ -141,7 +143,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
         table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
-        # Names are broken only if they do not fit, because users copy them.
+        # Users copy names, so break a name only if it does not fit.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
         texts = (escape(cell) for cell in (name, *(cells[i] for i in kept[1:])))
         table.add_row(*texts, style="green" if cells[-1] == "taken" else "")
@@ -157,15 +159,15 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
 
 
 _GAP = 2  # spaces between columns
-_LEAST_WHY = 20  # the least width of the last column, which has sentences
+_LEAST_WHY = 20  # the least width of the last column, which contains sentences
 _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return {index of a column: its width}; 0: the column is omitted.
+    """Return {index of a column: width}; width 0 means that the column is omitted.
 
-    A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names wrap only
-    if needed.
+    A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names
+    wrap only if needed.
     """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1
@@ -174,7 +176,7 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     least_why = max(words[last], min(_LEAST_WHY, full[last]))
 
     def why(widths: dict[int, int]) -> int:
-        """Return the width that the other columns leave for the last column."""
+        """Return the width that remains for the last column."""
         return room - sum(width + _GAP for i, width in widths.items() if width and i != last) - _GAP
 
     if why(full) >= least_why:

@@ -71,9 +71,8 @@ def ficco(
 ) -> None:  # fmt: skip
     """Reproduce FiCCO's evaluation on its sixteen GEMMs and sixteen synthetic GEMMs.
 
-    It shows figures 12b, 13, 14 and the accuracy of the heuristic. By default it is simulated with a machine file, in which many
-    numbers are assumed. To measure on a machine with GPUs instead:
-
+    The output shows figures 12b, 13, 14 and the accuracy of the heuristic. By default, times are simulated with a
+    machine file, in which many numbers are assumed. To measure on a machine with GPUs instead:
 
         weft bench all_gather_matmul --preset table-1,synthetic --variants weft,asynctp,all --mode queued --json ficco.jsonl
 
@@ -88,8 +87,8 @@ def ficco(
 def t3(
     hw: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help=(
-            "Existing GPUs, which overlap in software: a file of weft/hw, such as h200 or mi300x, or a TOML file of the same "
-            "form. Default: the paper's own hardware."
+            "Existing GPUs, which overlap in software: the name of a file in weft/hw, such as h200 or mi300x, or the path of such "
+            "a TOML file. Default: the paper's own hardware."
         ))
     ] = None,
     topology: Annotated[
@@ -110,12 +109,11 @@ def t3(
 ) -> None:  # fmt: skip
     """Reproduce T3's evaluation, on the paper's hardware or in software on existing GPUs.
 
-    By default the paper's hardware is simulated: a GPU whose memory controller tracks updates, triggers copies, adds and
-    arbitrates, and the ring. All tables and figures whose numbers are in the paper's text are compared with the paper.
+    By default the command simulates the paper's hardware: a ring of GPUs whose memory controllers track updates, trigger copies,
+    add values and prioritise accesses. It compares all numbers of the paper's text with the simulation.
 
-    With --hw the same sub-layers are simulated in software on existing GPUs (figures 15, 16 and 18). To measure them on a machine
-    with GPUs:
-
+    With --hw the command simulates the same sub-layers in software on existing GPUs (figures 15, 16 and 18). To measure them on a
+    machine with GPUs:
 
         weft bench matmul_reduce_scatter --preset t3 --mode queued --json t3.jsonl
 
@@ -141,8 +139,9 @@ def fused_embedding(
 ) -> None:  # fmt: skip
     """Reproduce the evaluation of GPU-initiated fused embedding + all-to-all, on a model of its MI210 nodes.
 
-    It covers slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM training pass on 128 nodes. All
-    numbers in the paper's text are compared with the model's. A sensitivity analysis changes each assumed number by 20%.
+    The evaluation covers slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM training pass
+    on 128 nodes. All numbers in the paper's text are compared with the model's. A sensitivity analysis changes each
+    assumed number by 20%.
     """
     from weft.studies import fused_embedding as study
 
@@ -156,9 +155,8 @@ def pgas(
 ) -> None:  # fmt: skip
     """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), by simulation.
 
-    It compares the paper's speedups with the model's, and shows a bound for each part and the bandwidth that the paper's
-    baseline must have had. To measure on two GPUs:
-
+    The output compares the paper's speedups with the model's. It also shows a lower bound for each part, and the
+    bandwidth that follows from the paper's baseline times. To measure on two GPUs:
 
         weft bench embedding_all_to_all --preset pgas-weak,pgas-strong
     """
@@ -174,7 +172,7 @@ def all_studies(
         Path | None, typer.Option(file_okay=False, help="Draw all pictures here, in a folder for each study.")
     ] = None,
 ) -> None:  # fmt: skip
-    """Simulate all four papers, and print which of their claims are reproduced. It takes a few minutes."""
+    """Simulate all four papers, and print which of their claims are reproduced. This takes a few minutes."""
     from weft.bench.core import records as files
     from weft.bench.core.console import print_table, progress
     from weft.studies import everything

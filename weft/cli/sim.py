@@ -1,6 +1,7 @@
-"""`weft sim OP`: simulate every schedule of an operator on any modelled machine, and compare the times with a lower bound.
+"""`weft sim OP`: simulate every schedule of an operator on any modelled machine, and compare the times with a lower
+bound.
 
-It needs neither torch nor a GPU.
+The command needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from weft.cli.operators import (
 )
 from weft.files import append_json, write_whole
 
-_COLUMNS = """speedup: serial's time / this time. exposed: the time in which a rank has nothing to compute; empty if kernels send
-while they compute. x bound: this time / the lower bound for all schedules. Open traces in https://ui.perfetto.dev."""
+_COLUMNS = """speedup: the time of serial divided by this time. exposed: the time in which a rank has nothing to compute; empty if
+kernels send while they compute. x bound: this time divided by a lower bound for all schedules. Open traces in
+https://ui.perfetto.dev."""
 _ALL = "all"
 
 

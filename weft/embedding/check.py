@@ -1,8 +1,9 @@
-"""Host-side checks that an input matches the tables. Errors give the table, the feature, the value and the fix.
+"""Checks on the CPU that an input matches the tables. Errors give the table, the feature, the value and the fix.
 
-Checks of shapes, dtypes, devices and names run in every call before anything is written, so they must take only
-microseconds. Checks of contents are separate. `check_offsets` reads every offset of CPU tensors; on GPUs the kernel
-checks them. The kernels check and count ids out of range, and `first_bad_index` then finds the first one.
+Shapes, dtypes, devices and names are checked in every call before anything is written, so these checks take only
+microseconds. Checks of tensor contents are separate functions: `check_offsets` reads every offset of CPU tensors. On
+GPUs the kernel checks offsets. The kernels also count ids out of range, and `first_bad_index` then finds the first of
+them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from weft.embedding.tables import EmbeddingSharding, Slot
 from weft.words import counted
 
 DEVICE_TYPES = ("cpu", "cuda")
-_OFFSETS_PER_LOOK = 1 << 16  # offsets per step, half a MiB: the second read of each hits the cache
+_OFFSETS_PER_LOOK = 1 << 16  # offsets per step, half a MiB, so that the second read of each offset hits the cache
 
 
 class CheckedInput(NamedTuple):
     """A rank's checked input. The bag of sample b for local slot s is number `key_of_slot[s] * global_batch + b`.
 
     batch_sizes: the number of samples of each rank, in rank order. tables: the layouts and addresses of this rank's
-        tables (`weft.runtime.layouts`), if they were read.
+        tables (`weft.runtime.layouts`), if known.
     """
 
     key_of_slot: tuple[int, ...]
@@ -50,7 +51,7 @@ def check_jagged(
 
     jagged: has a block of offsets for each key, or without keys for each local slot in column order. Keys of other
         ranks' tables are skipped.
-    batch_sizes: None to divide the global batch evenly; the first ranks get one sample more if needed.
+    batch_sizes: None to divide the global batch evenly; the first ranks get the remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
     tables: stored in the result.
@@ -147,8 +148,8 @@ def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding
 
 
 def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
-    """Check all offsets of a CPU input: they must be at least 0, ascend, and not exceed the number of values. Raise
-    `ValueError`.
+    """Raise `ValueError` unless all offsets of a CPU input are at least 0, ascend, and do not exceed the number of
+    values.
     """
     offsets, batch = jagged.offsets, checked.global_batch
     if offsets.numel() == 0:  # a rank without features
@@ -168,7 +169,9 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
         if descends.any():
             at = begin + int(descends.nonzero()[0])
             here, after = int(offsets[at]), int(offsets[at + 1])
-            fail(at, f"is {here} and the next is {after}: offsets must ascend, a bag ends where the next begins")
+            fail(
+                at, f"is {here} and the next is {after}: offsets must ascend, because a bag ends where the next begins"
+            )
     if jagged.whole and last != count:
         raise ValueError(wrong_sum(last, count))
     if last > count:
@@ -209,9 +212,9 @@ def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample:
 def first_bad_index(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, *, hash: bool = False
 ) -> str | None:
-    """Return the error text for the first id out of range, by slot and then by sample; None if there is none.
+    """Return the error text for the first id out of range, by slot and then by sample; None if all ids are in range.
 
-    It reads all ids of this rank's features, on any device. Only error paths and tests use it.
+    The function reads all ids of this rank's features, on any device, so only error paths and tests use it.
     """
     batch = checked.global_batch
     for number, (slot, block) in enumerate(zip(sharding.local_slots(rank), checked.key_of_slot, strict=True)):
@@ -272,8 +275,8 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
 
 
 def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
-    """Return the global batch size that the offsets imply for `blocks` features. Raise `ValueError` if they do not
-    match.
+    """Return the global batch size: the number of offsets per feature, for `blocks` features. Raise `ValueError` if the
+    numbers do not match.
     """
     bags = jagged.offsets.numel() - 1
     known = jagged.stride if sizes is None else sum(sizes)

@@ -1,4 +1,4 @@
-"""The parts of a forward call of embedding_all_to_all that backward needs, besides the tensors that autograd saves."""
+"""The state of a forward call of embedding_all_to_all that backward needs, besides the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.errors import WeftError
 
 
 class Tables(NamedTuple):
-    """The memory that an update changes: this rank's tables and states, with the learning rate and the number of
+    """The tensors that an update changes or reads: this rank's tables and states, the learning rate, and the number of
     updates.
 
     states: for each table, its states in the order of `EmbeddingOptimizer.states`.
@@ -36,8 +36,8 @@ class Tables(NamedTuple):
         return [*self.weights, *[state for states in self.states for state in states]]
 
     def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
-        """Raise `ValueError` if a table or state has lost its memory, or has another dtype, shape, layout or device
-        than in forward.
+        """Raise `ValueError` if a table or state has lost its memory, or its dtype, shape, layout or device has changed
+        since forward.
         """
         check_weights(self.weights, sharding, rank)
         for weight, states in zip(self.weights, self.states, strict=True):
@@ -59,9 +59,9 @@ class Tables(NamedTuple):
 
 @dataclass
 class ForwardCall:
-    """The parts of a forward call that backward needs, besides the tensors that autograd saves.
+    """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the call among the group's differentiated calls; 0 under torch.compile.
+    number: the number of the call among the group's calls with gradients; 0 under torch.compile.
     tables: None without an optimizer. Then backward returns gradients, as sparse COO tensors if `sparse`.
     factor: the number by which every reduced gradient is multiplied. deterministic: as in `FusedUpdate`.
     """
@@ -75,12 +75,13 @@ class ForwardCall:
     sparse: bool
     deterministic: bool = True
     versions: tuple[int, ...] | None = None
-    """The tables' version counters in forward. Set if gradients of per-sample weights need values that an optimizer may
-    change.
+    """The tables' version counters in forward; None unless needed.
+
+    They are needed if gradients of per-sample weights read table values that an optimizer may change before backward.
     """
     is_updated: bool = field(default=False)
     layout: Hashable = field(default=None, init=False, repr=False)
-    """The layouts and addresses of tables and states when they were last checked (`weft.runtime.layouts`), or None."""
+    """The layouts and addresses of tables and states at their last check (`weft.runtime.layouts`), or None."""
     sorted_ahead: Any = field(default=None, init=False, repr=False)
     """On GPUs, the ids that another stream is sorting (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
 
@@ -102,7 +103,7 @@ class ForwardCall:
         return None if self.tables is None else COLLECTED.get(id(self.tables.step))
 
     def require_first(self) -> None:
-        """Raise `WeftError` if backward of this call has already updated the tables."""
+        """Raise `WeftError` if an earlier backward of this call has updated the tables."""
         if self.is_updated:
             raise WeftError(
                 "second backward of the same call of embedding_all_to_all: the first backward has already "
@@ -111,8 +112,8 @@ class ForwardCall:
             )
 
     def require_values_of_forward(self) -> None:
-        """Raise `WeftError` if the tables have changed since forward. Gradients of per-sample weights need their old
-        values.
+        """Raise `WeftError` if the tables have changed since forward. Gradients of per-sample weights need the values
+        of forward.
         """
         assert self.tables is not None
         if self.versions is not None and self.versions != tuple(weight._version for weight in self.tables.weights):
@@ -123,7 +124,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before the exchange of gradients. The number of the call is compared separately."""
+        """The text that ranks compare before the exchange of gradients, without the number of the call."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:
@@ -148,8 +149,8 @@ COLLECTED: dict[int, list[Collected]] = {}
 
 
 def joined_calls(calls: list[Collected]) -> Collected:
-    """Return several calls as one. Each slot has one block of bags, with the samples of the first call first. Waits for
-    the device.
+    """Return several calls as one. Each slot has one block of bags, with the samples of the first call first. The CPU
+    waits for the device.
     """
     first = calls[0].of
     slots, batch = range(len(first.checked.key_of_slot)), sum(call.of.checked.global_batch for call in calls)
@@ -174,7 +175,7 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return the position of each block of bags in the values, and the end of the last block."""
+    """Return the first position in the values of each block of bags, and the end of the last block."""
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

@@ -3,8 +3,8 @@
     row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
     z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
 
-The mixer is a bijection of 64-bit words, so ids collide only by the modulus. Negative ids (and uint64 hashes stored as
-int64) are read as two's complement. int32 ids are sign-extended first.
+The function `mix` is a bijection of 64-bit words, so only the modulus can map two ids to the same row. Negative ids
+(and uint64 hashes stored as int64) are read as two's complement. int32 ids are sign-extended first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 _MULTIPLIERS = (
     0xBF58476D1CE4E5B9 - 2**64,
     0x94D049BB133111EB - 2**64,
-)  # as signed words, whose products have the same bits
+)  # as signed words: their products have the same bits
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
@@ -37,6 +37,6 @@ def rows_of_hashes(ids: torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]
     z = z ^ _shift_right(z, 31)
-    # The unsigned remainder by signed operations: z = 2 * (z >> 1) + (z & 1), and both terms below have at most 63
-    # bits.
+    # Compute the unsigned remainder with signed operations: z = 2 * (z >> 1) + (z & 1), and both terms below have at
+    # most 63 bits.
     return (_shift_right(z, 1) % rows * 2 + (z & 1)) % rows

@@ -1,7 +1,7 @@
 """Sparse features and pooled vectors by name, as small classes with the interface of TorchRec's containers.
 
 Jagged means that samples have different numbers of ids. With T keys and B samples, the bag of key t and sample b is
-`values[offsets[t * B + b] : offsets[t * B + b + 1]]` (feature-major: all samples of the first key come first).
+`values[offsets[t * B + b] : offsets[t * B + b + 1]]`. So all samples of the first key come first (feature-major).
 `as_jagged` reads weft's containers, TorchRec's own, or a tuple of tensors.
 """
 
@@ -23,8 +23,8 @@ class JaggedInput(NamedTuple):
     """The tensors that kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys or
     None.
 
-    stride: B, if the container knows it, otherwise None. It must be known if T = 0. whole: True if the bags were given
-        by lengths only. They must then cover all of `values`.
+    stride: B, if the container knows it, otherwise None. Required if T = 0. whole: True if the container has lengths
+        without offsets. Bags must then cover all of `values`.
     """
 
     keys: tuple[str, ...] | None
@@ -65,13 +65,13 @@ class KeyedJaggedTensor:
     keys: the T feature names. Every key has the same B: TorchRec's variable stride per key is not supported.
     values: [N] int32 or int64 ids.
     weights: [N] float32, one per id, or None.
-    lengths, offsets: [T * B] or [T * B + 1], int32 or int64. One of the two is enough. If both are given, they must
-        describe the same bags. With lengths only, bags begin at the first value, and must cover all values. Offsets may
-        begin above 0 and end before N, for a slice of a larger batch that shares its values.
-    stride: B. It must be given if there are no keys. Otherwise it is derived.
+    lengths, offsets: [T * B] and [T * B + 1], int32 or int64. Pass at least one. If you pass both, they must describe
+        the same bags. With lengths only, bags begin at the first value, and must cover all values. Offsets may begin
+        above 0 and end before N, for a slice of a larger batch that shares its values.
+    stride: B. Required only if there are no keys.
 
-    Pooling on CPU refuses invalid bags. On GPUs, where a check would wait for the device, only the sums of a local
-    batch are checked, and the caller must ensure the rest.
+    Pooling on CPU refuses invalid bags. On GPUs a full check would wait for the device, so only the sums of lengths of
+    a local batch are checked: the caller must ensure that bags are valid.
 
     Only `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy or wait for a GPU, at their
     first use.
@@ -133,7 +133,7 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """Return a KeyedJaggedTensor from lengths, with `offset_per_key` already on the host."""
+        """Return a KeyedJaggedTensor from lengths, with `offset_per_key` already on the CPU."""
         return cls(keys, values, weights, lengths=lengths, stride=stride).sync()
 
     @classmethod
@@ -145,11 +145,11 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """Return a KeyedJaggedTensor from offsets, with `offset_per_key` already on the host."""
+        """Return a KeyedJaggedTensor from offsets, with `offset_per_key` already on the CPU."""
         return cls(keys, values, weights, offsets=offsets, stride=stride).sync()
 
     def sync(self) -> KeyedJaggedTensor:
-        """Copy `offset_per_key` to the host, if it is not there yet."""
+        """Copy `offset_per_key` to the CPU, unless it is there already."""
         self.offset_per_key()
         return self
 
@@ -327,7 +327,8 @@ def as_jagged(features: Any) -> JaggedInput:
         values, offsets = features[:2]
         return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
     check_keyed(features)
-    # Read this before `offsets()`, which makes offsets from lengths. Containers without the method may have got both.
+    # Read this before `offsets()`, which makes offsets from lengths. Without this method, assume that the container got
+    # both.
     whole = hasattr(features, "offsets_or_none") and features.offsets_or_none() is None
     return JaggedInput(
         tuple(features.keys()),
@@ -347,7 +348,7 @@ def check_keyed(features: Any) -> None:
     else:
         _check_container(features)
         given_lengths, given_offsets = _answer(features, "lengths_or_none"), _answer(features, "offsets_or_none")
-        # If the container cannot say which of the two it was given, use its lengths.
+        # Use lengths if the container cannot tell whether it was made from lengths or from offsets.
         lengths = given_lengths if hasattr(features, "lengths_or_none") else features.lengths()
     if lengths is not None:
         _check_lengths(lengths, len(features.keys()), features.stride())

@@ -1,7 +1,8 @@
-"""Optimizers that update embedding tables inside backward, as values: the rule's name, its numbers, its states.
+"""Optimizers that update embedding tables during backward: names, hyperparameters and states of the rules.
 
-A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates that
-row at once: no gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w the row:
+A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates
+that row at once. No gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w
+the row:
 
     all                     g = g + weight_decay * w                       (L2, as torch.optim; only rows that the batch reads)
     SGD                     w = w - lr * g
@@ -14,10 +15,10 @@ row at once: no gradient of the table is stored, and other rows cost nothing. Wi
                             w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number a row
 
-t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`. States
-are float32 for tables of any dtype, and updates are computed in float32. The rules are those of FBGEMM's exact optimizers, except
-for weight decay of Adam, which FBGEMM applies apart from the gradient. They are implemented once for each device:
-`csrc/embedding_update_isa.cpp` and `weft/kernels/embedding_backward.py`.
+t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`.
+States are float32 for tables of any dtype, and updates are computed in float32. The rules are those of FBGEMM's exact
+optimizers, except that FBGEMM applies Adam's weight decay separately from the gradient. Each device has one
+implementation: `csrc/embedding_update_isa.cpp` and `weft/kernels/embedding_backward.py`.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ _NOT_OF_THE_RULE = ("lr", "clip_value", "clip_norm", "seed", *_CHOICES)
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptimizer:
-    """The base class of optimizers in backward. Raises `ValueError` for an invalid argument.
+    """The base class of optimizers that backward runs. Raises `ValueError` for an invalid argument.
 
     lr: the initial learning rate. Change it through `ebc.fused_optimizer`.
-    weight_decay: a factor. The factor times the row is added to the row's gradient. Only rows that a batch reads decay.
+    weight_decay: the factor of the row that is added to the row's gradient. Only rows that a batch reads decay.
     nonfinite: what happens to a row with an infinite or NaN gradient. "propagate" updates it. "skip" leaves it
         unchanged. "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated; for
         this check ranks synchronise and wait for the device.
     clip_value: the largest absolute value of an element of a row's gradient, as in `torch.nn.utils.clip_grad_value_`.
     clip_norm: the largest norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`. If
-        the norm is larger, all gradients are scaled down. Ranks all-reduce one number for it before each update. Rows
-        that "skip" leaves unchanged do not count.
+        the norm is larger, all gradients are scaled down. Ranks all-reduce the norm before each update. Rows that
+        "skip" leaves unchanged do not count.
     rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost:
         the expected value is exact. The random bits depend only on `seed`, the number of the update, table, row and
         column.
@@ -106,7 +107,7 @@ class EmbeddingOptimizer:
 
     @functools.cached_property
     def written(self) -> str:
-        """The rule and its hyperparameters, without the learning rate, as JSON. `optimizer_of` reads it."""
+        """The rule and its hyperparameters, without the learning rate, as JSON for `optimizer_of`."""
         numbers = asdict(self)
         del numbers["lr"]
         return json.dumps([type(self).__name__, numbers])
@@ -134,7 +135,8 @@ class SGD(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseAdagrad(EmbeddingOptimizer):
-    """Adagrad with one number per row: the sum of the means of its squared gradients. States: 4 bytes per row.
+    """Adagrad with one state per row: the sum over updates of the mean squared gradient of the row. States: 4 bytes per
+    row.
 
     eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10).
     """

@@ -1,4 +1,4 @@
-"""The options of embedding_all_to_all, as one value that the function, the module and the plan share."""
+"""The options of embedding_all_to_all, as one class that the function, the module and the plan share."""
 
 from __future__ import annotations
 

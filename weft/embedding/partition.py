@@ -1,6 +1,6 @@
-"""Shardings of tables: column-wise, row-wise, data-parallel and table-wise tables in one collection.
+"""Shardings of tables. A collection may mix table-wise, column-wise, row-wise and data-parallel tables.
 
-Each part is treated as a table of its own on one rank. So `EmbeddingSharding` and its operator handle all parts alike.
+Each part of a table is a table for `EmbeddingSharding` and its operator, so both handle all shardings alike.
 
     TableWise      one part with the whole table
     ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output
@@ -10,8 +10,7 @@ Each part is treated as a table of its own on one rank. So `EmbeddingSharding` a
                    its row. That rank pools its rows, and the sample's rank sums the partial vectors in the order of rows
     DataParallel   no parts: every rank has the table, and pools its own samples. Gradients are all-reduced
 
-Each part of a row-wise table reads an input feature of its own, "feature in part", with only the ids of the part's
-rows.
+Each part of a row-wise table reads a separate input feature, which contains only the ids of the part's rows.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class TableWise:
 class ColumnWise:
     """A sharding by columns, with one part on each of `ranks`. A rank may occur several times.
 
-    columns: the number of columns of each part. Default: equal parts; the first parts have one column more if needed.
+    columns: the number of columns of each part. Default: equal parts; the first parts get the remainder.
     """
 
     ranks: tuple[int, ...]
@@ -86,8 +85,8 @@ class TablePart:
     columns: int
 
     def name_in(self, table: EmbeddingBagConfig) -> str:
-        """Return the name of the part: the table's name, with the ranges of rows and columns unless the part is the
-        whole table.
+        """Return the name of the part: the table's name, followed by the ranges of rows and columns if the part is not
+        the whole table.
         """
         rows = f"{self.row}:{self.row + self.rows}" if self.rows < table.num_embeddings else ":"
         columns = f", {self.column}:{self.column + self.columns}" if self.columns < table.embedding_dim else ""
@@ -101,8 +100,8 @@ class Partition:
     hash: True to hash ids to rows of the whole table. With row-wise tables, ids are hashed before they are sent,
         because the row determines the owner.
 
-    Raises `ValueError` for a rank out of range, a row-wise table with two parts on one rank, columns that do not sum to
-    the table's, or no tables.
+    Raises `ValueError` for a rank out of range, for a row-wise table with two parts on one rank, and if there are no
+    tables. Also raises `ValueError` if the columns of parts do not sum to the table's columns.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]
@@ -114,7 +113,9 @@ class Partition:
     def __post_init__(self) -> None:
         check_tables(self.tables)
         if len(self.tables) != len(self.shardings):
-            raise ValueError(f"{counted(len(self.shardings), 'sharding')} for {counted(len(self.tables), 'table')}")
+            raise ValueError(
+                f"{counted(len(self.shardings), 'sharding')} for {counted(len(self.tables), 'table')}: pass one for each table"
+            )
         for table, sharding in zip(self.tables, self.shardings, strict=True):
             self._check(table, sharding)
 
@@ -131,8 +132,8 @@ class Partition:
             widths = self._widths(table, sharding)
             if len(widths) != len(ranks) or min(widths) < 1 or sum(widths) != table.embedding_dim:
                 raise ValueError(
-                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: the table has "
-                    f"{counted(table.embedding_dim, 'column')}, and a part needs at least 1"
+                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: give each rank a part of at "
+                    f"least 1 column, {counted(table.embedding_dim, 'column')} together"
                 )
 
     def _ranks(self, sharding: TableSharding) -> tuple[int, ...]:
@@ -185,12 +186,12 @@ class Partition:
 
     @cached_property
     def hashes_input(self) -> bool:
-        """True if ids are hashed before they are sent, and not by the operator."""
+        """True if ids are hashed before they are sent. Otherwise the operator hashes them."""
         return self.hash and any(isinstance(sharding, RowWise) for sharding in self.shardings)
 
     @cached_property
     def sharding(self) -> EmbeddingSharding | None:
-        """The sharding of the parts, each as a table; None if all tables are data-parallel.
+        """The sharding in which each part is a table; None if all tables are data-parallel.
 
         Parts of row-wise tables are pooled by sums.
         """
@@ -237,7 +238,7 @@ class Partition:
 
 
 def is_cut(placement: Any) -> bool:
-    """True if `placement` contains a `TableSharding`, not only ranks."""
+    """True if `placement` contains a `TableSharding`; False if it contains only ranks."""
     values = placement.values() if isinstance(placement, Mapping) else placement
     return isinstance(values, Sequence | type({}.values())) and any(
         isinstance(value, TableSharding) for value in values
@@ -256,7 +257,7 @@ def partition_tables(
 
     placement: for each table, by name or in table order, a `TableWise`, `ColumnWise`, `RowWise` or `DataParallel`. A
         rank means `TableWise`.
-    tables, rows_read: as for `weft.place_tables`, whose errors it raises. hash: as in `Partition`.
+    tables, rows_read: as for `weft.place_tables`. hash: as in `Partition`.
     """
     values: Mapping[Any, Any] = placement if isinstance(placement, Mapping) else dict(enumerate(placement))
     for name, value in values.items():

@@ -1,11 +1,12 @@
-"""Placement of tables on ranks: first for equal work per rank, then for long runs of adjacent output columns.
+"""Placement of tables on ranks: balance the work of ranks, and keep the tables of a rank adjacent.
 
-The slowest rank determines the time. So the goal is to minimise, over ranks, the largest sum of
-`EmbeddingBagConfig.bytes_per_sample` over a rank's tables. First, longest-processing-time-first assigns each table, the
-most expensive first, to the least loaded rank. This is within 4/3 of the optimum (Graham, "Bounds on Multiprocessing
-Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank. A rank with adjacent tables writes
-adjacent columns, so it sends longer slices and fewer signals. So a contiguous split is used if it costs almost nothing
-(`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
+The slowest rank determines the time. So the placement minimises the largest sum of
+`EmbeddingBagConfig.bytes_per_sample` over a rank's tables, in two steps. First, longest-processing-time-first assigns
+each table, the most expensive first, to the least loaded rank. The result is within 4/3 of the optimum (Graham, "Bounds
+on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank.
+
+Adjacent tables have adjacent output columns, which are sent in longer slices with fewer signals. So a contiguous split
+is used if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_t
 from weft.words import counted
 
 # A contiguous split is used if its slowest rank has at most this factor times the lower bound of any split, or is no
-# slower than the best split found. With hundreds of tables, contiguous splits are that even. With a dozen uneven tables
-# they rarely are.
+# slower than the best split found. With hundreds of tables, contiguous splits are usually even enough. With a dozen
+# uneven tables they rarely are.
 CONTIGUOUS_SLACK = 1.02
 
 T = TypeVar("T")
@@ -35,19 +36,19 @@ def place_tables(
     rows_read: Sequence[float] | Mapping[str, float] | None = None,
     placement: Mapping[str, int] | Sequence[int] | None = None,
 ) -> EmbeddingSharding:
-    """Return a sharding that assigns each table to one of `world_size` ranks. It is equal on all ranks that pass equal
-    arguments.
+    """Return a sharding that assigns each table to one of `world_size` ranks. Equal arguments give equal shardings on
+    all ranks.
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns are in the order of the tables.
     world_size: the number of ranks.
     rows_read: the mean number of rows that a sample reads from each table, over all its features, in table order or by
         name (default: one per feature). For a table with one feature this is the pooling factor.
-    placement: the rank of each table, in table order or by name. Without it, ranks are balanced by work, and memory
-        only breaks ties. So pass `placement` to separate tables that do not fit on one rank.
+    placement: the rank of each table, in table order or by name. Default: ranks are balanced by work, and memory only
+        breaks ties. So pass `placement` to separate tables that do not fit on one rank.
 
     Raises `ValueError` if there are no tables, if tables have equal names or different dtypes, or if `world_size` is
-    below 1. It also raises if an argument lacks a table, names an unknown table, or has a negative number of rows or an
-    invalid rank.
+    below 1. Raises `ValueError` also if `rows_read` or `placement` lacks a table, names an unknown table, or has a
+    negative number of rows or an invalid rank.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
@@ -116,10 +117,10 @@ def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np
 
 
 def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
-    """Move a table away from the most loaded rank, or swap two tables, as long as this lowers the larger load of the
-    two ranks.
+    """Repeatedly move a table away from the most loaded rank, or swap two tables, while this lowers the larger load of
+    the two ranks.
 
-    Works in place.
+    The function changes `ranks` in place.
     """
     for _ in range(10 * len(costs)):
         load = np.bincount(ranks, costs, world_size)
@@ -143,8 +144,8 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
     """Return the most even split into contiguous runs in which no rank exceeds `limit`; None if there is no such split.
 
-    The most even split has the smallest sum of squared loads. best[j] is this sum for the first j tables on the ranks
-    so far. cuts[w][j] is the begin of the run of rank w that ends before table j.
+    The most even split has the smallest sum of squared loads. best[j] is this sum for the first j tables on ranks 0 to
+    w. cuts[w][j] is the first table of rank w's run if the run ends before table j.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
@@ -168,7 +169,7 @@ def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray 
 
 
 def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Return the ranks with tables of equal cost and memory permuted into order, so that a rank's tables are adjacent.
+    """Permute tables of equal cost and memory so that a rank's tables are adjacent. Return the ranks of the tables.
     Loads stay equal.
     """
     dealt = ranks.copy()

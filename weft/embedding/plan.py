@@ -1,12 +1,12 @@
 """The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
 
-A **unit** is the work that a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a
+A **unit** is the work that a program or thread takes at a time: some vectors of one sample. For `put` a unit is a
 **slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one flag.
-For `direct` a unit only determines how much work is taken at once. On GPUs this follows from the bytes of a bag, not
-from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
+For `direct` a unit only determines how much work is taken at once. On GPUs its size follows from the bytes of a bag,
+not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
 
 Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), which is also verified and
-simulated. Its tiles name their kernel (`kernel_of`).
+simulated. The schedule's tiles name their kernel (`kernel_of`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """The options and the division of work of an embedding_all_to_all. They are equal on all ranks, which compare
-    `said` in every call.
+    """The options and the division of work of an embedding_all_to_all. Ranks compare `said` in every call, since plans
+    must be equal on all ranks.
     """
 
     sharding: EmbeddingSharding
@@ -50,7 +50,7 @@ class EmbeddingPlan:
 
     @cached_property
     def text(self) -> dict[str, str]:
-        """All that must be equal on all ranks, by name, as short texts for error messages."""
+        """The properties of the plan that must be equal on all ranks, by name, as short texts for error messages."""
         tables = {
             f"table {number}": f"{t.name} [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of "
             f"{', '.join(t.feature_names)} on rank {rank}"
@@ -61,27 +61,25 @@ class EmbeddingPlan:
 
     @cached_property
     def said(self) -> str:
-        """The text by which ranks compare plans: one line "name: value" for each entry of `text`."""
+        """The text that ranks compare: one line "name: value" for each entry of `text`."""
         return "\n".join(f"{name}: {value}" for name, value in self.text.items())
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of `text` in [0, 2**62). It is equal in all processes with equal `text`, and otherwise differs (except
-        by chance).
-        """
+        """A hash of `text` in [0, 2**62), the same in all processes."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
         """For each rank, the addresses and layouts of the tables that it last checked (`weft.runtime.layouts`).
 
-        If these are equal, the checks need not be repeated. Checking 64 tables takes longer than launching the kernel.
+        Unchanged tables are not checked again, because checking 64 tables takes longer than launching the kernel.
         """
         return {}
 
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
-        """For each rank, the layouts of tables and states that recent backwards have found valid."""
+        """For each rank, the layouts of tables and states that recent backward calls have found valid."""
         return {}
 
     @cached_property
@@ -139,8 +137,8 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan with the transport, order and slice size of its schedule. For "auto" and "serial", return the
-    options' plan.
+    """Return the plan with the transport, order and slice size of its schedule. "auto" and "serial" have no schedule
+    here, and keep the options.
     """
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
@@ -156,9 +154,9 @@ def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
-    """Return a call as the problem from which builders make schedules.
+    """Return the builders' problem for a call with these batch sizes.
 
-    For example `weft.builders.embedding_all_to_all.direct(problem_of(...), ...)`.
+    For example, pass it to `weft.builders.embedding_all_to_all.direct`.
 
     batch_sizes: the number of samples of each rank. A bag reads `rows_read` rows of the sharding (default: one row).
     """

@@ -1,12 +1,12 @@
 """The choice of a sharding for each table, by the predicted time and the memory of each rank.
 
-The slowest rank determines the time. So the planner searches for the plan in which the slowest rank's time is shortest.
-A rank's time for a step is the sum of two lower bounds, for its memory and for its links:
+The slowest rank determines the time, so the planner minimises the slowest rank's time. A rank's time for a step is the
+sum of two lower bounds, for its memory and for its links:
 
     time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
 
-With B samples per rank, W ranks, and for a table r rows read per sample, F features, D columns of e bytes, and s bytes
-of states per row:
+B is the number of samples per rank, W the number of ranks. A table has r rows read per sample, F features, D columns of
+e bytes, and s bytes of states per row:
 
     bytes       of memory                                                       on the links, in each direction
     whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
@@ -16,8 +16,8 @@ of states per row:
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
 
 The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
-expensive first, so that the slowest rank's time is shortest. Then each choice is repeated with all others fixed, until
-no choice improves.
+expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others
+fixed, until nothing improves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a table on a rank: its bytes of memory, and its seconds of a step."""
+    """The load of a table on a rank: memory in bytes, and time per step in seconds."""
 
     nbytes: float
     seconds: float
@@ -50,8 +50,9 @@ class Load:
 class TablePlan:
     """A sharding of all tables. Print it for a report.
 
-    placement: for the argument `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: each table's load on each
-        rank. refused: for each table, the shardings that did not fit beside the other tables, with the reason.
+    placement: the value for the argument `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: each table's
+        load on each rank. refused: for each table, the shardings that did not fit together with the other tables, with
+        the reason.
     """
 
     partition: Partition
@@ -103,15 +104,15 @@ def plan_tables(
     kinds: Sequence[Kind] = get_args(Kind),
     row_shares: Mapping[str, Sequence[float]] | None = None,
 ) -> TablePlan:
-    """Return a sharding for each table. It depends only on the arguments, so all ranks get the same.
+    """Return a sharding for each table. Equal arguments give equal plans on all ranks.
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. world_size: the number of ranks.
     samples: the number of samples of a rank in a step.
     rows_read: the mean number of rows that a sample reads from each table, by name or in table order (default: one per
         feature).
     optimizer: the optimizer in backward, whose states need memory and time.
-    memory_bytes: the memory of a rank for tables, optimizer states and reduced data-parallel gradients. Subtract what
-        activations, batches and buffers need. None: no limit.
+    memory_bytes: the memory of a rank for tables, optimizer states and reduced data-parallel gradients, without the
+        memory for activations, batches and buffers. None: no limit.
     memory_gbps, link_gbps: the bandwidth in GB/s of a rank's memory, and of all its links together in one direction.
         The defaults are rough numbers of an H100 with NVLink.
     kinds: the kinds of sharding to choose from.
@@ -164,7 +165,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The constants of the cost model above. Bandwidths are in bytes per second."""
+    """The constants of this module's cost model. Bandwidths are in bytes per second."""
 
     world: int
     samples: int
@@ -243,7 +244,7 @@ def _chosen(
     """Return a choice for each table, and for each table the kinds of sharding that did not fit, with the reason."""
     seconds, nbytes = [0.0] * world, [0.0] * world
     found: list[_Choice | None] = [None] * len(tables)
-    # Place first what is hardest to place: many bytes, then long times.
+    # Place tables in the order of difficulty: many bytes first, then long times.
     least = [
         min(sum(load.seconds for load in one.loads) for one in of_table) if of_table else 0.0 for of_table in choices
     ]

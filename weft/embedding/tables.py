@@ -1,9 +1,9 @@
-"""Descriptions of tables, of the rank that owns each table, and of the place of each pooled vector. There are no
-tensors here.
+"""Descriptions of tables, of the rank that owns each table, and of the output columns of each pooled vector, without
+tensors.
 
-In table-wise sharding, each table is whole on one rank. The output has one row per sample. It has one block of columns
-(a `Slot`) per feature of each table, in the order of the tables, whichever rank owns them. Every rank has an equal
-`EmbeddingSharding`; ranks compare its `fingerprint` to detect differences.
+In table-wise sharding, each table is whole on one rank. The output has one row per sample, and one block of columns (a
+`Slot`) per feature of each table, in the order of the tables. The order of columns does not depend on the owners. Ranks
+compare the `fingerprint` of their `EmbeddingSharding`, because it must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class EmbeddingBagConfig:
     feature that is looked up in this table, and pooled by `pooling` ("sum" or "mean") into one vector per sample.
 
     `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max`
-    (default: -+sqrt(1 / num_embeddings)), or by `init_fn`. That function gets the [num_embeddings, embedding_dim]
-    tensor. It fills the tensor, or returns another of the same shape. Equality of configs ignores initial values.
+    (default: -+sqrt(1 / num_embeddings)), or calls `init_fn`. This function fills the [num_embeddings, embedding_dim]
+    tensor that it gets, or returns another tensor of this shape. Equality of configs ignores initial values.
 
     Raises `ValueError` for sizes below 1, an unknown pooling or dtype, no feature, a duplicate feature, a minimum above
     the maximum, or both bounds and `init_fn`.
@@ -123,7 +123,7 @@ class EmbeddingBagConfig:
 
     @classmethod
     def of(cls, config: Any) -> EmbeddingBagConfig:
-        """Return weft's config unchanged, or convert TorchRec's `EmbeddingBagConfig`, which is read by its field names.
+        """Return weft's config unchanged, or convert TorchRec's `EmbeddingBagConfig`, or another class with its fields.
 
         As in TorchRec, a table without `feature_names` uses a feature with the table's name. Raises `ValueError` for an
         option that weft does not support, unless it has its default value.
@@ -211,7 +211,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class EmbeddingSharding:
-    """The assignment of tables to ranks. It is equal on every rank of a group.
+    """The assignment of tables to ranks. It must be equal on every rank of a group.
 
     Rank `rank_of_table[i]` owns `tables[i]`. A rank may own no table. `rows_read` (mean rows per sample and table) is
     only used for predictions and `describe()`; equality and the fingerprint ignore it. Raises `ValueError` for no
@@ -231,7 +231,8 @@ class EmbeddingSharding:
             raise ValueError(f"world_size={self.world_size} must be at least 1")
         if len(self.rank_of_table) != len(self.tables):
             raise ValueError(
-                f"rank_of_table has {counted(len(self.rank_of_table), 'entry', 'entries')} for {counted(len(self.tables), 'table')}"
+                f"rank_of_table has {counted(len(self.rank_of_table), 'entry', 'entries')} for "
+                f"{counted(len(self.tables), 'table')}: pass the rank of each table"
             )
         for table, rank in zip(self.tables, self.rank_of_table, strict=True):
             if not 0 <= rank < self.world_size:
@@ -240,7 +241,8 @@ class EmbeddingSharding:
             object.__setattr__(self, "rows_read", tuple(float(rows) for rows in self.rows_read))
             if len(self.rows_read) != len(self.tables):
                 raise ValueError(
-                    f"rows_read has {counted(len(self.rows_read), 'entry', 'entries')} for {counted(len(self.tables), 'table')}"
+                    f"rows_read has {counted(len(self.rows_read), 'entry', 'entries')} for "
+                    f"{counted(len(self.tables), 'table')}: pass one number for each table"
                 )
 
     def __hash__(self) -> int:
@@ -298,15 +300,15 @@ class EmbeddingSharding:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash in [0, 2**62) of all fields except `rows_read`. Ranks compare it: it is equal in every process and
-        Python run.
+        """A hash in [0, 2**62) of all fields except `rows_read`, for comparison between ranks: it is the same in every
+        process.
         """
         canonical = json.dumps([self.world_size, self.rank_of_table, self._numbers])
         return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
 
     @cached_property
     def written(self) -> str:
-        """The sharding as JSON, which `sharding_of` reads."""
+        """The sharding as JSON, for `sharding_of`."""
         return json.dumps([self.world_size, self.rank_of_table, self._numbers, self.rows_read])
 
     @property
@@ -316,17 +318,17 @@ class EmbeddingSharding:
         ]
 
     def difference(self, other: EmbeddingSharding) -> str | None:
-        """Return the first difference from `other`, as "this and not that"; None if they are equal."""
+        """Return the first difference from `other`, as "this and that"; None if they are equal."""
         if self.world_size != other.world_size:
-            return f"world_size={self.world_size} and not {other.world_size}"
+            return f"world_size={self.world_size} and {other.world_size}"
         if len(self.tables) != len(other.tables):
-            return f"{counted(len(self.tables), 'table')} and not {len(other.tables)}"
+            return f"{counted(len(self.tables), 'table')} and {counted(len(other.tables), 'table')}"
         placed = zip(self.tables, other.tables, self.rank_of_table, other.rank_of_table, strict=True)
         for index, (mine, theirs, my_rank, their_rank) in enumerate(placed):
             if mine != theirs:
-                return f"table {index} {mine} and not {theirs}"
+                return f"table {index} is {mine} and {theirs}"
             if my_rank != their_rank:
-                return f"table {mine.name!r} on rank {my_rank} and not on rank {their_rank}"
+                return f"table {mine.name!r} is placed on rank {my_rank} and on rank {their_rank}"
         return None
 
     def describe(self) -> str:
@@ -362,7 +364,8 @@ class EmbeddingSharding:
         return ", ".join(words) or "nothing"
 
 
-@functools.lru_cache(maxsize=1024)  # one object per text: comparing two with 64 tables takes longer than a call
+# one object per text: comparing two shardings with 64 tables takes longer than a call
+@functools.lru_cache(maxsize=1024)
 def sharding_of(written: str) -> EmbeddingSharding:
     """Return the sharding that the JSON `written` describes. Its tables have no initial values."""
     world_size, rank_of_table, tables, rows_read = json.loads(written)

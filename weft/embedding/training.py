@@ -1,4 +1,4 @@
-"""The part of a call of embedding_all_to_all that only backward uses."""
+"""The arguments of embedding_all_to_all that only backward uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.words import kind
 
 
 class Training(NamedTuple):
-    """The part of a call that only backward uses.
+    """The arguments of a call that only backward uses.
 
     states, learning_rate, step, deterministic: as in `FusedUpdate`.
     anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires a
@@ -37,7 +37,8 @@ NOT_TRAINED = Training([], None, None, None, "", 1.0, False)
 def training_of(
     update: FusedUpdate | None, sparse: bool, requires_grad: bool, device: torch.device, factor: float = 1.0
 ) -> Training:
-    """Return the part of a call that backward uses. Raise `ValueError` for options that contradict each other.
+    """Return the arguments of a call that only backward uses. Raise `ValueError` for options that contradict each
+    other.
 
     factor: multiplies reduced gradients if there is no `update`.
     """

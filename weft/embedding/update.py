@@ -1,4 +1,4 @@
-"""The optimizer, learning rate and states with which backward updates a rank's tables."""
+"""The optimizer, learning rate and states for updates of a rank's tables during backward."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from weft.words import kind
 
 
 class FusedUpdate:
-    """An optimizer with its states for the tables of one rank, for the argument `update` of
-    `weft.embedding_all_to_all`.
+    """An optimizer with its states for the tables of one rank. Pass it as `update` to `weft.embedding_all_to_all`.
 
-    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on their device, which
-    the update reads when it runs.
+    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on the tables' device.
+    The update reads the tensor when it runs.
 
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
     factor: multiplies every reduced gradient, for example 1 / world size.
-    deterministic: False allows updates whose bits differ from run to run, where they are faster. `weft.SGD` on GPUs
-        then adds the gradient of each id to its row with atomics, without sorting ids. This needs fp32 tables, and no
-        weight decay, clipping or nonfinite="skip". In all other cases, and on CPU, False means the same as True.
+    deterministic: False allows faster updates whose bits differ from run to run. `weft.SGD` on GPUs then adds the
+        gradient of each id to its row with atomics, without sorting ids. This needs fp32 tables, and no weight decay,
+        clipping or nonfinite="skip". In all other cases, and on CPU, False means the same as True.
 
     Memory: the optimizer's states, in float32.
 
@@ -40,7 +39,7 @@ class FusedUpdate:
         deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        """device: the device, for a rank without tables."""
+        """device: the device of the states, for a rank without tables."""
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
         if isinstance(weights, torch.Tensor):

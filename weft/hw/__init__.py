@@ -1,4 +1,6 @@
-"""Machines and topologies as data: each number has a unit and a source. `host` has the available memory of this host."""
+"""Machines and topologies as data: each number has a unit and a source. `weft.hw.host` has the available memory of this
+host.
+"""
 
 from weft.hw.here import machine_of
 from weft.hw.host import available_memory_bytes

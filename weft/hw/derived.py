@@ -8,9 +8,9 @@
     late stores of compute units            the number of compute units
     latencies, fractions, all others        not scaled
 
-
-Numbers derived from an H200's predict recorded calls on two H100s with a mean error of 4% above 100 us and 12% below
-(`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these numbers.
+With numbers derived from an H200's, the planner predicts recorded calls on two H100s with a mean error of 4% above 100
+us and 12% below (`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these
+numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from weft.hw.quantity import Quantity
 
 GIVEN = ("compute.multiprocessors", "compute.bf16_dense", "memory.bandwidth", "link.bandwidth")
-"""The numbers that must be given."""
+"""The keys that must be present in `given`."""
 _BF16, _VECTOR, _MEMORY, _LINK, _UNITS = (
     "compute.bf16_dense",
     "compute.fp32_vector",
@@ -31,6 +31,7 @@ _BF16, _VECTOR, _MEMORY, _LINK, _UNITS = (
 _AS: tuple[tuple[str, str], ...] = (
     ("compute.fp32_vector", _VECTOR),
     ("compute.", _BF16),
+    ("memory.grouped_loads", _BF16),
     ("memory.operand_loads", _BF16),
     ("memory.copy_bandwidth", _MEMORY),
     ("memory.", _UNITS),

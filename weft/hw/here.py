@@ -14,9 +14,13 @@ _OF_BASE = DriverFacts(
     name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
     memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 25e9, nvlinks=18,
 )  # fmt: skip
-"""The driver's numbers for the base machine. Ratios use these, not the datasheet's numbers, which differ from the driver's."""
+"""The driver's numbers for the base machine. Ratios use these numbers, because the datasheet's numbers differ from the
+driver's.
+"""
 _MOST = 30.0
-"""The largest plausible ratio between a number of the GPU and of the base machine. Beyond it the driver's number is ignored."""
+"""The largest plausible ratio between a number of the GPU and of the base machine. Driver numbers beyond this ratio are
+ignored.
+"""
 _SCALED = {
     "compute.multiprocessors": "multiprocessors",
     "compute.bf16_dense": "flops_per_s",
@@ -30,7 +34,7 @@ _SCALED = {
 def machine_of(name: str) -> Machine | None:
     """Return the machine of NVIDIA GPUs of this name, from a machine file or derived. name: as the driver or torch spells it.
 
-    Return None if there is no file for it, and no such GPU in this host.
+    Return None if there is neither a file for the name nor such a GPU in this host.
     """
     if file := file_of(name):
         return load_machine(file)

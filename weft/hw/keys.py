@@ -1,8 +1,8 @@
 """The keys of machine and topology files, and plausible ranges of their values, for GPUs from 2017 to the near future.
 
-Unknown keys and implausible values are refused: a misspelt key would be ignored, and an implausible value would lead to nonsense
-predictions. The ranges are wide. They catch wrong units (395 TB/s for GB/s), not faulty measurements. In keys, DTYPE and N mean
-any dtype and number.
+Unknown keys and implausible values are refused: a misspelt key would be ignored, and an implausible value would give
+wrong predictions. The ranges are wide, to catch wrong units (395 TB/s for GB/s), not faulty measurements. In keys,
+DTYPE and N mean any dtype and number.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "memory.copy_bandwidth": _TERABYTES_PER_S,
     "memory.l2": (0.1, 4096, "MiB"),
     "memory.matmul": _SHARE,
+    "memory.grouped_loads": (0.02, 200, "TB/s"),
     "memory.operand_loads": (0.02, 200, "TB/s"),
     "memory.library_grouped_matmul": _SHARE,
     "link.bandwidth": _GIGABYTES_PER_S,
@@ -100,12 +101,12 @@ _NOT_ABOVE = (
     ("copy_engine.bandwidth", "link.bandwidth"), ("compute.bf16_matmul_8192", "compute.bf16_dense"),
     ("compute.bf16_matmul_best", "compute.bf16_dense"),
 )  # fmt: skip
-"""(key of a measured number, key of the datasheet's number that it cannot exceed)"""
+"""(key of a measured number, key of the datasheet's number that is its upper limit)"""
 
 
 @lru_cache(maxsize=1024)
 def limits_of(key: str) -> tuple[float, float, str] | None:
-    """Return (least value, largest value, unit) that are plausible for `key`; None for an unknown key."""
+    """Return (least plausible value, largest plausible value, unit) of `key`; None for an unknown key."""
     return next((limits for pattern, limits in _PATTERNS if pattern.fullmatch(key)), None)
 
 

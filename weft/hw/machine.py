@@ -1,15 +1,14 @@
 """Machines as TOML files. Every number has a value, a unit and a source:
 
-
     [memory.copy_bandwidth]
     value = 4.2
     unit = "TB/s"
     source = "measured"        # or one of the others in `weft.hw.quantity.SOURCES`
     note = "device-to-device copy, bytes read and written"
 
-A file begins with `name = "..."` and `topology = "switch"`; the topology describes the links of the GPUs (`weft.hw.topology`).
-With `derived_from = "h200"` below, missing numbers are derived from another machine's (`weft.hw.derived`), so datasheet numbers
-are enough. `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12.
+A file begins with `name = "..."` and `topology = "switch"`; the topology describes the links of the GPUs
+(`weft.hw.topology`). With the line `derived_from = "h200"`, missing numbers are derived from another machine's numbers
+(`weft.hw.derived`), so datasheet numbers are enough. `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12.
 
 The simulator's models use these numbers. Benchmarks do not: they measure peak rates in the same run (`weft.bench.core.ceilings`).
 """
@@ -39,7 +38,7 @@ class Machine:
     topology: str = ""
     """The name or path of the topology, for `weft.hw.topology.load_topology`."""
     about: str = ""
-    """A sentence on the source of the numbers, if they are not from a file."""
+    """A sentence on the source of the numbers, if they do not come from a file."""
 
     def __getitem__(self, key: str) -> Quantity:
         if key not in self.quantities:
@@ -94,18 +93,18 @@ def file_of(machine: str) -> str | None:
 def load_machine(name: str | Path) -> Machine:
     """Return the machine `name` (see `known_machines`), or the machine in the TOML file at that path.
 
-    A machine that comes with weft is read once per process, a path at each call.
+    A machine that comes with weft is read once per process. A file at a path is read at each call.
 
-    Raise `ValueError` if a number lacks its unit or source, has an unknown key, unit or source, has an implausible value
-    (`weft.hw.keys`), or is assumed without a note. Raise it also if numbers that a derivation needs are missing. Raise
-    `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
+    Raise `ValueError` if a number has an unknown key, has no valid unit or source, has an implausible value
+    (`weft.hw.keys`), or is assumed without a note. Also raise `ValueError` if numbers for a derivation are missing.
+    Raise `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
     """
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))
 
 
 @cache
 def _known(name: str) -> Machine:
-    """Return a machine that comes with weft, from a cache: `file_of` reads all of them at each call, which takes 10 ms."""
+    """Return a machine that comes with weft, from a cache, because reading all files with `file_of` takes 10 ms."""
     return _read(name)
 
 
@@ -192,7 +191,7 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     unknown = set(node) - {"value", "unit", "source", "note"}
     if unknown:
         raise ValueError(
-            f"{file}: {path} has {', '.join(sorted(unknown))}; a number has only value, unit, source and note"
+            f"{file}: {path} has {', '.join(sorted(unknown))}, but a number has only value, unit, source and note: remove the rest"
         )
     unit, source, note, value = node.get("unit"), node.get("source"), node.get("note", ""), node["value"]
     if not isinstance(unit, str) or unit not in UNITS:

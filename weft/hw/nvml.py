@@ -1,8 +1,8 @@
-"""Numbers of a GPU from NVIDIA's driver, through its library NVML. It does not import torch.
+"""Numbers of a GPU from NVIDIA's driver, through its library NVML. This module does not import torch.
 
-The numbers of machines without a file are derived from these (`weft.hw.here`). The driver does not provide the datasheet's bf16
-rate. It is computed as number of multiprocessors * highest clock * FLOP per cycle of a multiprocessor, which depends on the
-compute capability.
+`weft.hw.here` derives the numbers of machines without a file from these numbers. The driver does not provide the
+datasheet's bf16 rate. The rate is computed as number of multiprocessors * highest clock * FLOP per cycle of a
+multiprocessor, which depends on the compute capability.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 _FLOPS_PER_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}
 """{compute capability: dense 16-bit FLOP per cycle of a multiprocessor}. A missing capability uses the nearest older entry."""
 _CORES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
-"""{compute capability: cores of a multiprocessor}; 128 for all others."""
+"""{compute capability: cores of a multiprocessor}; 128 for other capabilities."""
 _PER_NVLINK = {(7, 0): 25e9, (8, 6): 14.1e9, (8, 9): 25e9, (10, 0): 50e9}
 """{compute capability: bytes/s of one NVLink in one direction}. A missing capability uses the nearest older entry."""
 _PCIE_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
@@ -26,7 +26,7 @@ _MOST_NVLINKS = 18
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """The driver's numbers of one GPU, in SI units; 0 if the driver does not provide a number."""
+    """The driver's numbers of one GPU, in SI units. A number is 0 if the driver does not provide it."""
 
     name: str
     multiprocessors: int
@@ -61,7 +61,7 @@ def first_name() -> str:
 def _library() -> Iterator[ctypes.CDLL]:
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     if nvml.nvmlInit_v2():
-        raise OSError("NVML cannot be initialised")
+        raise OSError("NVML cannot be initialised: check the driver with nvidia-smi")
     try:
         yield nvml
     finally:

@@ -1,8 +1,8 @@
-"""The kernel of `weft.schedule.steps.Agree`: it compares the counts that ranks sent each other. One program per source
-rank.
+"""The kernel of `weft.schedule.steps.Agree`: it compares the counts that ranks sent each other, with one program per
+source rank.
 
 If a program's two rows of counts differ, it fills the rows from its source rank with NaN (bytes 0xFF), and writes 1 +
-the source rank to host memory.
+the source rank to pinned memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def agree_kernel(
 ):  # fmt: skip
     """Compare counts, and fill the rows from ranks whose counts differ with NaN.
 
-    expected: int64 `[W, counts]`. sent: int64 `[W * W, counts]`. differs: int32 `[1]` in host memory; receives 1 + a
+    expected: int64 `[W, counts]`. sent: int64 `[W * W, counts]`. differs: int32 `[1]` in pinned memory; receives 1 + a
         rank whose counts differ. out: the address of `out_rows x width` contiguous items of type ITEM. row: the row to
         compare in each rank's table in `sent`.
     """

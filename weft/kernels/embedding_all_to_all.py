@@ -1,15 +1,15 @@
 """Embedding pooling fused with the all-to-all: one persistent kernel for all tables of a rank.
 
-Problem. A rank owns some tables and pools their rows for the whole global batch. Each pooled vector belongs to the rank that owns
-its sample. A separate all-to-all after pooling overlaps with nothing, and needs a send buffer, a receive buffer and an
-unpack pass. Here each vector is stored in the output of its rank as soon as it is pooled:
+Problem. A rank owns some tables and pools their rows for the whole global batch. Each pooled vector belongs to the rank
+that owns its sample. A separate all-to-all after pooling overlaps with nothing, and needs a send buffer, a receive
+buffer and an unpack pass. This kernel stores each vector in the output of the sample's rank as soon as it is pooled:
 
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
 Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice are
-pooled into a staging area of the program, which stays in the L2 cache. They are sent as one contiguous copy, followed by a
-fence and the slice's flag. One program pools a whole slice, so the loop knows its last item and needs no bitmask. The
-program fences and sets a slice's flag when it has pooled its next slice: by then the copy has arrived.
+pooled into a staging area of the program, which stays in the L2 cache. They are sent as one contiguous copy, followed
+by a fence and the slice's flag. One program pools a whole slice, so it needs no bitmask to find the last vector. The
+program waits to fence and to set a slice's flag until it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
   1. The first program grants every peer credit for its output `slot`. It stores the fingerprint of its call, then, with release,
@@ -19,16 +19,16 @@ Protocol, per call number `epoch` (kept in device memory and advanced by the ker
   3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
      system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer. put: each
      program waits for its own part of the flags of slices from peers.
-  4. The last program clears the local counters and stores the new epoch. Work after the kernel in the stream may read the output.
-Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. In both cases the program
-writes a record to pinned host memory, and then stores nothing else.
+  4. The last program clears the local counters and stores the new epoch. Work after the kernel in the stream may read
+     the output. Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. In
+     both cases the program writes a record to pinned memory, and then stores nothing else.
 
-Speed. Memory latency is a microsecond when all programs access it, so many rows in flight and short chains of dependent
-loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags. While rows
-of one bag arrive, the ids of the next bag and the offsets of the third are being loaded. Ids are read one per lane, and
-a gather passes them to the lanes that load the row. Values that can be read again are not kept in registers. This
-leaves registers for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a static
-distribution the slowest program ends 5-25% later.
+Speed. When all programs access memory, its latency is a microsecond, so many rows in flight and short chains of
+dependent loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags.
+While rows of one bag arrive, the ids of the second bag and the offsets of the third bag are being loaded. Ids are read
+one per lane, and a gather passes them to the lanes that load the row. Values that can be read again are not kept in
+registers, which are needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a
+static distribution the slowest program ends 5-25% later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNIT_FIELDS = 4
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
 EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES, FLAGS = range(9)
-# Words of the record in pinned host memory (int64).
+# Words of the record in pinned memory (int64).
 RECORD_WORDS = 16
 R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND, R_BAD_INDICES, R_BAD_POSITION, R_BAD_OFFSETS = range(8)
 # Values of R_STATUS.
@@ -91,7 +91,9 @@ _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
 
 @triton.jit
 def _report(record, status, epoch, peer, wanted, found):
-    """Record the first failure of a call in host memory. If several programs fail at once, they write the same values."""
+    """Record the first failure of a call in pinned memory. If several programs fail at once, they write the same
+    values.
+    """
     tl.store(record + _R_EPOCH, epoch)
     tl.store(record + _R_PEER, peer)
     tl.store(record + _R_WANTED, wanted)
@@ -102,7 +104,7 @@ def _report(record, status, epoch, peer, wanted, found):
 @triton.jit
 def _row_of(id, rows, HASH: tl.constexpr):
     """Return the table row of an id. With HASH this is splitmix64's finalizer of the id, modulo the number of rows;
-    otherwise the id.
+    otherwise it is the id.
     """
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)
@@ -118,7 +120,7 @@ def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
     """Return (sample, first slot, end slot) of a unit. After the last unit, return the first unit, which the caller
     ignores.
 
-    Work begins with `first_sample`; sample 0 follows the last.
+    Work begins with `first_sample`. Sample 0 follows the last sample.
     """
     u = tl.where(unit < n_units, unit, 0)
     position = u // units_per_sample
@@ -130,8 +132,8 @@ def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the count `cut`, plus one if they were
-    clamped.
+    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the count `cut`, plus one if the bounds
+    were clamped.
     """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
@@ -219,8 +221,8 @@ def _samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
 
 
 @triton.jit(
-    # One compiled kernel serves every call of an operator. Triton would specialise integers that are 1 or divisible by
-    # 16, and a compilation while a stream waits for a peer would never return.
+    # One compiled kernel must serve every call of an operator. Triton would specialise integers that are 1 or divisible
+    # by 16, and a compilation while a stream waits for a peer would never return.
     do_not_specialize=[
         "batch",
         "n_units",
@@ -265,17 +267,18 @@ def embedding_all_to_all_kernel(
     HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Pool and exchange, as the module docstring describes.
+    """Run the pooling and the exchange that the module docstring describes.
 
     slots `[n, SLOT_FIELDS]`, values `[n_values]`, offsets `[keys * batch + 1]` (int32 or int64). timeline `[n_units,
     3]`: start ns, end ns, bytes sent to peers. units `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if each rank has
     `batch // WORLD` samples, and the first ranks one more. batch_starts `[WORLD + 1]`: the first sample of each rank,
     and the end; not read if is_even. first_sample: the sample with which work begins. out_addresses, signal_addresses,
     flag_addresses `[WORLD]`: every rank's memory as mapped on this device. staging `[programs, STAGE_WIDTH]`, state
-    `[STATE_WORDS]`. record `[RECORD_WORDS]`: pinned host memory.
+    `[STATE_WORDS]`. record `[RECORD_WORDS]`: pinned memory.
 
-    DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs. ENTER and EXIT are off inside a
-        sequence of launches that form one call. WAIT is off if one process runs all ranks one after the other.
+    DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs. If several launches form one call,
+        ENTER is off except in the first, and EXIT is off except in the last. WAIT is off if one process runs all ranks
+        one after the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -298,8 +301,8 @@ def embedding_all_to_all_kernel(
                 store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
         ready_at = words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
         if WAIT:
-            # Lanes without a peer read this rank's own word. The first program sets it together with the peers' words,
-            # so the wait for it is never longer.
+            # Lanes without a peer read this rank's own word. The first program sets this word together with the peers'
+            # words, so waiting for it never takes longer.
             found = wait_at_least(ready_at, wanted, deadline_ns, PTX)
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
@@ -334,8 +337,8 @@ def embedding_all_to_all_kernel(
     unit0 = program
     sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
     start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
-    # The number of a program determines its units of the first two rounds. Later units come from a counter. Programs
-    # increment one word, which takes a nanosecond per increment.
+    # The number of a program determines its units of the first two rounds. Later units come from a counter, because
+    # incrementing one word in memory takes a nanosecond per program.
     grabbed = program + programs
     unit1 = unit0
     sample1 = sample0
@@ -443,8 +446,8 @@ def embedding_all_to_all_kernel(
             if slot0 + 1 >= stop0:
                 if is_local == 0:
                     # Memory latency is a microsecond when all programs access memory, so all operands of the copy are
-                    # loaded before the first barrier. The flag set here belongs to the previous slice. That slice's
-                    # copy has had the time of a whole slice to arrive, so the release does not wait for it.
+                    # loaded before the first barrier. The flag set here belongs to the previous slice, whose copy has
+                    # had the time of a whole slice to arrive. So the release does not wait.
                     flag = (
                         (sample0 - owner_start).to(tl.int64) * units_per_sample
                         + unit0 % units_per_sample
@@ -557,7 +560,7 @@ def embedding_all_to_all_kernel(
                         failed += 1
         if WORLD > 1:
             if failed != 0:
-                # No rank may mistake the old contents for a result.
+                # Fill the output, so that no rank mistakes the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
                 items = _samples_of(RANK, batch_starts, batch, is_even, WORLD) * OUT_STRIDE
                 _fill_with_nan(own.to(tl.pointer_type(OUT_DTYPE)), items, OUT_DTYPE)
@@ -567,7 +570,7 @@ def embedding_all_to_all_kernel(
         n_bad = tl.load(state + _BAD_INDICES, volatile=True)
         n_bad_offsets = tl.load(state + _BAD_OFFSETS, volatile=True)
         if (n_bad > 0) | (n_bad_offsets > 0):
-            # The host clears these words after it has raised the error. Until then they keep the position of the first
+            # The CPU clears these words after it has raised the error. Until then they keep the position of the first
             # bad call.
             earlier = tl.load(record + _R_BAD_INDICES, volatile=True)
             if earlier == 0:

@@ -8,14 +8,15 @@ An occurrence is one id of one bag. `weft.kernels.embedding_runs` has grouped th
 
 Order. The occurrences of a run are added one after the other. A run of more than SEGMENT occurrences is cut into
 segments of that length, beginning at its first occurrence. `segment_sums_kernel` sums each segment, tile by tile, and
-`run_sums_kernel` adds the sums of segments. So a sum depends only on the run and on constants: neither on the grid, nor
-on timing, nor on other runs. A row that is hit a million times keeps many programs busy. No atomics are needed.
+`run_sums_kernel` adds the sums of segments. So a sum depends only on the run and on constants, not on the grid, timing,
+or other runs. A row that occurs a million times keeps many programs busy. No atomics are needed.
 
 Speed. Most rows occur once or twice, so the chain of loads (start of the run, places, gradients and the row) dominates.
 A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN` allows vector loads.
 
-Programs stride over the runs, whose number only the device knows. The rules are those of `weft.embedding.optimizers`.
-Numbers that change between calls are in device memory, so that a captured launch can be replayed.
+Programs iterate over the runs with a stride, because only the device knows the number of runs. The rules are those of
+`weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a captured launch can be
+replayed.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _mixed(word):
 
 @triton.jit
 def _at_random(x, random, DTYPE: tl.constexpr):
-    """Round fp32 `x` stochastically to DTYPE (fp16 or bf16), with the 24 lowest bits of `random`.
+    """Round fp32 `x` stochastically to DTYPE (fp16 or bf16), using the 24 lowest bits of `random`.
 
     The result is one of the two neighbours of `x`. The upper neighbour has probability `(x - lower) / (upper - lower)`.
     `narrow_at_random` in csrc/embedding_backward.cpp does the same.
@@ -173,19 +174,19 @@ def update_rows_kernel(
 ):  # fmt: skip
     """Reduce the gradient of every run, and apply the rule to its row. A program works on GROUP runs at a time.
 
-    run_keys: `linear row * SPLIT + number`, where the number is below SPLIT; ascending. RULE: of `EmbeddingOptimizer`.
-        Rule 0 writes the gradient to the output, with SPARSE to the run's row of the output. Rule 6 writes the sum of
-        the gradient's squares to the run's element of `extra`, fp32. UNIFORM: all tables have BLOCK_D columns. ALIGN: a
-        divisor of widths and places. count_of_tables, STEPS: see `_table_of`. DTYPE: of the tables, and of the output
-        of rule 0. learning_rate: fp32 `[]`. skipped: int64, counts rows that SKIP left unchanged. extra: for STOCHASTIC
-        the seed, int64 `[1]`.
+    run_keys: `linear row * SPLIT + number`, where the number is below SPLIT; ascending. RULE: the number of an
+        `EmbeddingOptimizer`'s rule. Rule 0 writes the gradient to the output, with SPARSE to the run's row of the
+        output. Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32. UNIFORM: all
+        tables have BLOCK_D columns. ALIGN: a divisor of widths and places. count_of_tables, STEPS: see `_table_of`.
+        DTYPE: the dtype of the tables, and of the output of rule 0. learning_rate: fp32 `[]`. skipped: int64, the count
+            of rows that SKIP left unchanged. extra: for STOCHASTIC the seed, int64 `[1]`.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
     factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
     total_runs = tl.load(runs)
     stride = tl.num_programs(0) * GROUP
     begin = tl.program_id(0) * GROUP
-    # The next group's runs are loaded while this group's rows arrive.
+    # Load the next group's runs while this group's rows arrive.
     run = begin + lanes
     valid = run < total_runs
     first = tl.load(starts + run, mask=valid, other=0)
@@ -300,10 +301,10 @@ def add_each_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Add -rate * factor * gradient of each occurrence to its fp32 row by atomics. This is SGD without a sort.
+    """Add -rate * factor * gradient of each occurrence to its fp32 row with atomics: SGD without a sort.
 
-    keys: not sorted. The order of additions to a row, and so its last bits, differ between runs. ok: int64 `[1]`; 0
-        adds nothing. The grid strides over occurrences.
+    keys: not sorted. The order of additions to a row, and so the row's last bits, differ between launches. ok: int64
+        `[1]`; if it is 0, nothing is added. Programs iterate over occurrences with a stride.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     rate = tl.load(learning_rate)
@@ -333,8 +334,8 @@ def gradients_of_weights_kernel(
     keys, places, grads, tables, out, count, no_row, count_of_tables,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write the dot product of `grad[sample, columns]` and the row for each occurrence, or 0 where an id has no row.
-    keys: not sorted.
+    """Write the dot product of `grad[sample, columns]` and the row for each occurrence, or 0 if an id has no row. keys:
+    not sorted.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for i in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -357,11 +358,12 @@ def gradients_of_weights_kernel(
 def by_owner_kernel(
     grad, send, table, rows, stride, chunks, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Write the gradients for each rank in one block [rows, columns of its tables], a rank's block behind the other.
+    """Write the gradients for each rank as a block [rows, columns of its tables]. Blocks are consecutive.
 
-    grad: rows are stride * WIDTH elements apart. table [chunks, OWNER_FIELDS], int64, a line for each WIDTH columns in the order of
-    the blocks: first column in grad; columns of all blocks before; columns of the block; first column in the block. All are
-    multiples of WIDTH. Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
+    grad: rows are stride * WIDTH elements apart. table [chunks, OWNER_FIELDS], int64: a line for each WIDTH columns, in
+        the order of the blocks. A line has the first column in grad, the number of columns of all blocks before, the
+        number of columns of the block, and the first column in the block. All numbers are multiples of WIDTH. Grid:
+        (tiles of ROWS rows, tiles of CHUNKS lines).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)

@@ -1,5 +1,5 @@
-"""Stores gradients of pooled vectors directly into the memory of the ranks that own the tables: one kernel, no
-all-to-all.
+"""A kernel that stores gradients of pooled vectors directly into the memory of the ranks that own the tables, without
+an all-to-all.
 
     inbox      of each rank, in symmetric memory: [global batch, columns of its tables]
     signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer no longer
@@ -12,7 +12,7 @@ all-to-all.
 4. Later kernels in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
 
 Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned
-host memory, and 0 to the word OK of the state. Then the following update changes nothing.
+memory, and 0 to the word OK of the state. The following update then changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE_FIELDS = 5
 # Words of the local state (int64, device memory).
 STATE_WORDS = 8
 EPOCH, ARRIVED, FAILED, OK = range(4)
-# Words of the record in pinned host memory (int64).
+# Words of the record in pinned memory (int64).
 RECORD_WORDS = 8
 R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND = range(5)
 # Values of R_STATUS.
@@ -124,7 +124,7 @@ def push_kernel(
 
 @triton.jit
 def free_kernel(signals, state, RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, PTX: tl.constexpr):
-    """Notify every peer that this rank no longer needs the gradients of the last call. One program."""
+    """Notify every peer that this rank no longer needs the gradients of the last call. Launched with one program."""
     ranks = tl.arange(0, WORLD_P2)
     peer = (ranks < WORLD) & (ranks != RANK)
     theirs = tl.load(signals + tl.where(peer, ranks, RANK))

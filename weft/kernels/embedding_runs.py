@@ -1,4 +1,4 @@
-"""Computes keys of a batch's ids, and the runs of equal rows after a sort by key.
+"""Kernels that compute keys of a batch's ids, and the runs of equal rows after a sort by key.
 
 An occurrence is one id of one bag. Its key is `linear row * SPLIT + number of the slot among its table's slots`. Linear
 rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient,
@@ -13,7 +13,7 @@ in elements.
     long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number the segments, so the numbers
                          differ between calls, but the sums do not.
 
-Everything stays on the device. Memory is allocated for the largest possible numbers of runs and segments.
+All results stay on the device. Memory is allocated for the largest possible numbers of runs and segments.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PARTS = tl.constexpr(128)
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the last of `bags` + 1 offsets that is at most `at`, or -1. Each round of loads divides the range by
-    _PARTS.
+    """Return the index of the last of `bags` + 1 offsets that is at most `at`, or -1. Each round of loads divides the
+    range by _PARTS.
     """
     parts = tl.arange(0, _PARTS)
     low = tl.full([], -1, BAG)
@@ -63,9 +63,9 @@ def occurrences_kernel(
     """Write keys, places and scales of all occurrences, one layer of slots after the other.
 
     values `[count]`, offsets `[bags + 1]`. of_key `[layers, keys_of_layer]`: the slot that reads each block of offsets,
-    or -1. stride: the elements between the gradients of two samples. scales, fp32: per-sample weight over the length of
-    the bag. over_length, fp32: one over the length of the bag. BAG: the type of the numbers of bags. Grid: (blocks,
-    layers).
+    or -1. stride: the elements between the gradients of two samples. scales, fp32: the per-sample weight divided by the
+    length of the bag. over_length, fp32: 1 divided by the length of the bag. BAG: the type of the numbers of bags.
+    Grid: (blocks, layers).
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     at = block + tl.arange(0, BLOCK)
@@ -138,8 +138,8 @@ def runs_kernel(
 ):  # fmt: skip
     """Write start and key of each run, the end of the last run, and places and scales in sorted order.
 
-    ends: for each block, the number of runs that begin in it or in an earlier block. starts: has space for one more
-        than the number of runs. Grid: one program per block.
+    ends: for each block, the number of runs that begin in this or an earlier block. starts: has space for one more than
+        the number of runs. Grid: one program per block.
     """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -2,8 +2,8 @@
 
 Problem. Tokens are sorted by expert before they are exchanged. Afterwards a rank has one block of rows per source rank,
 each sorted by local expert. Only the device knows the numbers of rows, `counts[source, expert]`. torch's grouped matmul
-needs the rows of an expert to be contiguous, which costs a copy of all blocks. Here each (source, expert) is a segment,
-read in place:
+needs the rows of an expert to be contiguous, which costs a copy of all blocks. In this kernel each (source, expert) is
+a segment, read in place:
 
     y[y0(s, e) : y0(s, e) + counts[s, e]] = x_s[x0(s, e) : x0(s, e) + counts[s, e]] @ w[e]
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
@@ -12,12 +12,19 @@ read in place:
 x_s is the inbox, in which the block of the n-th source after this rank begins at row (n - 1) * slot_rows. For the rank
 itself, x_s is its own tokens, whose block begins at sum(splits[: rank * experts]).
 
-With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`. They are stored at x0(s, e) of
-`slots`, here an outbox. Rows of the rank itself are stored in `own`, its result. Rows that do not fit into their slot
-are dropped.
+With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
+now an outbox. Rows of the rank itself are stored in `own`, its result. Rows that do not fit into their slot are
+dropped.
 
-With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch takes its columns of x_s and rows of w.
-Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
+With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch multiplies some columns of x_s and rows
+of w. Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
+
+Tiles for all sources (MERGED). If segments have few rows, tiles for single segments would be almost empty, and each tile
+would load the weights again. With MERGED a tile has rows of all sources of an expert. Then the rows of x must be sorted
+by expert: with BACK they are sorted; without BACK the kernel of `weft.kernels.permute` has copied them into `own`. With
+BACK the rows of a tile go to several places, so they are stored through pointers, not through a tensor map. On an H100, 26
+tokens x 37760 x 18816 with 2 experts: 975 us instead of 1069; 1241 x 51328 x 12800 with 16 experts: 7.5 ms instead of
+11.2.
 
 A launch computes a range of sources and experts. So rows of one exchange step are multiplied while the rows of the next
 step are in flight. The kernel has no waits: its stream waits for the operands before the launch. A wait inside the loop
@@ -26,17 +33,17 @@ would break the compiler's pipelining.
 Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. Within an expert, GROUP row tiles
 of all sources of the launch form a group. Within a group, tiles are ordered by column, so that a column of the weights
 is read from memory once per group. Every expert has the same number of columns, so tile // columns is a row tile of the
-same expert. A comparison with a vector of running sums in registers finds the expert. Other values of a tile are
-computed only when the expert changes.
+same expert. The expert of a tile is found by comparison with a vector of running sums in registers. Other values of a
+tile are computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
-of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last to finish adds the
-partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
+of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
+the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
 experts: 172 us instead of 244 us.
 
-With TMA, operands are read through tensor maps that the host makes. The maps return zeros beyond K and N. Rows of x
-beyond their segment are read (as other rows, or as zeros beyond the tensor) but not stored. The map of y is ragged: the
-hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
+With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. Rows
+of x beyond their segment are read (as other rows, or as zeros beyond the tensor) but not stored. The map of y is
+ragged: the hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
 """
 
 from __future__ import annotations
@@ -66,12 +73,14 @@ class Config:
 
 
 MAX_SPLITS = 8
-"""Largest number of programs that share a tile. The last of them reads all partial sums."""
+"""Largest number of programs that share a tile. The last program reads all partial sums."""
 LEAST_STEPS = 16
 """Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
 """
 FEW_ROUNDS = 4
 """Largest number of rounds of tiles for which sharing the last round is faster."""
+FEW_ROWS = 192
+"""Largest number of rows of a segment for which tiles of 64 rows are faster, and tiles for all sources faster still."""
 LARGE = Config(128, 256, 64, 8, 8, 3)
 # Configurations for 16-bit types that a benchmark compares, from many rows per segment to few.
 CONFIGS = (
@@ -88,29 +97,40 @@ PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
 
 def choose_config(
-    itemsize: int, rows_per_segment: float, n: int, k: int, segments: int = 0, multiprocessors: int = 0
+    itemsize: int,
+    rows_per_segment: float,
+    n: int,
+    k: int,
+    segments: int = 0,
+    multiprocessors: int = 0,
+    *,
+    merged: bool = False,
 ) -> Config:
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. Below about two tiles
-    per segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles
-    occupy more of them. If an expert's rows fill no tile, the time depends on loading weights, which narrow tiles load
-    faster: on an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K, stores
-    take a large part of the time. Then a tile is stored in two pieces, which leaves shared memory for one more stage of
-    operands.
+    per segment, tiles of 64 rows waste less. With few rows, half of the multiprocessors may have no tile; narrow tiles
+    occupy more of them. If an expert's rows do not fill a tile, the time depends on loading weights, which narrow tiles
+    load faster. On an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K,
+    stores take a large part of the time. So a tile is stored in two pieces, which leaves shared memory for one more
+    stage of operands.
 
-    segments: the number of (source, expert) pairs of a launch; 0 if unknown.
+    segments: the number of (source, expert) pairs of a launch; 0 if unknown. merged: True if tiles have rows of all
+    sources. Then a segment is an expert. There are fewer last tiles, which may be nearly empty, so tiles of 128 rows are
+    faster above 64 rows. These tiles are stored in two pieces: with BACK, addresses of a whole tile would not fit in the
+    registers.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
     if n <= 128:
         best = _MEDIUM if rows_per_segment > 192 else _NARROW
-    elif rows_per_segment <= 192:
+    elif rows_per_segment <= (_SMALL.block_m if merged else FEW_ROWS):
         tiles = _tiles(_SMALL, rows_per_segment, n, segments)
         few, many = 2 * tiles <= multiprocessors, tiles > FEW_ROUNDS * multiprocessors
         best = _NARROW if segments and (few or (many and rows_per_segment <= _SMALL.block_m)) else _SMALL
     else:
-        best = LARGE if k >= 768 else _SHORT_K
+        best = LARGE if k >= 768 and not merged else _SHORT_K
+    best = replace(best, parts=2) if merged else best
     rounds = _tiles(best, rows_per_segment, n, segments) / max(1, best.per_sm * multiprocessors)
     splits = min(MAX_SPLITS, -(-k // best.block_k) // LEAST_STEPS)
     return replace(best, splits=splits) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
@@ -128,6 +148,28 @@ def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: 
     expert = tl.arange(0, E_P2)[None, :]
     rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
     return tl.minimum(tl.maximum(rows, 0), most).to(tl.int32)
+
+
+@triton.jit
+def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
+    """Return the numbers of rows to divide into tiles. MERGED: the rows of all sources count as rows of `rank`."""
+    if MERGED:
+        rows = tl.minimum(tl.sum(table, 0), most)
+        return tl.where(sources[:, None] == rank, rows[None, :], 0)
+    return table
+
+
+@triton.jit
+def _of_sources(table, expert, experts, block_first):
+    """Return two numbers for each source: where its rows end, and the offset of its block, as follows.
+
+    All rows of the expert, ordered by source, form one list. The first number is the end of the source's rows in this
+    list. The second is added to an index in the list to get the row in the source's block.
+    """
+    rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
+    earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
+    ends = tl.cumsum(rows, 0)
+    return ends, block_first + earlier - (ends - rows)
 
 
 @triton.jit
@@ -149,7 +191,7 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pick(here, of_segment):
-    """Return the entry of a vector at the one index where `here` is True."""
+    """Return the entry of a vector at the only index where `here` is True."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
 
 
@@ -158,8 +200,9 @@ def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: 
     """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
 
     first, end: the number of row tiles of the launch before this expert, and including it.
-    Then vectors, one entry per source: the first row tile, the end, and three offsets. A tile's first row plus these
-    offsets is its row among the rows of its source, its row in `whole`, and minus the number of rows left.
+    The other results are vectors with one entry per source: the first row tile, the end, and three offsets. A tile's
+    first row plus the offsets is: its row among the rows of its source, its row in `whole`, and minus the number of
+    rows left.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
@@ -190,11 +233,11 @@ def _place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constex
 @triton.jit
 def _rows_of(
     row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
-    own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
+    own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, MERGED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile of the expert.
 
-    is_own: True if the rows are this rank's own.
+    is_own: True if the rows belong to this rank itself.
     """
     here = (row_tile >= segment_first) & (row_tile < segment_end)
     is_own = _pick(here, sources) == rank
@@ -207,6 +250,8 @@ def _rows_of(
         x_row = _pick(here, by_source) + row_tile * BLOCK_M
         y_row = _pick(here, in_whole) + row_tile * BLOCK_M
         y_end = whole_rows
+    if MERGED and BACK:  # `_store_to_sources` finds each row's place
+        return is_own, x_row, y_row, tl.maximum(_pick(here, left_of) - row_tile * BLOCK_M, 0)
     # The caller reports rows beyond y. Sums of invalid counts may have overflowed.
     left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
     return is_own, x_row, y_row, tl.where(y_row < 0, 0, tl.maximum(left, 0))
@@ -217,7 +262,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of y in fp32: the first `left` rows as earlier launches stored them, then rows of zeros."""
+    """Return a tile of y in fp32: the first `left` rows as stored by earlier launches, then rows of zeros."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -258,13 +303,48 @@ def _store_result(
 
 
 @triton.jit
+def _store_to_sources(
+    own_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
+    row_ends, places, row, left, column, acc,
+    N: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile with rows of several sources, each row into the block of its source.
+
+    row: the tile's first row among its expert's rows. left: the number of rows to store. row_ends, places: see
+    `_of_sources`.
+    """
+    in_tile = tl.arange(0, BLOCK_M)
+    at = row + in_tile
+    source = tl.sum((row_ends[None, :] <= at[:, None]).to(tl.int32), 1)
+    is_source = sources[None, :] == source[:, None]
+    to = tl.sum(tl.where(is_source, places[None, :], 0), 1) + at
+    is_own = source == rank
+    end_of_slot = tl.sum(tl.where(is_source, tl.minimum(turn * slot_rows, slots_rows)[None, :], 0), 1)
+    is_row = (in_tile < left) & (to >= 0) & (to < tl.where(is_own, own_rows, end_of_slot))
+    ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    pitch = tl.where(is_own, own_stride, slots_stride) * ITEM_BYTES
+    rows = (tl.where(is_own, own_address, slots_address) + to.to(tl.int64) * pitch)[:, None].to(tl.pointer_type(DTYPE))
+    if ALIGN > 1:
+        rows = tl.multiple_of(rows, [16, 16])  # bytes
+    columns = column + tl.arange(0, BLOCK_N // PARTS)
+    if PARTS == 2:
+        left_half, right_half = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        tl.store(rows + columns[None, :], left_half.to(DTYPE), mask=is_row[:, None] & (columns < N)[None, :])
+        columns += BLOCK_N // 2
+        tl.store(rows + columns[None, :], right_half.to(DTYPE), mask=is_row[:, None] & (columns < N)[None, :])
+    else:
+        tl.store(rows + columns[None, :], acc.to(DTYPE), mask=is_row[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
 def _multiply(
     own, slots, w, whole, expert, column, is_own, x_row, acc, first_step, end_step,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BACK: tl.constexpr, W_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Return acc plus the product of a row tile of x and columns of w, for K steps `first_step` to `end_step`.
 
-    x and w are tensor maps. A step covers BLOCK_K elements.
+    x and w are tensor maps. A step has BLOCK_K elements.
     """
     if BACK:
         x = whole
@@ -293,11 +373,11 @@ def _sum_of_parts(part, parts, stride):
 
 
 @triton.jit(
-    # Arguments that differ between calls must not select another compiled kernel: loading a kernel after a stream waits
-    # for a peer would never return.
+    # Arguments that differ between calls must not select another compiled kernel, because loading a kernel while a
+    # stream waits for a peer would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
-        "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address",
+        "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address", "slots_address",
     ],
     do_not_specialize_on_alignment=["counts", "splits", "partials", "arrived"],
 )  # fmt: skip
@@ -306,28 +386,31 @@ def grouped_matmul_kernel(
     own_rows: tl.int32, slots_rows: tl.int32, whole_rows: tl.int32, slot_rows: tl.int32,
     rank: tl.int32, first_source: tl.int32, n_sources: tl.int32, first_expert: tl.int32, n_experts: tl.int32,
     counts_stride: tl.int64, own_stride: tl.int64, slots_stride: tl.int64, whole_stride: tl.int64, w_stride: tl.int64,
-    w_row_stride: tl.int64, y_address: tl.int64,
+    w_row_stride: tl.int64, y_address: tl.int64, slots_address: tl.int64,
     W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BACK: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr,
+    BACK: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, as the module docstring describes.
+    """Run the multiplication that the module docstring describes.
 
     The operands own `[own_rows, K]` (tokens), slots `[slots_rows, K]` (inbox), w `[E, K, N]` (W_TRANSPOSED: `[E, N,
     K]`) and whole `[whole_rows, N]` (y) have the type DTYPE. Their last dimension has unit stride. BACK: own and slots
-    (y, outbox) have N columns and whole (h) has K. With TMA they are tensor maps. The maps' boxes are `[BLOCK_M,
-    BLOCK_K]` for operands, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for w, and ragged `[BLOCK_M, BLOCK_N //
-    PARTS]` for results. Without TMA they are pointers, with strides in elements that are multiples of ALIGN.
+    (y, outbox) have N columns and whole (h) has K. With TMA these operands are tensor maps. The maps' boxes are
+    `[BLOCK_M, BLOCK_K]` for operands, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for w, and ragged `[BLOCK_M,
+    BLOCK_N // PARTS]` for results. Without TMA the operands are pointers, with strides in elements that are multiples
+    of ALIGN.
 
     counts `[W, E]`, with row stride counts_stride, and splits `[W * E]` are int64. Negative counts mean that the group
-    has failed: y becomes NaN. y_address: the address of whole, or with BACK of own. ADDS (never with BACK): products
-    are added to y. The launch covers sources `(rank + i) % W` for i in `range(first_source, first_source + n_sources)`,
-    and experts `range(first_expert, first_expert + n_experts)`. SPLITS: the largest number of programs that share a
-    tile; above 1 only with TMA and without ADDS. partials `[programs, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived
-    `[programs]`: zero between launches.
+    has failed: y becomes NaN. y_address: the address of whole, or with BACK of own. slots_address: the address of
+    slots. ADDS (never with BACK): products are added to y. The launch covers sources `(rank + i) % W` for i in
+    `range(first_source, first_source + n_sources)`, and experts `range(first_expert, first_expert + n_experts)`.
+    SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS. MERGED (never
+    with ADDS): tiles have rows of all sources, and the launch covers all sources. partials `[programs, BLOCK_M,
+    BLOCK_N]`: fp32 scratch. arrived `[programs]`: zero between launches.
     """
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
+    tl.static_assert(not (MERGED and ADDS), "tiles with rows of all sources cannot accumulate")
     tl.static_assert(SPLITS == 1 or (TMA and not ADDS), "tiles are shared with tensor maps and without ADDS")
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -343,15 +426,19 @@ def grouped_matmul_kernel(
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), whole_rows, whole_stride, N, DTYPE)
     # The number of row tiles up to and including each expert. Experts before the first of the launch have no tiles.
     table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
+    table = _tiled(table, sources, rank, whole_rows, MERGED)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
     before_me = tl.arange(0, SPLITS_P2)
     own_first = tl.sum(tl.load(splits + before_me, mask=before_me < rank * E, other=0), 0).to(tl.int32)
+    if MERGED and not BACK:
+        own_first = tl.full([], 0, tl.int32)
     block_first = tl.where(sources == rank, own_first, (turn - 1) * slot_rows)
 
     tiles = tl.max(ends, 0) * N_TILES
     K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    shared_tiles, sharers = 0, 1  # tiles of the last round that several programs share, and how many share one
+    # tiles of the last round that several programs share, and the number of programs per tile
+    shared_tiles, sharers = 0, 1
     if SPLITS > 1:
         last_round = tiles % programs
         sharers = tl.minimum(programs // tl.maximum(last_round, 1), SPLITS)
@@ -366,6 +453,8 @@ def grouped_matmul_kernel(
     by_source = tl.zeros([W_P2], tl.int32)
     in_whole = tl.zeros([W_P2], tl.int32)
     left_of = tl.zeros([W_P2], tl.int32)
+    row_ends = tl.zeros([W_P2], tl.int32)  # MERGED and BACK: see `_of_sources`
+    places = tl.zeros([W_P2], tl.int32)
     # One loop over tiles and K: the next tile's operands arrive while this tile is stored. Reading a stored tile first
     # would end the pipeline, and a large table of counts needs registers.
     ONE_LOOP: tl.constexpr = TMA and not ADDS and W_P2 * E_P2 <= 512
@@ -373,12 +462,20 @@ def grouped_matmul_kernel(
         if tile >= end * N_TILES:
             table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
             expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
-                tile // N_TILES, table, ends, is_source, block_first, experts, BLOCK_M
+                tile // N_TILES,
+                _tiled(table, sources, rank, whole_rows, MERGED),
+                ends,
+                is_source,
+                block_first,
+                experts,
+                BLOCK_M,
             )
+            if MERGED and BACK:
+                row_ends, places = _of_sources(table, expert, experts, block_first)
         row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
         is_own, x_row, y_row, left = _rows_of(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
-            own_rows, slots_rows, whole_rows, slot_rows, BACK, BLOCK_M,
+            own_rows, slots_rows, whole_rows, slot_rows, BACK, MERGED, BLOCK_M,
         )  # fmt: skip
         if ADDS:
             begin = y_address.to(tl.pointer_type(DTYPE))
@@ -389,9 +486,15 @@ def grouped_matmul_kernel(
             acc = _multiply(
                 own, slots, w, whole, expert, column, is_own, x_row, acc, 0, K_STEPS, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED
             )  # fmt: skip
-            _store_result(
-                own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
-            )  # fmt: skip
+            if MERGED and BACK:
+                _store_to_sources(
+                    y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
+                    row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
+                )  # fmt: skip
+            else:
+                _store_result(
+                    own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
+                )  # fmt: skip
         else:
             in_tile = tl.arange(0, BLOCK_M)
             if is_own:
@@ -409,8 +512,8 @@ def grouped_matmul_kernel(
             ks = tl.arange(0, BLOCK_K)
             columns = column + tl.arange(0, BLOCK_N)
             is_column = columns < N
-            # This does not change the strides. It tells the compiler that they are multiples, so that it moves 16 bytes
-            # at a time.
+            # This does not change the strides. It tells the compiler their alignment, so that it moves 16 bytes at a
+            # time.
             x_at += from_row.to(tl.int64)[:, None] * (x_step // ALIGN * ALIGN) + ks[None, :]
             w_at = w + expert.to(tl.int64) * (w_stride // ALIGN * ALIGN)
             w_step = w_row_stride // ALIGN * ALIGN
@@ -428,20 +531,34 @@ def grouped_matmul_kernel(
                     w_at += BLOCK_K
                 else:
                     w_at += BLOCK_K * w_step
-            y_at += (y_row + in_tile).to(tl.int64)[:, None] * (y_step // ALIGN * ALIGN) + columns[None, :]
-            tl.store(y_at, acc.to(DTYPE), mask=(in_tile < left)[:, None] & is_column[None, :])
+            if MERGED and BACK:
+                _store_to_sources(
+                    y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
+                    row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, 1,
+                )  # fmt: skip
+            else:
+                y_at += (y_row + in_tile).to(tl.int64)[:, None] * (y_step // ALIGN * ALIGN) + columns[None, :]
+                tl.store(y_at, acc.to(DTYPE), mask=(in_tile < left)[:, None] & is_column[None, :])
 
     if SPLITS > 1 and program < shared_tiles * sharers:
         shared, part = program % shared_tiles, program // shared_tiles
         tile = tiles - shared_tiles + shared
         table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
         expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
-            tile // N_TILES, table, ends, is_source, block_first, experts, BLOCK_M
+            tile // N_TILES,
+            _tiled(table, sources, rank, whole_rows, MERGED),
+            ends,
+            is_source,
+            block_first,
+            experts,
+            BLOCK_M,
         )
+        if MERGED and BACK:
+            row_ends, places = _of_sources(table, expert, experts, block_first)
         row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
         is_own, x_row, y_row, left = _rows_of(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
-            own_rows, slots_rows, whole_rows, slot_rows, BACK, BLOCK_M,
+            own_rows, slots_rows, whole_rows, slot_rows, BACK, MERGED, BLOCK_M,
         )  # fmt: skip
         acc = _multiply(
             own, slots, w, whole, expert, column, is_own, x_row, tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
@@ -455,4 +572,10 @@ def grouped_matmul_kernel(
         if tl.atomic_add(arrived + shared, 1, sem="acq_rel", scope="gpu") == sharers - 1:
             tl.store(arrived + shared, tl.full([], 0, tl.int32))
             acc = _sum_of_parts(first_part, sharers, stride)
-            _store_result(own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK)
+            if MERGED and BACK:
+                _store_to_sources(
+                    y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
+                    row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
+                )  # fmt: skip
+            else:
+                _store_result(own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK)

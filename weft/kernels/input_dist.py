@@ -1,7 +1,8 @@
-"""Kernels of the input distribution: counts of ids, and the features of a rank in one message for each destination.
+"""Kernels of the input distribution: they count ids, and pack the features of a rank into one message for each
+destination.
 
-A rank has the bags of all features (keys) for its own samples. Each destination needs some of the features. A *piece* is one
-feature for one destination. The message for a destination has 4-byte words, without gaps:
+A rank has the bags of all features (keys) for its own samples. Each destination needs some of the features. A *piece*
+is one feature for one destination. The message for a destination has 4-byte words, without gaps:
 
     ids of all its pieces | lengths of all its bags (int32) | per-sample weights of all its pieces, if there are any
 
@@ -10,8 +11,8 @@ feature for one destination. The message for a destination has 4-byte words, wit
     pack_kernel        values, lengths, weights -> the messages, one after the other
     unpack_kernel      the messages of all sources -> ids, lengths and weights by feature, with samples in rank order
 
-Headers are in device memory, so kernels compute all positions from them. A header has `HEAD` words before its counts: refused (0
-or 1), bits of an id, and batch size.
+Headers are in device memory, so kernels compute all positions from headers. A header has `HEAD` words before its
+counts: refused (0 or 1), bits of an id, and batch size.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def header_kernel(
     counts, offsets, header_index, own, headers, keys, words, bits, batch, most,
     KEYS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's own header and a header for each destination. The grid has one program.
+    """Write this rank's own header and a header for each destination. Grid: one program.
 
     own `[HEAD + keys + 1]`: a header with the counts of all keys, and the position of the first id in `values`. headers
-    `[words]`: word i is word `header_index[i]` of the own header. most: the number of ids in `values`. GIVEN: bags are
-    given by offsets, which may begin above 0 and end below `most`. Otherwise the counts must sum to `most`. KEYS: a
-    power of two, at least `keys`.
+    `[words]`: word i is word `header_index[i]` of the own header. most: the number of ids in `values`. GIVEN: True if
+    bags are defined by offsets, which may begin above 0 and end below `most`. Otherwise the counts must sum to `most`.
+    KEYS: a power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
     count = tl.load(counts + key, mask=key < keys, other=0)

@@ -4,12 +4,12 @@ A launch sets the flags of `sets_before`, waits for the flags of `waits`, and co
 programs are done, it clears the flags of `waits`, sets the flags of `sets`, waits for the flags of `waits_after`, and
 clears them.
 
-So one launch can be a whole small all-gather: it grants credit to the peers, waits for their credit, copies the shard
-to all ranks, notifies the peers, and waits for their shards. For the watchdog it writes numbers to memory: at its start
-(`begins`), after `waits` (`passes`), and at its end (`ends`).
+So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the
+shard to all ranks, notifies the peers, and waits for their shards. For the watchdog, a launch writes numbers to memory:
+at its start (`begins`), after `waits` (`passes`), and at its end (`ends`).
 
-Kernel copies are for cases in which copy engines are slow: small copies (an engine takes about ten microseconds to
-start) and copies within a device.
+Use kernel copies where copy engines are slow: for small copies (an engine takes about ten microseconds to start) and
+for copies within a device.
 
 Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags.
     Programs count their arrivals with acquire-release at system scope. So the flags cover the stores of all programs,
@@ -62,7 +62,7 @@ def move_kernel(
     arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Copy and signal, as the module docstring describes.
+    """Run the copy and the signals that the module docstring describes.
 
     source, target: addresses of the first rows. targets `[n_targets]`: more targets for the same rows. rows, width and
         pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). sets_before,
@@ -70,9 +70,9 @@ def move_kernel(
         zero between launches.
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
-        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: no
-        peer writes the source, so reading begins before the waits. ADD: items (floating point) are added to the target
-        by atomics of system scope.
+        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: True
+        if no peer writes the source, so that reading begins before the waits. ADD: True to add items (floating point)
+        to the target with atomics of system scope.
     """
     if tl.program_id(0) == 0:
         _write_flags(sets_before, n_sets_before, 1, PTX)

@@ -8,7 +8,7 @@ implementation.
 
 Waiting. `wait_at_least` polls until all words of a vector have at least the wanted value or a deadline passes. Without
 PTX there is no clock, and only the watchdog ends a wait. If a group has failed, the watchdog overwrites the words with
-POISON, which is larger than any awaited value, so that the kernels return.
+POISON, which is larger than any awaited value, so that waiting kernels return.
 
 Schedules on streams use words as binary flags instead (`weft.runtime.cuda.flags`): `await_flags`, `write_flag`.
 """
@@ -40,7 +40,7 @@ def words(address):
 
 @triton.jit
 def now_ns(PTX: tl.constexpr):
-    """Return the device's clock in nanoseconds. Without PTX return 0: then only the watchdog keeps deadlines."""
+    """Return the device's clock in nanoseconds. Without PTX return 0, and only the watchdog keeps deadlines."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.full([], 0, tl.int64)
@@ -48,8 +48,8 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def load_acquire(pointer, PTX: tl.constexpr):
-    """Return the current value of a word or a vector of words. Stores before the matching `store_release` are visible
-    afterwards.
+    """Return the current value of a word or a vector of words. Stores before the matching `store_release` are then
+    visible.
     """
     if PTX:
         return tl.inline_asm_elementwise(

@@ -1,5 +1,5 @@
-"""Computes dynamic sizes, which only the device knows, as sums over parts of a buffer. One launch computes all numbers
-of a lane.
+"""A kernel that computes dynamic sizes, which only the device knows, as sums over parts of a buffer. One launch
+computes all numbers of a lane.
 
     numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...), `count` elements each
 

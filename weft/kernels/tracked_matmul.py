@@ -1,10 +1,10 @@
-"""Matrix multiplication that tracks its progress. It computes tiles in a given order, stores each tile at its address
-in a table, and sets signals as soon as their tiles are stored.
+"""Matrix multiplication that tracks its progress. The kernel computes tiles in a given order, stores each tile at an
+address from a table, and sets signals as soon as their tiles are stored.
 
-It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in
-this device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates
-by peers and DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one
-launch, and copy-engine (DMA) transfers use no compute units.
+T3's tracker counts in the memory controller. Here a program increments a counter in this device's memory at the end of
+a tile. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and
+DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and
+copy-engine (DMA) transfers use no compute units.
 
     table [tiles, columns]      for each tile: its first row of a, its number of rows, its first column, its number of columns,
                                 the address of its first element, the row pitch at that address, the indices of its counters;
@@ -18,8 +18,8 @@ Split-K (SPLITS > 1): SPLITS programs each multiply one part of the K range of a
 reproducible. It stores the tile and increments the counters.
 
 A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in
-bytes from `y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer, once per element, when
-the product is done, and added in fp32. So a partial sum is transferred while other tiles compute, without a separate
+bytes from `y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer when the product is
+done, once per element, and added in fp32. So a partial sum is transferred while other tiles compute, without a separate
 copy.
 
 Order: a tile's stores, a barrier, then an increment with acquire and release at system scope. The program with the last
@@ -42,7 +42,7 @@ import triton.language as tl
 from weft.kernels.signals import write_flag
 
 _TRACK = tl.constexpr(
-    # $1: a counter; $2: `sets`. Wait for the stores of all threads; one of them counts the tile.
+    # $1: a counter; $2: `sets`. Wait for the stores of all threads; one thread counts the tile.
     "{.reg .pred p; .reg .u32 t; .reg .u64 come, total, word, end, at; "
     "bar.sync 0; mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE; "
     "atom.global.sys.acq_rel.add.u64 come, [$1], 1; ld.global.u64 total, [$1+8]; add.u64 come, come, 1; "
@@ -110,11 +110,11 @@ def tracked_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, ADDS: tl.constexpr,
     SPLITS: tl.constexpr, PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and signal, as the module docstring describes.
+    """Run the multiplication and the signals that the module docstring describes.
 
     a `[a_rows, K]` and w `[K, N]` (W_TRANSPOSED: `[N, K]`) have the type DTYPE and unit stride in the last dimension.
-    With TMA they are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
-    Otherwise they are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
+    With TMA a and w are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
+    Otherwise a and w are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
     tensor. partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[tiles]`: zero between launches.
     PART_K: the extent in K of each of the SPLITS parts.
     """

@@ -1,4 +1,4 @@
-"""Modules with parameters, built on the operators in `weft.ops`."""
+"""Modules with parameters, such as sharded embedding tables, expert layers and tensor-parallel layers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need torch.distributed.checkpoint when they are first used. Importing it takes most of a
+    """Import names that need torch.distributed.checkpoint at their first use, because that import takes most of a
     second.
     """
     if name == "ModelState":

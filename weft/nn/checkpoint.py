@@ -6,8 +6,8 @@
     param_groups.<path>.lr, .step                                     learning rate, number of updates
 
 <path> is the module's path in the model. Tables and states have TorchRec's names, so weft and TorchRec can load each
-other's files. Each value is stored as a whole table, to which every rank contributes its part. So another number of
-ranks, or another placement, can load the checkpoint.
+other's files. Each value is stored as a whole table, to which every rank contributes its part. So a job with another
+number of ranks or another placement can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from weft.embedding.update import FusedUpdate
 from weft.nn.fused_optimizer import FusedOptimizer
 
 OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
-"""Entries that TorchRec's checkpoints lack. They keep their values when such a checkpoint is loaded."""
+"""Entries that TorchRec's checkpoints lack. They keep their values when a TorchRec checkpoint is loaded."""
 
 
 class FusedOptimizers:
-    """The optimizers in backward of all tables in `model`, for `torch.distributed.checkpoint`.
+    """The optimizers of all sharded tables in `model`, for `torch.distributed.checkpoint`.
 
-    Save and load them together with the model, on every rank. Another number of ranks, or another placement of tables,
-    can load the checkpoint:
+    These optimizers update tables during backward (`optimizer=` of the modules). Save and load them together with the
+    model, on every rank. A job with another number of ranks or another placement of tables can load the checkpoint:
 
         state = {"model": model, "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         torch.distributed.checkpoint.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
 
-    Raises `ValueError` if no module in `model` has an `optimizer` in backward.
+    Raises `ValueError` if no module in `model` has an `optimizer`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,8 +56,8 @@ class FusedOptimizers:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank's tables (not copies), learning rates and numbers of updates. Waits for the
-        device.
+        """Return the states of this rank's tables (not copies), learning rates and numbers of updates. The CPU waits
+        for the device.
         """
         state: dict[str, dict[str, Any]] = {}
         parts = {path for path, module in self._modules.items() if hasattr(module, "partition")}
@@ -74,14 +74,15 @@ class FusedOptimizers:
         return {"state": state, "param_groups": numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy states, learning rates and numbers of updates. Raise `ValueError`, which names the bad entry, before
-        anything is copied.
+        """Copy states, learning rates and numbers of updates from `state_dict`.
+
+        Before anything is copied, raise `ValueError` with the name of a bad entry.
         """
         if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
             raise ValueError(
                 f"the state dict has no {' and no '.join(missing)}: pass what FusedOptimizers.state_dict() returned"
             )
-        from weft.nn.parts_state import local_tensors  # imports torch's ShardedTensor, which few need
+        from weft.nn.parts_state import local_tensors  # imports torch's ShardedTensor, which most users do not need
 
         own, copies = self.state_dict(), list[tuple[torch.Tensor, torch.Tensor]]()
         for parameter, states in own["state"].items():

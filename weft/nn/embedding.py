@@ -3,7 +3,7 @@
     local_batch:  all features of this rank's samples -> InputDist -> this rank's features of all samples -> fused operator
     global_batch: this rank's features of all samples ------------------------------------------------> fused operator
 
-In both cases a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
+With both inputs a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
 """
 
 from __future__ import annotations
@@ -45,41 +45,41 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the parameters with which `load_state_dict(assign=True)` has replaced marked parameters."""
+    """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked parameters."""
     module._mark_tables()
 
 
 class ShardedEmbeddingBagCollection(TrainedTables):
     """Embedding tables that are sharded over `group`. A call returns the pooled vectors of each rank's own samples.
 
-    The constructor and every call are collective over `group`. Arguments must be equal on all ranks. All except
-    `device` and `deadline_s` are compared, and a difference raises `DisagreementError`. If a rank is missing or dead,
-    the others raise `DeadlineError` or `PeerLostError`.
+    All ranks of `group` must construct the module and make every call, with equal arguments. The constructor compares
+    all arguments except `device` and `deadline_s`, and raises `DisagreementError` if they differ. If a rank is missing
+    or dead, the other ranks raise `DeadlineError` or `PeerLostError`.
 
-    Backward is collective too: all ranks must run the backward of the same calls, in the same order. Gradients are
-    reduced in a fixed order, so equal inputs give equal bits, unless `deterministic=False`. Call
-    `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile, a call that needs gradients
-    breaks the graph.
+    All ranks must also run the backward of the same calls, in the same order. Gradients are reduced in a fixed order,
+    so equal inputs give equal bits, unless `deterministic=False`. Call `weft.nn.ignore_tables(model)` before
+    DistributedDataParallel. Under torch.compile, a call with gradients breaks the graph.
 
-    With an `optimizer`, backward updates the tables and returns no gradients for them. `fused_optimizer` has the
-    learning rate. A second backward of the same call raises `WeftError`. Calls in `torch.no_grad()` update nothing.
-    Without an optimizer, the tables require gradients, as those of `nn.EmbeddingBag` do.
+    With an `optimizer`, backward updates the tables and returns no gradients of tables. Set the learning rate in
+    `fused_optimizer`. A second backward of the same call raises `WeftError`. Calls in `torch.no_grad()` update nothing.
+    Without an optimizer, the tables require gradients, as in `nn.EmbeddingBag`.
 
     The parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has
-    only its own tables, also in its `state_dict()`. The table's config sets its initial values (`weight_init_min` and
-    `_max`, or `init_fn`; default: uniform in +-sqrt(1/num_embeddings)). Each table is filled with a seed derived from
-    the first rank's default generator, so its values do not depend on the placement. `load_full_weights` copies the
-    weights of an unsharded collection.
+    only its own tables, also in its `state_dict()`. The table's config sets its initial values with `weight_init_min`
+    and `weight_init_max`, or with `init_fn` (default: uniform in +-sqrt(1/num_embeddings)). Each table is filled with a
+    seed derived from the first rank's default generator, so its values do not depend on the placement.
+    `load_full_weights` copies the weights of an unsharded collection.
 
-    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and with them the output. All ranks
-    need the same dtype at the next call. An unsupported dtype or device raises `ValueError`, and this module is
-    unchanged. `copy.deepcopy` copies the weights for use on the same group, and is not collective. The module cannot be
-    pickled (`TypeError`): save its `state_dict()` on every rank, and load it into a new module.
+    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and so change the dtype and the device
+    of the output. All ranks need the same dtype at the next call. An unsupported dtype or device raises `ValueError`
+    and leaves the module unchanged. `copy.deepcopy` copies the weights, for use on the same group, without
+    communication. The module cannot be pickled (`TypeError`): save its `state_dict()` on every rank, and load it into a
+    new module.
 
-    Calls allocate symmetric memory for their results, which is kept until the group is destroyed or `close()` is
-    called.
+    Calls allocate symmetric memory for their results. Destroying the group or calling `close()` frees it.
 
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns have their order.
+    tables: a list of `weft.EmbeddingBagConfig` or of TorchRec's configs, all with one dtype. Output columns are in the
+        order of this list.
     group: a process group that contains this rank. There is no default: pass `dist.group.WORLD` for all ranks.
     device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
         CPU). On "meta" the tables take no memory. Before the first call, use `to_empty(device=...)`, and then load
@@ -88,8 +88,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         `weft.embedding.place_tables`). `weft.embedding.ColumnWise` and `RowWise` shard a table, and `DataParallel`
         copies it to every rank. The parameters are then the parts, with names such as "table[rows, columns]". Row-wise
         and data-parallel tables need input="local_batch".
-    rows_read: the mean number of rows that a sample reads from each table, by name or in table order, to balance the
-        ranks (default: 1 per feature). Pass it if pooling factors differ.
+    rows_read: the mean number of rows that a sample reads from each table, by name or in table order (default: 1 per
+        feature). Pass it if pooling factors differ, to balance the ranks.
     input: "local_batch": a rank passes all features of its own samples, as in TorchRec, and weft distributes the ids
         over `group`. "global_batch": a rank passes the features of its own tables for the samples of all ranks, in rank
         order, and weft distributes no ids.
@@ -98,13 +98,13 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update
         rows in backward. None: backward leaves gradients for a torch optimizer.
     sparse: True for sparse COO gradients, as `nn.EmbeddingBag(sparse=True)` has. Only without an optimizer.
-    deterministic: with an optimizer, True for equal bits from equal inputs. False allows other bits where that is
-        faster (`weft.embedding.FusedUpdate`): `weft.SGD` on GPUs then uses atomics, without sorting ids.
+    deterministic: with an optimizer, True for equal bits from equal inputs. False allows a faster update whose bits
+        vary: `weft.SGD` on GPUs then uses atomics instead of sorting ids.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel and
         TorchRec do. "sum" does not.
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).
         If any rank would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are
-        sent. With a limit, ranks exchange these numbers in each call.
+        sent. A limit costs an exchange of these numbers in each call.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
         `weft.embedding_all_to_all`. The input distribution uses `deadline_s` on CPU, and the process group's timeout on
         GPUs. `output_dtype` supports only whole tables.
@@ -112,9 +112,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
     _container = "embedding_bags"
     _of_parts: ClassVar[type[Any] | None] = None
-    """The subclass for sharded tables (`weft.nn.partitioned_embedding`, which imports this file and sets this
-    attribute).
-    """
+    """The subclass for sharded tables. `weft.nn.partitioned_embedding` imports this module and sets the attribute."""
 
     def __init__(
         self,
@@ -192,13 +190,13 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for documentation
 
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
-        """Return the pooled vectors of all tables for this rank's samples. Collective.
+        """Return the pooled vectors of all tables for this rank's samples. All ranks must make this call.
 
         features: a KeyedJaggedTensor, weft's or TorchRec's. Keys without a table are ignored, as in TorchRec, so
             several modules can share one input.
         batch_sizes: with input="global_batch", the number of samples of each rank, in rank order. Default: the global
-            batch divided evenly; the first ranks get one sample more if needed. With input="local_batch" ranks exchange
-            their batch sizes, and this argument raises an error.
+            batch divided evenly; the first ranks get the remainder. With input="local_batch" ranks exchange their batch
+            sizes, and this argument raises an error.
 
         Returns a KeyedTensor of values [local batch, sum(D)] in the tables' dtype or `output_dtype`, with columns in
         table order. A key is the feature's name, or "feature@table" if several tables use the feature.
@@ -235,8 +233,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             return self._pooled(*self._input_dist(features, refusal))
 
     def prefetch(self, features: Any) -> None:
-        """Begin to distribute the ids of the next batch while earlier work runs. Collective. The next call must be of
-        this batch.
+        """Begin to distribute the ids of the next batch while earlier work runs. All ranks must make this call, and
+        pass the same batch to the next call of the module.
 
             module.prefetch(batches[0])
             for batch, following in zip(batches, batches[1:]):
@@ -245,13 +243,14 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 loss(pooled).backward()
 
         On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. At the next
-        call the host waits only for that exchange, not for the device. The ids are sent while work that you enqueue in
-        between runs. Do not change the tensors of the batch before its call. Bad input raises at the call.
+        call the CPU waits only for this exchange, not for work that you enqueue after `prefetch`. The ids are sent
+        while that work runs. Do not change the tensors of the batch before the call. Errors about bad input are raised
+        by the call.
 
         features: the object that you pass to the next call.
 
-        Raises `ValueError` with input="global_batch", with row-wise or data-parallel tables, or if another prefetched
-        batch has not been called yet.
+        Raises `ValueError` with input="global_batch", with row-wise or data-parallel tables, or if the call for an
+        earlier prefetched batch is missing.
         """
         with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
             if self.input != "local_batch":
@@ -266,7 +265,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._prefetched = Prefetched(self._input_dist, features)
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Return the prefetched batch after its distribution. Collective."""
+        """Return the prefetched batch after its distribution, and the batch sizes of all ranks. All ranks must make
+        this call.
+        """
         prefetched = cast(Prefetched, self._prefetched)
         if features is not prefetched.features:
             raise ValueError(
@@ -277,8 +278,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return prefetched.arrived(lambda: self._require_bound(features))
 
     def _require_bound(self, features: Any) -> None:
-        """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. Collective if `max_ids`
-        is set.
+        """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. If `max_ids` is set, all
+        ranks must make this call.
         """
         if (bound := self._max_ids) is not None:
             of_ranks = self._input_dist.features_of_rank
@@ -316,18 +317,21 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return training_of(self._update, self._sparse, is_trained, self._speaks_on(), self._factor)
 
     def memory(self) -> EmbeddingMemory:
-        """Return the memory of this module on this rank, in bytes. Print the result for a table. Not collective."""
+        """Return the memory of this module on this rank, in bytes. Print the result for a table. Ranks do not
+        communicate.
+        """
         weights = dict(zip(self.embedding_bags, self._weights(), strict=True))
         buffers = buffer_bytes(plan_in(*self._form), self.group, self._speaks_on())
         return memory_of(weights, self._update, self._batches, self.sharding, self.rank, buffers)
 
     def close(self) -> None:
-        """Free the symmetric memory that calls of this module have allocated, but not the tables. Collective.
+        """Free the symmetric memory that calls of this module have allocated, but not the tables. All ranks must make
+        this call.
 
-        Without it, the memory is kept until the group is destroyed, so it accumulates in a program that creates many
-        modules. A later call of this module, or of a copy, allocates it again. Close a module before `half()` and
-        similar conversions, which need other memory. On GPUs it waits for the device, and CUDA graphs that have
-        captured calls must not be replayed after it.
+        Without `close`, the memory is kept until the group is destroyed, and accumulates in a program that creates many
+        modules. A later call of this module, or of a copy, allocates the memory again. Close a module before `half()`
+        and similar conversions, which need other memory. On GPUs `close` waits for the device. Do not replay CUDA
+        graphs that have captured calls of the module after `close`.
 
         Raises `RefusedError` on every rank if any rank still keeps a result, or a view of a result, in this memory.
         Raises `DisagreementError` if ranks close different modules, and `DeadlineError`, `PeerLostError` or
@@ -338,8 +342,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     def _weights(self) -> list[torch.Tensor]:
         """Return the tables' parameters.
 
-        This reads them without `nn.Module.__getattr__`, which takes longer for all tables than a kernel launch.
-        `__getattr__` is used only if the parameters were replaced.
+        The method avoids `nn.Module.__getattr__`, which for all tables together takes longer than a kernel launch. It
+        calls `__getattr__` only if parameters were replaced.
         """
         bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
         try:
@@ -381,22 +385,24 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         local = dict(zip(self.embedding_bags, self._weights(), strict=True))
         for name, weight in local.items():
             if name not in weights:
-                raise ValueError(f"weights lacks table {name!r} of rank {self.rank}: it has {', '.join(weights)}")
+                raise ValueError(
+                    f"weights has {', '.join(weights)}, but not table {name!r} of rank {self.rank}: pass all of its tables"
+                )
             check_tensor(f"weights[{name!r}]", weights[name])
             if weights[name].shape != weight.shape:
                 given, wanted = list(weights[name].shape), list(weight.shape)
-                raise ValueError(f"table {name!r} is {wanted} but the weight given is {given}: pass the whole table")
+                raise ValueError(f"weights[{name!r}] has shape {given}: pass the whole table, {wanted}")
         with torch.no_grad():
             for name, weight in local.items():
                 weight.copy_(weights[name])
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values, for use after `to_empty`. Not collective."""
+        """Fill this rank's tables with their initial values, for use after `to_empty`. Ranks do not communicate."""
         for table in self.embedding_bags.children():
             cast(Table, table).reset_parameters()
 
     def _make_tables(self, seed: int) -> None:
-        """Make and fill this rank's tables. Collective."""
+        """Make and fill this rank's tables. All ranks must make this call."""
 
         def make() -> None:
             for index in self.sharding.local_tables(self.rank):
@@ -425,7 +431,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Store the sharding, the device of the tables, and derived attributes."""
+        """Store the sharding, the device of the tables, and attributes derived from both."""
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks whose tables are on meta still communicate, to report that they refuse the call.
@@ -447,7 +453,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
     def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
         """Return the tables' dtype and device after a conversion. Raise `ValueError` if tables do not support them."""
-        # An empty tensor shows both, even on a rank that owns no table.
+        # An empty tensor shows the dtype and the device, even on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
         if after.dtype not in DTYPES:
             raise ValueError(

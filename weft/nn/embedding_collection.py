@@ -1,4 +1,4 @@
-"""TorchRec's `EmbeddingCollection` with sharded tables: a row for each id, without pooling.
+"""TorchRec's `EmbeddingCollection` with sharded tables. A call returns a row for each id, without pooling.
 
 ids of this rank's samples -> owners of the rows -> rows of this rank's samples    (`weft.nn.row_dist`)
 gradients of rows -> owners, which reduce them by row and update the tables        (`weft.runtime.embedding_rows`)
@@ -55,10 +55,10 @@ NAME = "ShardedEmbeddingCollection"
 class ShardedEmbeddingCollection(TrainedTables):
     """Embedding tables that are sharded over `group`. A call returns a row for each id of each rank's own samples.
 
-    The constructor, every call and every backward are collective. A call sends ids to the owners of their rows, and
-    returns the rows. Backward sends the gradient of each row to its owner, which sums the gradients of equal rows in a
-    fixed order, in float32. So equal inputs give equal bits. With an `optimizer`, backward updates the tables, and
-    `fused_optimizer` has the learning rate.
+    All ranks must construct the module, make every call, and run every backward. A call sends ids to the owners of
+    their rows, and returns the rows. Backward sends the gradient of each row to its owner, which sums the gradients of
+    equal rows in a fixed order, in float32. So equal inputs give equal bits. With an `optimizer`, backward updates the
+    tables. Set the learning rate in `fused_optimizer`.
 
     The parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part. A rank has only its own
     parts. Initial values depend only on the seed and the table.
@@ -68,12 +68,12 @@ class ShardedEmbeddingCollection(TrainedTables):
     group: a process group that contains this rank.
     device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
         CPU).
-    placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise`, `RowWise` or
-        `ColumnWise`. Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are sharded by
-        columns, all parts of the collection must have the same number of columns.
+    placement: the rank of each table, or a `weft.embedding.TableWise`, `RowWise` or `ColumnWise`, by name or in table
+        order. Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are sharded by columns,
+        all parts of the collection must have the same number of columns.
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
-    dedup: True to send each distinct id once per rank, and one gradient for it. This is faster if ids repeat often.
-        Sums of gradients are rounded to the tables' dtype before they are sent.
+    dedup: True to send each distinct id of a rank once, and one summed gradient for it. This is faster if ids repeat
+        often. Sums of gradients are rounded to the tables' dtype before they are sent.
     max_ids: the largest number of ids that a rank may receive in a call (default: no limit). An id counts once for each
         part of a table that it reads. If any rank would receive more, every rank raises `RefusedError` with the numbers
         of all ranks, before ids are sent.
@@ -167,7 +167,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     # --- calls ---
 
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
-        """Return the rows of all ids, [number of ids, embedding_dim] for each feature. Collective.
+        """Return the rows of all ids, [number of ids, embedding_dim] for each feature. All ranks must make this call.
 
         features: a KeyedJaggedTensor, weft's or TorchRec's, of this rank's samples. Keys without a table are ignored.
 
@@ -196,7 +196,9 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: _Ids) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return the rows of all ids, the routing of the ids, and the row numbers that peers requested. Collective."""
+        """Return the rows of all ids, the routing of the ids, and the row numbers that peers requested. All ranks must
+        make this call.
+        """
         route, arrived, (bad,) = self._dist.send(ids.places, ids.rows, [ids.bad.sum()])
         if bad and self._bounds_check == "warning":
             warnings.warn(
@@ -219,7 +221,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         return self.partition.tables[0].dtype
 
     def _record(self, number: int) -> ForwardCall:
-        """Return the record that ranks compare in backward, with the tables and states that backward updates."""
+        """Return the record of this call, which ranks compare in backward, with the tables and states to update."""
         tables, update = None, self._update
         if update is not None:
             states = [list(of_table.values()) for of_table in update.states]
@@ -289,7 +291,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         load_full(self.partition, self.rank, self.parts(), weights)
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values, for use after `to_empty`. Not collective."""
+        """Fill this rank's tables with their initial values, for use after `to_empty`. Ranks do not communicate."""
         for table in self.embeddings.children():
             cast(Table, table).reset_parameters()
 
@@ -337,7 +339,7 @@ class _Ids:
     """The ids of a batch, by output feature. Raises `ValueError` for bad input.
 
     places, rows: for each id, the index of each part that has a piece of its row, and the row in that part.
-    spans: for each output feature, the first position and the end of its ids. offsets, weights: of each output
+    spans: for each output feature, the begin and the end of its ids. offsets, weights: offsets and weights of the
         feature's bags.
     bad: True for ids out of range.
     """
@@ -415,7 +417,7 @@ class _Rows(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows, ctx.route, ctx.arrived = module._looked_up(ids)
-        # Counted after the lookup, which raises on all ranks or on none, because ranks compare the numbers in backward.
+        # Count calls after the lookup, which raises on all ranks or on none: ranks compare the numbers in backward.
         ctx.module, ctx.number, ctx.is_done = module, next(module._numbers), False
         return rows
 

@@ -25,10 +25,9 @@ class EmbeddingMemory:
     tables, states: the bytes of each table of this rank, and of its optimizer states, by table name.
     gradients: the bytes of `.grad`, for tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
-    in_flight: ids, offsets and weights of calls whose backward has not run, data that `accumulate()` keeps, and
-        prefetched batches. On GPUs also the input of the last call, which errors about bad ids need.
-    workspace: an estimate of the memory that backward of the last differentiated call needs while it runs. `total` does
-        not include it.
+    in_flight: the bytes of ids, offsets and weights of calls whose backward has not run, of data that `accumulate()`
+        keeps, and of prefetched batches. On GPUs also of the last call's input, which is needed to report bad ids.
+    workspace: an estimate of the temporary memory of the last call's backward. `total` does not include it.
     """
 
     tables: dict[str, int]
@@ -52,11 +51,11 @@ class EmbeddingMemory:
 
 
 class BatchesInFlight:
-    """The inputs of a module's differentiated calls, as long as autograd keeps them."""
+    """The inputs of a module's calls with gradients, as long as autograd keeps them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = 64  # when more storages are recorded, freed ones are dropped
+        self._most = 64  # when more storages are recorded, drop those that were freed
         self.last: tuple[int, int] = 0, 0
         """The numbers of ids and of samples in the last recorded call."""
 
@@ -89,7 +88,7 @@ def memory_of(
     weights: dict[str, torch.Tensor], update: FusedUpdate | None, batches: BatchesInFlight, sharding: EmbeddingSharding,
     rank: int, buffers: Sequence[int],
 ) -> EmbeddingMemory:  # fmt: skip
-    """Return the memory of a module. buffers: the bytes of results of each executor."""
+    """Return the memory of a module. buffers: the bytes of result buffers of each executor."""
     grads = [weight.grad for weight in weights.values() if weight.grad is not None]
     states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else [0] * len(weights)
     ids, samples = batches.last

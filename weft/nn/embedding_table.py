@@ -22,7 +22,7 @@ _STEP = 1_000_003  # difference between the seeds of two blocks; tables have adj
 
 
 class Table(nn.EmbeddingBag):
-    """The parameter of a table, with TorchRec's name and module type. The module itself is never called."""
+    """The parameter of a table, with TorchRec's name and module type. weft never calls the module."""
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
@@ -48,8 +48,8 @@ class Table(nn.EmbeddingBag):
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
     """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`.
 
-    Uniform values are drawn block by block, and each block has its own seed. So on one type of device a part gets the
-    values that the whole table has there, with temporary memory for one block only. An `init_fn` fills a temporary
+    Each block of a table has its own seed for uniform values. So a part gets the values of the same elements in the
+    whole table (on the same type of device), with temporary memory for one block only. An `init_fn` fills a temporary
     whole table for each part.
     """
     (rows, columns), dim = weight.shape, table.embedding_dim
@@ -68,7 +68,7 @@ def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 
 
 
 def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
-    """Return a function that fills a part of `table`, to be the part's `init_fn`."""
+    """Return a function that fills a part of `table`, for use as the part's `init_fn`."""
     return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
 
 
@@ -77,7 +77,7 @@ def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, ro
 
 
 def first_values(table: EmbeddingBagConfig) -> str:
-    """Return the text by which ranks compare how a table is initialised."""
+    """Return the text with which ranks check that they initialise a table equally."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"

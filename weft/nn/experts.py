@@ -1,6 +1,6 @@
 """An MoE layer whose experts are distributed over the ranks of a group. Communication overlaps with the experts' GEMMs.
 
-    x, routing      the top_k experts of each token and their weights: a router's result, computed outside
+    x, routing      the top_k experts of each token and their weights: computed by the caller's router
     sort            each token once for each of its experts, sorted by global expert
     h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
     a               activation(gate) * up
@@ -25,7 +25,7 @@ from weft.operator.layers import activated, compare_options, ends_group, fill, r
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.symm.groups import group_of
-from weft.words import counted, kind
+from weft.words import kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -33,23 +33,23 @@ _WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class ExpertParallelMLP(nn.Module):
-    """The weighted sum of each token's experts, down_proj(activation(gate_proj(x)) * up_proj(x)). Ranks share the
-    experts.
+    """MoE experts down_proj(activation(gate_proj(x)) * up_proj(x)), distributed over ranks. Returns each token's
+    weighted sum.
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Every rank has its own tokens, and E of the W * E experts, from rank * E on. The caller provides the router, because
-    models have different routers. Every rank has the whole router: reduce the gradients of its parameters over ranks,
-    as data parallelism does. Tokens are neither dropped nor padded. Every forward and every backward is collective over
-    `group`. Gradients of experts are already summed over the tokens of all ranks: do not reduce them again.
+    Each rank passes its own tokens, and owns E of the W * E experts, from number rank * E on. The router is not part of
+    this module. If every rank has a copy of the router, reduce the gradients of the router's parameters over ranks, as
+    in data parallelism. Tokens are neither dropped nor padded. All ranks of `group` must run every forward and every
+    backward. Gradients of experts are already summed over the tokens of all ranks: do not reduce them again.
 
     hidden, intermediate: the sizes of an expert.
     num_experts: the number of experts of all ranks, divisible by the number of ranks.
     group: a process group, or its name.
     activation: the activation function of the gate.
     gated: False for experts down_proj(activation(up_proj(x))) with two GEMMs.
-    max_rows: an upper bound on the rows that a rank's experts may get in a call, or None. With a bound, the host never
-        waits on GPUs, and a CUDA graph can capture forward unless a schedule is "serial". Rows above the bound are
+    max_rows: an upper bound on the rows that a rank's experts may get in a call, or None. With a bound, the CPU never
+        waits for GPUs, and a CUDA graph can capture forward unless a schedule is "serial". Rows above the bound are
         dropped on GPUs, and raise an error on CPU.
     capacity: the largest value of tokens x top_k of any rank in any call, equal on all ranks. Default: slightly more
         than the value in the first call.
@@ -58,13 +58,14 @@ class ExpertParallelMLP(nn.Module):
         effect.
 
     The parameters are `gate_up_proj` [E, 2 * intermediate, hidden], with the gate's rows first, and `down_proj` [E,
-    hidden, intermediate]. With gated=False, `up_proj` [E, intermediate, hidden] replaces `gate_up_proj`. They are
-    slices of the parameters of Hugging Face's `MixtralExperts`, whose forward has the same signature. `local_part`
-    takes them from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole model.
+    hidden, intermediate]. With gated=False, `up_proj` [E, intermediate, hidden] replaces `gate_up_proj`. The parameters
+    are slices of those of Hugging Face's `MixtralExperts`, whose forward has the same signature. `local_part` makes the
+    slices from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole model.
     `deepcopy` and pickle keep the group's name.
 
     Rows are weighted in x's dtype and summed in fp32, in the order of top_k, so equal calls give equal bits. Calls
-    raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. Every rank refuses impossible routing.
+    raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. If any rank's routing is invalid, every
+    rank raises `RefusedError`.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class ExpertParallelMLP(nn.Module):
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's slice of the full expert state dict.
 
-        whole: either stacked weights [num_experts, ...] with this module's names, of which views are returned. Or for
-            every expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight` (in Mixtral `i.w1.weight`,
-            `i.w3.weight` and `i.w2.weight`), which are copied.
+        whole: either stacked weights [num_experts, ...] with this module's names; then the result has views. Or three
+            weights of every expert i, `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`; then the
+            result has copies. Mixtral's names `i.w1.weight`, `i.w3.weight` and `i.w2.weight` are also allowed.
         """
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)
@@ -150,8 +151,8 @@ class ExpertParallelMLP(nn.Module):
         missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
         if missing:
             raise ValueError(
-                f"the state dict has no {self.first_name}, and lacks {counted(len(missing), 'weight')} of single experts, such as "
-                f"{missing[0]}; it has {', '.join(list(whole)[:4])}, ...: strip the prefix of the experts' names"
+                f"the state dict has {', '.join(list(whole)[:4])}, ..., but needs {self.first_name} (all experts) or {missing[0]}, "
+                "... (each expert): remove the prefix before these names"
             )
         first = [torch.cat([found[i, name] for name in parts]) for i in mine]
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
@@ -165,7 +166,7 @@ class ExpertParallelMLP(nn.Module):
         """Return the weighted sum of each token's experts.
 
         top_k_index: integers, the global numbers of each token's experts. On CPU their values are checked.
-            top_k_weights: the weight of each of these experts, in any floating dtype.
+        top_k_weights: the weight of each of these experts, in any floating dtype.
         """
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")
@@ -197,8 +198,8 @@ class ExpertParallelMLP(nn.Module):
 
     @ends_group
     def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's rows. order: for each row of y, its index among (token, expert)
-        pairs.
+        """Return the weighted sum of each token's rows. order: for each row of y, the index of its (token, expert)
+        pair.
         """
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(*top_k_weights.shape, self.hidden)

@@ -1,4 +1,6 @@
-"""The optimizer that backward runs on embedding tables, in the form that torch's schedulers and checkpoints expect."""
+"""The optimizer that updates embedding tables during backward, as a `torch.optim.Optimizer` for schedulers and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from weft.embedding.update import FusedUpdate
 class FusedOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` for this rank's tables, which backward updates.
 
-    `step()` and `zero_grad()` do nothing, so a training loop can call them for all optimizers alike. A learning rate
+    `step()` and `zero_grad()` do nothing, so a training loop can call them on all its optimizers. A learning rate
     written to `param_groups[0]["lr"]`, for example by a scheduler, applies to all later updates of this rank, also in a
     replayed CUDA graph. All ranks must write the same value; CPU ranks compare it at each backward. Other
     hyperparameters are fixed.
 
     `state_dict()` has torch's form and TorchRec's names: state "<table>.momentum1" of parameter
-    "embedding_bags.<table>.weight". It contains only this rank's part. `load_state_dict()` copies into the states in
-    place. For checkpoints that another number of ranks can load, use `weft.nn.FusedOptimizers`.
+    "embedding_bags.<table>.weight". The dict contains only this rank's part. `load_state_dict()` copies into the states
+    in place. For checkpoints that another number of ranks can load, use `weft.nn.FusedOptimizers`.
     """
 
     def __init__(self, update: FusedUpdate, tables: Mapping[str, nn.Parameter]) -> None:
@@ -61,7 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return states and hyperparameters, with the number of updates as "step". On GPUs the host waits for the
+        """Return states and hyperparameters, with the number of updates as "step". On GPUs the CPU waits for the
         device.
         """
         found = super().state_dict()
@@ -122,7 +124,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that passes its learning rate on to the device, and refuses changes of other hyperparameters."""
+    """A parameter group that copies a new learning rate to the device, and refuses changes of other hyperparameters."""
 
     def __init__(self, group: Mapping[str, Any], update: FusedUpdate) -> None:
         super().__init__(group)

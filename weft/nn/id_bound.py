@@ -1,6 +1,6 @@
 """`max_ids`: a bound on the number of ids that a rank may receive in a call.
 
-If a skewed batch exceeds it, every rank raises an error before ids are sent.
+If a skewed batch exceeds the bound, every rank raises an error before ids are sent.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def totals_of_ranks(
     features: Any, features_of_rank: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device,
     deadline_s: float | None,
 ) -> list[int]:  # fmt: skip
-    """Return the number of ids that each rank would receive from all ranks. Collective. On GPUs the host waits for the
-    device.
+    """Return the number of ids that each rank would receive from all ranks. All ranks must make this call. On GPUs the
+    CPU waits for the device.
 
     features: the features of this rank's samples. Invalid features count as 0 ids: a later check refuses them.
     """

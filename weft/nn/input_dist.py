@@ -1,15 +1,15 @@
 """The input distribution: from all features of this rank's samples to this rank's features of all samples.
 
-As in TorchRec's table-wise sharding, there are two rounds of all-to-alls. The first exchanges headers: the batch size
-and the number of ids of each feature. Then the host waits once for the device. The second round sends lengths, ids and
-weights together. Ids are sent grouped by destination. They arrive grouped by source, and are concatenated by feature, with
-samples in rank order, as the operator reads them.
+As in TorchRec's table-wise sharding, there are two rounds of all-to-alls. The first round exchanges headers: the batch
+size and the number of ids of each feature. Then the CPU waits once for the device. The second round sends lengths, ids
+and weights together. Ids are sent grouped by destination. They arrive grouped by source, and are concatenated by
+feature, with samples in rank order, as the operator reads them.
 
 On GPUs one kernel writes a message for each destination, and another kernel unpacks the received messages
 (`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every
 reordering is a concatenation of slices.
 
-A rank that refuses its input says so in its header, so its peers raise too and do not wait for its ids.
+A rank that refuses its input sets a mark in its header. Its peers then raise too, and do not wait for its ids.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The plan for input with these `keys`: the blocks (features) to send, in order, and which header words to send
-    with them.
-    """
+    """The plan for input with these `keys`: the features to send, in order, and the header words to send with them."""
 
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -54,7 +52,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _LocalBatch:
-    """This rank's samples, after the checks for which the host need not wait for the device."""
+    """This rank's samples, after the checks that do not need to wait for the device."""
 
     layout: _Layout
     values: torch.Tensor
@@ -65,10 +63,12 @@ class _LocalBatch:
 
 
 class _Route(NamedTuple):
-    """The routing of one batch's ids, which the gradients of weights take in reverse.
+    """The routing of one batch's ids. Gradients of weights follow it in reverse.
 
-    This rank sent block `blocks[i]` as piece i. Block b has `counts[b]` ids; the first block begins at `begin`.
-    `ids_out[r]` ids went to rank r, and `ids_in[r]` ids came from it, with the header `heads[r]`.
+    blocks, counts, begin: piece i that this rank sent is block `blocks[i]` of the input. Block b has `counts[b]` ids.
+        The first block begins at `begin`.
+    ids_out, ids_in: the numbers of ids sent to, and received from, each rank.
+    heads: the header from each rank.
     """
 
     blocks: tuple[int, ...]
@@ -80,18 +80,18 @@ class _Route(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """The number of received ids of each (source, feature)."""
+        """The number of received ids of each (source rank, feature)."""
         return [count for head in self.heads for count in head[_HEAD:]]
 
     @property
     def order(self) -> list[int]:
-        """The order from [source][feature] to [feature][source]."""
+        """The permutation from [source rank][feature] to [feature][source rank]."""
         features = len(self.heads[0]) - _HEAD
         return [source * features + feature for feature in range(features) for source in range(len(self.heads))]
 
 
 class _Exchange(NamedTuple):
-    """Several all-to-alls that have begun, and their results."""
+    """The results of several all-to-alls that have begun, and the work to wait for."""
 
     received: list[torch.Tensor]
     works: list[Any]
@@ -106,8 +106,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers are being exchanged.
 
-    numbers: the headers of all ranks, once received; then this rank's own header with the count of every block, and the first
-    offset.
+    numbers: the headers of all ranks, once received, then this rank's own header with the count of every feature, then
+        the first offset.
     """
 
     local: _LocalBatch | None
@@ -118,7 +118,7 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features have been sent, but have not arrived. numbers: see `BegunBatch`."""
+    """A batch whose features have been sent, but have not arrived. numbers: as in `BegunBatch`."""
 
     local: _LocalBatch
     numbers: torch.Tensor
@@ -132,9 +132,10 @@ class SentBatch:
 
 
 class InputDist:
-    """The input distribution for a sharding, a group and a device. Every call is collective.
+    """The input distribution for a sharding, a group and a device.
 
-    `begin`, `send` and `arrive` are its three stages, between which other work may run.
+    All ranks must make every call. `begin`, `send` and `arrive` are the three stages of a call. Other work may run
+    between the stages.
 
     deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
         timeout applies, except to the exchange of refusals.
@@ -156,8 +157,8 @@ class InputDist:
         self.features_of_rank = tuple(
             tuple(dict.fromkeys(slot.feature for slot in sharding.local_slots(rank))) for rank in range(self.world_size)
         )
-        # Ranks compare this text before they exchange anything, because other features would have other numbers of
-        # elements.
+        # Ranks compare this text before they exchange anything: headers for different features would have different
+        # sizes.
         digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
@@ -167,19 +168,19 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return this rank's features of the global batch, and every rank's batch size.
 
-        Keys without a table are dropped, and so are values before the first offset and after the last: batches may
+        Keys without a table are dropped. So are values before the first offset and after the last, so that batches may
         share a values tensor. Without offsets, the lengths must sum to the number of values. Raises `RefusedError` (a
         `ValueError`) on every rank, with the reason, if any rank's input is bad, and `DisagreementError` if ids are
         int32 on one rank and int64 on another.
 
         features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch
             sizes.
-        refusal: an error that the caller has already found. The other ranks are notified of it.
+        refusal: an error that the caller has already found, to report to the other ranks.
         """
         return self.arrive(self.send(self.begin(features, refusal)))
 
     def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch:
-        """Begin the exchange of headers. `send` raises the errors of the input."""
+        """Begin the exchange of headers. Errors about the input are raised by `send`."""
         local = None
         try:
             local = self._read(features) if refusal is None else None
@@ -204,14 +205,14 @@ class InputDist:
         return self._begin_features(local, begun.numbers, heads, own)
 
     def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Wait for the features. Return what a call returns."""
+        """Wait for the features. Return the result of the call."""
         jagged, weights = self._end_features(sent), sent.local.weights
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
         return jagged, tuple(head[2] for head in sent.route.heads)
 
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
-        """Return the gradient of this rank's per-sample weights. Collective.
+        """Return the gradient of this rank's per-sample weights. All ranks must make this call.
 
         grad: the gradient of the weights that arrived on this rank. like: this rank's own weights.
         """
@@ -266,7 +267,7 @@ class InputDist:
             )
         if values.numel() >= 2**31:
             raise ValueError(
-                f"{values.numel()} values: a rank's batch may have at most 2**31 - 1 ids, use a smaller one"
+                f"the batch has {values.numel()} ids, but at most 2**31 - 1 are allowed on a rank: use a smaller batch"
             )
         return _LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
 
@@ -399,7 +400,7 @@ class InputDist:
         if received is None:
             received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
         turn = turn_on(self.group, self.device, self._what, self.deadline_s)
-        if self.device.type == "cuda":  # in stream order: an asynchronous call takes the host longer
+        if self.device.type == "cuda":  # in stream order: an asynchronous call takes more CPU time
             for i, parts in enumerate(zip(received, send, into, out, strict=True)):
                 turn.run(f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
             return _Exchange(received, [])
@@ -410,7 +411,7 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return the reason why the check on the device failed: a negative length, or lengths or offsets that do not
+        """Return the reason for a failed check on the device: a negative length, or lengths or offsets that do not
         match the values.
         """
         negative = (local.lengths < 0).nonzero()
@@ -420,7 +421,7 @@ class InputDist:
             tables = [self.sharding.tables[s.table].name for s in self.sharding.slots if s.feature == feature]
             return (
                 f"feature {feature!r} (tables {tables}), sample {sample}: length {int(local.lengths[negative[0]])} is "
-                f"negative: a bag has 0 or more ids, offsets must ascend"
+                f"negative: a bag has 0 or more ids, so offsets must ascend"
             )
         total, count = sum(local.lengths.flatten().tolist()), local.values.numel()
         if local.offsets is None:
@@ -434,7 +435,7 @@ class InputDist:
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
-        """Raise the refusals of all ranks, on every rank. Collective."""
+        """Raise the refusals of all ranks, on every rank. All ranks must make this call."""
         mine = None if refusal is None else str(refusal)
         comm = symm.communicator(self.group, self.device, deadline_s=self.deadline_s)
         texts = comm.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
@@ -443,8 +444,8 @@ class InputDist:
 
 
 class _Arrived(torch.autograd.Function):
-    """The received per-sample weights. Backward, which is collective, returns their gradients to the ranks of the
-    samples.
+    """The received per-sample weights. Backward sends their gradients back to the ranks of the samples; all ranks must
+    run it.
     """
 
     @staticmethod
@@ -470,7 +471,7 @@ _made: weakref.WeakValueDictionary[tuple[Any, ...], InputDist] = weakref.WeakVal
 def input_dist_of(
     sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, is_weighted: bool, deadline_s: float | None
 ) -> InputDist:  # fmt: skip
-    """Return the input distribution that all modules with these arguments share."""
+    """Return the input distribution for these arguments. All modules with equal arguments share it."""
     key = sharding.written, group.group_name, device, is_weighted, deadline_s
     made = _made.get(key)
     if made is None or made.group is not group:
@@ -479,7 +480,7 @@ def input_dist_of(
 
 
 def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Split `flat` into blocks of `sizes`, and concatenate them in `order`, which may omit and repeat blocks.
+    """Split `flat` into blocks of `sizes`, and concatenate blocks in `order`, which may omit and repeat blocks.
 
     Return `flat` itself if the order does not change.
     """

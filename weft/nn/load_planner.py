@@ -15,12 +15,12 @@ _SHOWN = 8
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """The `planner` for `torch.distributed.checkpoint.load` of a model with sharded tables.
+    """A `planner` for `torch.distributed.checkpoint.load` that checks the checkpoint before it writes to the model.
 
-    It compares names, shapes and dtypes of all tensors with the checkpoint before it writes anything. If they differ on
-    any rank, every rank raises torch's `CheckpointException` with a `ValueError` that names the tensors. (torch's own
-    planner silently converts dtypes.) TorchRec's checkpoints have no learning rates and no numbers of updates: these
-    keep their values, with a warning.
+    It compares names, shapes and dtypes of all tensors with the checkpoint. If they differ on any rank, every rank
+    raises torch's `CheckpointException` with a `ValueError` that names the tensors. (torch's own planner silently
+    converts dtypes.) TorchRec's checkpoints have no learning rates and no numbers of updates: the current values stay,
+    with a warning.
     """
 
     def create_local_plan(self) -> LoadPlan:

@@ -1,7 +1,8 @@
 """The call of an embedding module with a local batch, as one operator under torch.compile, without gradients.
 
-The number of received ids and the samples of other ranks are known only at run time, but the shape of the result
-depends on neither. If gradients are wanted, the module makes an eager call, which breaks the graph.
+The number of received ids and the batch sizes of other ranks are known only at run time. The shape of the result
+depends on neither, so torch.compile can trace the call. With gradients, the module makes an eager call, which breaks
+the graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collective construction of a module with embedding tables: compare arguments, choose a seed, fill tables."""
+"""The construction of a module with embedding tables by all ranks: compare arguments, choose a seed, fill tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def agree_on_module(
     deadline_s: float | None,
     module: str,
 ) -> tuple[EmbeddingSharding, int]:
-    """Return (the sharding, the first rank's seed) if all ranks have equal arguments. Collective.
+    """Return (the sharding, the first rank's seed) if all ranks have equal arguments. All ranks must make this call.
 
     Otherwise every rank raises `DisagreementError`, or, if a rank refused its arguments, `RefusedError` with the
     reason. module: the name of the class, for error texts.
@@ -89,10 +89,10 @@ def agree_on_module(
         difference = first_sharding.difference(other_sharding)
         for name, value in first_said.items():
             if other_said[name] != value:
-                difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
+                difference = difference or f"{name}={value!r} and {other_said[name]!r}"
         if difference:
             raise DisagreementError(
-                f"rank 0 has {difference} as on rank {rank}: construct the module with the same arguments on all ranks"
+                f"ranks 0 and {rank} construct different modules ({difference}): pass the same arguments on all ranks"
             )
     assert sharding is not None
     return sharding, seed
@@ -107,7 +107,8 @@ def agree_on_parts(
     deadline_s: float | None,
     module: str,
 ) -> int:
-    """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. Collective.
+    """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. All ranks must
+    make this call.
 
     Raises the errors of `agree_on_module`.
     """
@@ -120,10 +121,10 @@ def agree_on_parts(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator for making a module.
+    """Return the communicator for the construction of a module.
 
-    It is the communicator of the group's usual device type, even if this rank passed another type: all ranks must use
-    the same.
+    All ranks must use the same communicator, so it is always that of the group's usual device type, even if this rank
+    passed a device of another type.
     """
     usual = device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
@@ -131,8 +132,8 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return the deadline: the caller's, otherwise that of calls. The set-up deadline is too short: a peer may be
-    filling tables.
+    """Return the deadline: the caller's, or else `WEFT_DEADLINE_S`. The set-up deadline is too short while a peer fills
+    tables.
     """
     return env.deadline_s() if deadline_s is None else deadline_s
 
@@ -140,7 +141,7 @@ def _patient(deadline_s: float | None) -> float:
 def fill_together(
     make: Callable[[], None], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Call `make`, which makes and fills this rank's tables. Collective.
+    """Call `make`, which makes and fills this rank's tables. All ranks must make this call.
 
     If a rank runs out of memory, or its `init_fn` raises, all ranks raise.
     """

@@ -12,8 +12,8 @@ from weft.symm.groups import group_of
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` for activations that are sharded along the sequence. The gradient of its weight is summed over
-    `group`.
+    """`nn.RMSNorm` for activations that are sharded along the sequence. The weight is replicated, and its gradient is
+    summed over `group`.
 
     For replicated activations (layers with `sequence_dim=None`) use torch's `nn.RMSNorm`. Other arguments are as for
     `nn.RMSNorm`.
@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Forward has no collective: without this check and `tells_peers`, only this rank would raise.
+        # Forward has no collective, so without this check and `tells_peers` only this rank would raise.
         if self.weight is not None and (wrong := wrong_device(x, self.weight)):
             raise ValueError(f"RMSNorm: {wrong}")
         compare_options(

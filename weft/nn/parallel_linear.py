@@ -68,7 +68,7 @@ class ParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int | None = 1) -> Self:
-        """Return a layer with a copy of this rank's part of `linear`, with its dtype, device and requires_grad."""
+        """Return a layer with this rank's part of `linear`: a copy with the same dtype, device and requires_grad."""
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")
         made = cls(
@@ -98,7 +98,8 @@ class ParallelLinear(nn.Module):
         return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module, *, three: bool = False) -> None:
-        """Raise `ValueError` if x does not match the layer's parameters. Call it at the beginning of a forward.
+        """Raise `ValueError` if x does not match the layer's parameters. Call this method at the beginning of a
+        forward.
 
         of: the module that was called, for error texts. three: True if x must have three dimensions.
         """
@@ -140,12 +141,12 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """x @ weight.T + bias, with the output features sharded over ranks, for an x that is sharded along the sequence.
+    """x @ weight.T + bias, with the output features sharded over ranks. x is sharded along the sequence.
 
         x [B, S/W, in_features]  ->  [B, S, out_features/W]
 
     The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with the GEMM of the weight's
-    gradient. Every forward and every backward is collective over `group`.
+    gradient. All ranks of `group` must run every forward and every backward.
 
     With `sequence_dim=None`, x is replicated, and forward is [..., in_features] -> [..., out_features/W] without a
     collective. Backward all-reduces the gradient of x, overlapped with a GEMM (`weft.matmul_all_reduce`).
@@ -176,12 +177,12 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """x @ weight.T + bias, with the input features sharded over ranks, for a result that is sharded along the sequence.
+    """x @ weight.T + bias, with the input features sharded over ranks. The result is sharded along the sequence.
 
         x [B, S, in_features/W]  ->  [B, S/W, out_features]
 
     The reduce-scatter of the ranks' products overlaps with the GEMM (`weft.matmul_reduce_scatter`), and in backward the
-    all-gather overlaps with a GEMM. Every forward and every backward is collective over `group`.
+    all-gather overlaps with a GEMM. All ranks of `group` must run every forward and every backward.
 
     With `sequence_dim=None`, forward is [..., in_features/W] -> [..., out_features], and every rank gets the whole sum
     (`weft.matmul_all_reduce`). Backward then has no collective: ranks continue with the same result, so the incoming
@@ -203,9 +204,9 @@ class RowParallelLinear(ParallelLinear):
         """Return the result y. With `norm` return (norm(y), y): the input and the residual of the next layer.
 
         residual: a tensor of the result's shape, which is added to the result.
-        norm: a norm over the hidden dimension. With `sequence_dim=None` it is fused with the all-reduce, together with
-            the residual, on two conditions: the residual and the parameters have the same dtype, and the norm is an
-            `nn.RMSNorm` with a weight, an eps and no hooks.
+        norm: a norm over the hidden dimension. With `sequence_dim=None`, norm and residual are fused with the
+            all-reduce under two conditions. The residual has the dtype of the parameters. The norm is an `nn.RMSNorm`
+            with a weight, an eps and no hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
@@ -241,7 +242,7 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         """Raise `ValueError` for a residual or a norm that does not match, before the first collective of a call.
 
-        x: the input of `of`, the called module, whose last layer this is.
+        of: the called module, whose last layer is this layer. x: the input of `of`.
         """
         if residual is None and norm is None:
             return
@@ -281,7 +282,9 @@ def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torc
 
 
 def require(of: nn.Module, wrong: str) -> None:
-    """Raise `ValueError` with the text `wrong`, unless it is empty. `tells_peers` around the caller notifies the peers."""
+    """Raise `ValueError` with the text `wrong`, unless the text is empty. The caller's decorator `tells_peers` notifies
+    the peers.
+    """
     if wrong:
         raise ValueError(f"{type(of).__name__}: {wrong}")
 

@@ -44,8 +44,10 @@ NAME = "ShardedEmbeddingBagCollection"
 
 
 class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """A `ShardedEmbeddingBagCollection` whose placement contains a `TableSharding`. The constructor of the base class
-    returns it.
+    """A `ShardedEmbeddingBagCollection` in which at least one table is sharded or data-parallel.
+
+    Do not construct it: the constructor of `ShardedEmbeddingBagCollection` returns it if `placement` contains a
+    `TableSharding`.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             )
 
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
-        """Make the tables, and the collection of the parts. Collective."""
+        """Make the tables, and the collection of the parts. All ranks must make this call."""
         partition, options = self.partition, {"hash": self._options.hash, **options}
         self._arrange = PartitionedInput(partition, self._is_weighted, self._options.refuses_bad_ids)
         self.sharding = cast(EmbeddingSharding, partition.sharding or partition.replicated)
@@ -143,7 +145,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._update = self._joint_update()
 
     def _filler(self, part: TablePart) -> Any:
-        """Return a function that fills `part` with the values that it has in the whole table."""
+        """Return a function that fills `part` with the values of the same elements in the whole table."""
         return filler_of(self.partition.tables[part.table], self._seed + part.table, part.row, part.column)
 
     def _make_replicated(self, sharding: EmbeddingSharding) -> None:
@@ -219,7 +221,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _output(
         self, of_parts: torch.Tensor | None, of_replicated: torch.Tensor | None, lengths: Mapping[tuple[int, str], torch.Tensor]
     ) -> KeyedTensor:  # fmt: skip
-        """Return the vectors of all tables in table order. lengths: of bags, for row-wise tables with mean pooling."""
+        """Return the vectors of all tables in table order. lengths: the lengths of bags, for row-wise tables with mean
+        pooling.
+        """
         slots, order = self.partition.slots, self._order
         keys, dims = [slot.key for slot in slots], [slot.dim for slot in slots]
         if of_parts is not None and of_replicated is None and not lengths and order == [[n] for n in range(len(order))]:
@@ -238,7 +242,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the indices of its vectors: vectors of parts come first, then those of
+        """For each block of output columns, the indices of its vectors. Vectors of parts come first, then vectors of
         data-parallel tables.
         """
         partition, place = self.partition, {}
@@ -281,9 +285,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     # --- handling ---
 
     def memory(self) -> EmbeddingMemory:
-        """Return the memory in bytes, as for whole tables. Reduced gradients that backward keeps for data-parallel
-        tables are not included.
-        """
+        """Return the memory in bytes, as for whole tables, without the reduced gradients of data-parallel tables."""
         weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
         parts, batches, rank = self._parts, BatchesInFlight(), 0
         buffers: list[int] = []
@@ -348,7 +350,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of partial vectors, in float32 and in their order. If `lengths` is given, divide it by them."""
+    """Return the sum of partial vectors, in float32 and in their order. If `lengths` is given, divide the sum by the
+    lengths.
+    """
     total = partial[0].to(torch.float32)
     for one in partial[1:]:
         total = total + one.to(torch.float32)
@@ -376,7 +380,7 @@ class JointUpdate(FusedUpdate):
 
     @property
     def step(self) -> torch.Tensor:  # type: ignore[override]
-        """The update counter of the sharded tables. That of the data-parallel tables follows it."""
+        """The number of updates of the sharded tables. Data-parallel tables get the same number."""
         return self._both[0].step
 
     @property

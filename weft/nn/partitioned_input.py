@@ -5,8 +5,8 @@
                  of a row-wise table reads a separate feature with the ids of its rows, relative to its first row
     replicated   the features of data-parallel tables, which this rank pools itself
 
-An id out of range is sent to the nearest part, which handles it as out of range. Within each part, a bag keeps the order of
-its ids.
+An id out of range is sent to the nearest part, which handles it as out of range. Within each part, the ids of a bag
+keep their order.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Arranged:
     """The input of a call, separated by kind of table.
 
     parts: the input for the parts of tables on all ranks, or None. replicated: the input for data-parallel tables, or None.
-    spans: for each key of `replicated`, the first position of its ids, and their end. lengths: for each (row-wise table,
-        feature) with mean pooling, the lengths of the bags, [samples] float32, at least 1.
+    spans: for each key of `replicated`, the begin and the end of its ids. lengths: for each (row-wise table, feature)
+        with mean pooling, the lengths of the bags, [samples] float32, at least 1.
     """
 
     parts: KeyedJaggedTensor | None
@@ -44,7 +44,7 @@ class Arranged:
 
 
 class PartitionedInput:
-    """A function that arranges the samples of this rank for the shardings of `partition`. Not collective."""
+    """A function that splits the samples of this rank by the shardings of `partition`. Ranks do not communicate."""
 
     def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
         """refuses_bad_ids: True to raise for ids of row-wise tables that are out of range, with the row number in the
@@ -76,7 +76,7 @@ class PartitionedInput:
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
-        """Return the arranged input. Raise `ValueError` for bad input. The host waits for the device, for the numbers
+        """Return the arranged input. Raise `ValueError` for bad input. The CPU waits for the device to read the numbers
         of ids.
         """
         jagged = as_jagged(features)
@@ -191,7 +191,7 @@ class _Arranging:
         return names, ids, counts, torch.cat(sources).index_select(0, order) if sources else None
 
     def _check(self, table: int, feature: str, rows: torch.Tensor) -> None:
-        """Raise `ValueError` for a row number that the table does not have. The host waits for the device."""
+        """Raise `ValueError` for a row number that the table does not have. The CPU waits for the device."""
         config, lengths = self._table(table), self.lengths[self.block[feature]]
         bad = ((rows < 0) | (rows >= config.num_embeddings)).nonzero()
         if bad.numel():
@@ -206,7 +206,7 @@ class _Arranging:
 
 
 def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return how often each of the numbers 0 to `count` - 1 occurs. Unlike `torch.bincount`, it does not wait for a
+    """Return how often each of the numbers 0 to `count` - 1 occurs. Unlike `torch.bincount`, this does not wait for a
     GPU.
     """
     return torch.zeros(count, dtype=torch.int64, device=numbers.device).scatter_add_(
@@ -218,7 +218,7 @@ def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
     """Return the first position of each key's ids, and the end of the last key's ids. Raise `ValueError` for invalid
     bags.
 
-    The host waits for the device.
+    The CPU waits for the device.
     """
     offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0
     if not batch or not keys:
@@ -229,7 +229,7 @@ def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
         key, sample = divmod(int((lengths < 0).nonzero()[0]), batch)
         raise ValueError(
             f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag has 0 or "
-            "more ids, offsets must ascend"
+            "more ids, so offsets must ascend"
         )
     if ends[0] < 0 or ends[-1] > count:
         raise ValueError(

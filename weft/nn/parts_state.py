@@ -3,8 +3,9 @@
     <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
     <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
 
-Whole tables and data-parallel tables are plain tensors, as in a module without parts. An optimizer state with one
-number per row is [parts x rows] for a column-wise table, as in TorchRec. Only the same number of parts can load it.
+Whole tables and data-parallel tables are plain tensors, as in a module without parts. For a column-wise table, an
+optimizer state with one number per row is [parts x rows], as in TorchRec. Only a table with the same number of parts
+can load it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ModelState:
     """The state dict of `model` for `torch.distributed.checkpoint`, with sharded tables under the names of the whole
     tables.
 
-    Pass it instead of the model if a module has sharded tables. It can load checkpoints of whole tables. Models with
-    whole tables, or with other parts, can load its checkpoints:
+    Pass a `ModelState` instead of the model if a module has sharded tables. Checkpoints then do not depend on the
+    sharding: tables with other parts, or whole tables, can load them, and the reverse.
 
         state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
@@ -75,7 +76,7 @@ class ModelState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's values. They are not copies."""
+        """Return this rank's values, without copies."""
         found = self._model.state_dict()
         for path, module in partitioned(self._model).items():
             prefix, names, own = f"{path}." if path else "", dict[int, str](), list[tuple[TablePart, torch.Tensor]]()

@@ -1,4 +1,4 @@
-"""Prefetching: distribute the ids of a batch before the module is called with it, while other work runs."""
+"""Prefetching: distribute the ids of a batch while other work runs, before the call of the module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.nn.input_dist import InputDist
 
 
 class Prefetched:
-    """A batch whose ids are being distributed to the ranks that own its tables. Every rank makes one, and calls
-    `arrived`.
+    """A batch whose ids are being distributed to the ranks that own the tables. Every rank must make a `Prefetched`,
+    and call `arrived`.
 
     On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. The ids are sent
-    when the module is called with the batch. At that call, the host waits only for the separate stream, not for work
+    when the module is called with the batch. In that call the CPU waits only for the separate stream, not for work
     enqueued since.
 
-    features: a batch, as for `InputDist`. `arrived` raises errors of a bad batch.
+    features: a batch, as for `InputDist`. `arrived` raises errors about a bad batch.
     """
 
     def __init__(self, distribution: InputDist, features: Any) -> None:

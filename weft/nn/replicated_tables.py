@@ -24,9 +24,10 @@ NAME = "ShardedEmbeddingBagCollection"
 
 
 class ReplicatedTables:
-    """The data-parallel tables, on every rank of `group`. `sharding` describes them as tables of a group of one rank.
+    """The data-parallel tables, of which every rank of `group` has a copy. `sharding` describes them as tables of a
+    group of one rank.
 
-    weights: a function that returns this rank's tables.
+    weights: a function that returns this rank's copies.
     """
 
     def __init__(
@@ -45,16 +46,17 @@ class ReplicatedTables:
         self.plan = EmbeddingPlan(sharding, self._options)
         self.update = None if optimizer is None else FusedUpdate(optimizer, weights(), factor=factor)
         self.collected: list[tuple[ForwardCall, torch.Tensor]] | None = None
-        """The reduced gradients that are kept for one update at the end of `accumulate()`; None outside of it."""
+        """The reduced gradients that wait for the update at the end of `accumulate()`; None outside of `accumulate()`.
+        """
 
     def settle(self, sharding: EmbeddingSharding) -> None:
-        """Take over the tables' dtype and device after a conversion."""
+        """Record the tables' dtype and device after a conversion."""
         self.plan = EmbeddingPlan(sharding, self._options)
         if self.update is not None and self.update.step.device != self.weights()[0].device:
             self.update.move(self.weights()[0].device)
 
     def checked(self, jagged: JaggedInput | None) -> CheckedInput:
-        """Check the input, and return the result of the checks. Raise `ValueError` for bad input."""
+        """Check the input. Return the checked input. Raise `ValueError` for bad input."""
         assert jagged is not None
         checked = check_jagged(jagged, self.plan.sharding, 0, None, self.weights())
         check_contents(jagged, self.plan.sharding, 0, checked, self.plan.options)
@@ -66,8 +68,11 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts`, and the pooled vectors of this rank's samples, [samples, columns of all tables].
 
-        Not collective, but backward is. parts: the vectors of sharded tables. Passing them through makes their backward
-        run after that of the data-parallel tables. step: the update counter of the sharded tables' optimizer.
+        Forward communicates with no other rank, but all ranks must run backward.
+
+        parts: the vectors of sharded tables. Returning them from the same autograd function makes their backward run
+            after the backward of the data-parallel tables.
+        step: the update counter of the sharded tables' optimizer.
         """
         assert jagged is not None
         weights, sharding = self.weights(), self.plan.sharding
@@ -90,8 +95,8 @@ class ReplicatedTables:
         return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions=versions)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
-        """Update the tables by the gradients reduced over ranks. step: the number of updates of sharded tables before
-        this one.
+        """Update the tables by the gradients reduced over ranks. step: the number of earlier updates of the sharded
+        tables.
         """
         assert of.tables is not None
         of.is_updated = True
@@ -116,8 +121,8 @@ class ReplicatedTables:
 def _require_finite(
     tables: ReplicatedTables, of: ForwardCall, grad: torch.Tensor, of_parts: torch.Tensor | None
 ) -> None:
-    """Raise `RefusedError` on every rank if a gradient is infinite or NaN. Sharded tables, which are updated later, are
-    checked too.
+    """Raise `RefusedError` on every rank if a gradient is infinite or NaN. Check the gradients of sharded tables too,
+    which are updated later.
     """
     bad = nonfinite_tables(of.plan.sharding, 0, grad)
     if of_parts is not None and not of_parts.isfinite().all():

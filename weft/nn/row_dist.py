@@ -6,9 +6,9 @@ owners.
     arrived   ids from peers, by [part of this rank][source rank]
     rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The host waits once, for the numbers of ids. Each rank tells every peer how many ids it has for each part of the peer,
-and how many it has for each rank in all. So every rank knows how many ids every rank would receive. If that is more
-than `max_ids` for any rank, all ranks raise.
+The CPU waits once, for the numbers of ids. Each rank sends every peer the number of its ids for each part of the peer,
+and the total number for each rank. So every rank knows how many ids every rank would receive. If any number exceeds
+`max_ids`, all ranks raise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RowRoute:
 
 
 class RowDist:
-    """The exchange of rows for the parts of `partition`. All public methods are collective."""
+    """The exchange of rows for the parts of `partition`. All ranks must call every public method."""
 
     def __init__(
         self, partition: Partition, group: dist.ProcessGroup, dedup: bool, max_ids: int | None, deadline_s: float | None
@@ -67,11 +67,11 @@ class RowDist:
         `bad` as integers.
 
         places: the index of each id's part. rows: the row in the part; rows out of range are sent unchanged. bad:
-            one-element tensors that the host must read.
+            one-element tensors that the CPU must read.
         """
         if self.dedup:
-            # Keys stay distinct between parts although rows out of range are clamped: each part has one more key at
-            # both ends.
+            # Rows out of range are clamped, so each part has one extra key at both ends. Keys of different parts stay
+            # distinct.
             width = self._most_rows + 2
             keys, to_sent = torch.unique(places * width + rows.clamp(-1, self._most_rows) + 1, return_inverse=True)
             sent_places, sent, order = keys // width, keys % width - 1, None
@@ -116,7 +116,7 @@ class RowDist:
         return arrived.index_select(0, route.to_sent)
 
     def to_owners(self, grads: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return the gradients that arrive for each part of this rank. grads: the gradient of the row of each id, [n,
+        """Return the gradients that arrive for each part of this rank. grads: the gradient of each id's row, [n,
         columns].
         """
         if route.order is None:

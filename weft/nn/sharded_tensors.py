@@ -19,7 +19,7 @@ from weft.embedding.tables import EmbeddingBagConfig
 
 
 class Part(NamedTuple):
-    """A part of a tensor, on `rank` of a group: `sizes` elements from `offsets` on, by dimension."""
+    """A part of a tensor on one rank. offsets, sizes: the first element and the number of elements in each dimension."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -29,8 +29,8 @@ class Part(NamedTuple):
 def layout(table: EmbeddingBagConfig, parts: Sequence[TablePart], per_row: bool) -> tuple[tuple[int, ...], list[Part]]:
     """Return the size and the parts of a table, or, with `per_row`, of an optimizer state with one number per row.
 
-    Such a state is [rows]. For a column-wise table it is [parts x rows], as in TorchRec: each part has its own numbers,
-    because they are means over its columns.
+    The size of such a state is [rows], or for a column-wise table [parts x rows], as in TorchRec. There each part has
+    its own numbers, because they are means over the part's columns.
     """
     if not per_row:
         places = [Part(part.rank, (part.row, part.column), (part.rows, part.columns)) for part in parts]
@@ -46,10 +46,10 @@ def sharded_tensor(
     size: Sequence[int], parts: Sequence[Part], own: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:  # fmt: skip
-    """Return a ShardedTensor whose parts are on the ranks of `group`. Not collective.
+    """Return a ShardedTensor whose parts are on the ranks of `group`. Ranks do not communicate.
 
-    own: this rank's parts, in the order of `parts`. device: this rank's device. Another rank is assumed to use the
-        device of the same type whose number is its rank.
+    own: this rank's parts, in the order of `parts`. device: this rank's device. Other ranks are assumed to use devices
+        of the same type, rank r device r.
     """
     rank = group.rank()
     metadata = [

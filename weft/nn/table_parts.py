@@ -32,11 +32,13 @@ def load_full(
     for part, _ in parts:
         table = partition.tables[part.table]
         if table.name not in weights:
-            raise ValueError(f"weights lacks table {table.name!r} of rank {rank}: it has {', '.join(weights)}")
+            raise ValueError(
+                f"weights has {', '.join(weights)}, but not table {table.name!r} of rank {rank}: pass all of its tables"
+            )
         check_tensor(f"weights[{table.name!r}]", weights[table.name])
         given, wanted = list(weights[table.name].shape), [table.num_embeddings, table.embedding_dim]
         if given != wanted:
-            raise ValueError(f"table {table.name!r} is {wanted} but the weight given is {given}: pass the whole table")
+            raise ValueError(f"weights[{table.name!r}] has shape {given}: pass the whole table, {wanted}")
     with torch.no_grad():
         for part, weight in parts:
             whole = weights[partition.tables[part.table].name]

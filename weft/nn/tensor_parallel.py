@@ -1,9 +1,9 @@
 """Layers of a tensor-parallel transformer. Ranks share the weights; activations between layers are sharded along the
 sequence.
 
-Every collective overlaps with the adjacent GEMM, in forward and in backward. A column-parallel layer has rows of the
-weight [out, in], a row-parallel layer has columns. A block needs two collectives in forward and two in backward. Each
-is fused with a GEMM:
+Every collective overlaps with the adjacent GEMM, in forward and in backward. Weights are [out, in]. Each rank has some
+rows of a column-parallel layer's weight, and some columns of a row-parallel layer's weight. A block needs two
+collectives in forward and two in backward, each fused with a GEMM:
 
     x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
@@ -135,7 +135,9 @@ class ParallelAttention(nn.Module):
                 "shared by equally many query heads"
             )
         if head_dim is None and hidden % heads:
-            raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
+            raise ValueError(
+                f"hidden={hidden} must be divisible by heads={heads}: change one of them, or pass head_dim"
+            )
         if sequence_dim not in (0, 1, None):
             raise ValueError(
                 f"sequence_dim={sequence_dim} is not supported: pass 1 for [B, S, H], 0 for [S, B, H], or None if "
@@ -265,7 +267,7 @@ def rotary_embedding(
     """Return (cosines, sines) of the positions 0 to length - 1, each [length, head_dim] in fp32, for
     `ParallelAttention`.
 
-    Call it once for all layers.
+    All layers can share one result.
 
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """

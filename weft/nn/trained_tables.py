@@ -1,4 +1,4 @@
-"""The common base of modules with embedding tables: the optimizer that backward runs."""
+"""The base class of modules with embedding tables that an optimizer may update during backward."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class TrainedTables(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Collect ids and gradients of every backward in this context, and update the tables once, at its end. Collective.
+        """Collect ids and gradients of every backward in this context, and update the tables once, at its end.
 
-        Use it to make one update from several micro-batches, or from several losses of one call. Scale the losses as for
-        torch's optimizers. All ranks must enter the context. Its end waits for the device. The end reads the learning rate,
-        which CPU ranks compare. After an error nothing is updated. Without an `optimizer` the context does nothing:
-        gradients accumulate in `.grad`.
+        Use this context to make one update from several micro-batches, or from several losses of one call. Scale the
+        losses as for torch's optimizers. All ranks must enter the context. At its end, the CPU waits for the device,
+        and CPU ranks compare the learning rate. After an error nothing is updated. Without an `optimizer` the context
+        does nothing: gradients accumulate in `.grad`.
 
-        Memory: the ids and the gradients of all calls in the context, and twice that at its end.
+        Memory: the ids and the gradients of all calls in the context, and twice as much at its end.
         """
         if self._update is None:
             yield
@@ -67,9 +67,9 @@ class TrainedTables(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Enable or disable training of the tables in backward. Return self.
 
-        All ranks must call it with the same value, even ranks without tables. With an `optimizer`, False freezes the
-        tables, and True lets backward update them again. Call it on this module itself. On a module that contains this
-        one, PyTorch only sets flags of parameters, which an optimizer in backward ignores.
+        All ranks must make this call with the same value, even ranks without tables. With an `optimizer`, False freezes
+        the tables, and True lets backward update them again. Call the method on this module itself: on a module that
+        contains this module, PyTorch only sets flags of parameters, which an optimizer in backward ignores.
         """
         self._is_frozen = not requires_grad
         if self._optimizer is not None:
@@ -82,7 +82,7 @@ class TrainedTables(nn.Module):
         raise NotImplementedError
 
     def _update_collected(self, collected: list[Any]) -> None:
-        """Update the tables once by the collected gradients. Collective."""
+        """Update the tables once by the collected gradients. All ranks must make this call."""
         raise NotImplementedError
 
     def _speaks_on(self) -> torch.device:

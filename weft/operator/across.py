@@ -1,15 +1,14 @@
-"""Comparisons of a call across ranks, repeated at every call. (`weft.operator.together` compares the first call of a
-shape.)
+"""Comparisons across ranks at every call. (`weft.operator.together` compares the first call of a shape.)
 
     on CPU     tables of counts, in a rendezvous (`weft.runtime.meeting`), before data is sent
     on GPUs    a digest of the calls, off the critical path (`weft.symm.calls`)
-    WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks; on GPUs the host waits
+    WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks; on GPUs the CPU waits
 
-Tables of counts agree if every rank sends each peer as many rows as the peer expects. To compare them cheaply, each
+Tables of counts agree if every rank sends each peer as many rows as the peer expects. To compare tables cheaply, each
 rank contributes two numbers: a weighted sum of the counts that it sends, and a weighted sum of the counts that it
-expects. Sender, receiver and position determine a weight. If the tables agree, both sums have the same total over all
-ranks. If the tables differ, the totals are equal only with a probability of 2^-64. If the totals differ, ranks exchange
-the tables to find the difference.
+expects. A weight depends on sender, receiver and position in the table. If the tables agree, both sums have the same
+total over all ranks. If the tables differ, the totals are equal only with a probability of 2^-64. If the totals differ,
+ranks exchange the tables to find the difference.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from weft.symm import Communicator
 from weft.words import by_rank, counted
 
 _MASK = (1 << 64) - 1
-_BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprints of backward and forward differ
+_BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprints of forward and backward differ
 
 
 class AcrossRanks:
     """The comparison, across ranks, of all calls of one shape.
 
     what: the operator and shape, for error texts. said: the text that ranks compared at the first call. fingerprint:
-        the fingerprint of the calls (default: the hash of `said`).
+        the fingerprint of a call (default: the hash of `said`).
     """
 
     def __init__(
@@ -118,12 +117,12 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the fingerprint of a call with `size` rows, for a problem family on which ranks have agreed."""
+    """Return the fingerprint of a call with `size` rows, for a problem family that ranks have compared before."""
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return weights by [sender, receiver, position]. They are the same on all ranks."""
+    """Return weights by [sender, receiver, position in the table]. They are the same on all ranks."""
     return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
 
 

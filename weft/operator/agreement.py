@@ -1,4 +1,4 @@
-"""The agreement of a group's ranks on a call, and the refusal of a call on all ranks. There are two protocols.
+"""Two protocols with which the ranks of a group agree on a call, or refuse it on all ranks.
 
 |               | `HostsMeet`: CPU processes                        | `HostsApart`: GPUs                                     |
 |---------------|---------------------------------------------------|--------------------------------------------------------|
@@ -29,8 +29,10 @@ from weft.symm.layers import differ, difference
 from weft.words import by_rank
 
 Check: TypeAlias = Callable[[], tuple[str, str, int]]
-"""A function that checks this rank's call. It returns a text and details, which must be equal on all ranks, and this
-rank's number. It raises `ValueError` if it refuses the call.
+"""A function that checks this rank's call.
+
+It returns a text and details, which must be equal on all ranks, and this rank's number. It raises `ValueError` to
+refuse the call.
 """
 
 _NUMBER = struct.Struct("<qq")
@@ -41,7 +43,7 @@ class Agreement:
     """The protocol for devices without communication, such as meta: each rank checks only its own call."""
 
     meets = False
-    """True if ranks synchronise on the host before every call."""
+    """True if the CPUs of all ranks synchronise before every call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
@@ -69,7 +71,7 @@ class Agreement:
     def exchange_sums(
         self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
-        """Return the two checksums of every rank. Collective."""
+        """Return the two checksums of every rank. All ranks must make this call."""
         return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
 
 
@@ -115,8 +117,8 @@ class HostsMeet(Agreement):
 
 
 class HostsApart(Agreement):
-    """The protocol of GPU ranks. They do not synchronise before each call: that would take the host longer than the
-    call.
+    """The protocol of GPU ranks. They do not synchronise before each call, because that would take longer than the
+    CPU's part of the call.
     """
 
     def at_first_call(
@@ -170,23 +172,23 @@ _BY_DEVICE = {"cpu": HostsMeet(), "cuda": HostsApart()}
 
 
 def agreement_on(device: torch.device) -> Agreement:
-    """Return the protocol by which ranks with this type of device agree on calls."""
+    """Return the protocol for ranks on this type of device."""
     return _BY_DEVICE.get(device.type, _NOTHING_SHARED)
 
 
 def _short(details: str) -> str:
-    """Return details in the form that ranks exchange. Details of several lines may be long, so they become a digest."""
+    """Return details in the form that ranks exchange: details of several lines may be long, so they become a digest."""
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
 def _end(comm: symm.Communicator, text: str) -> NoReturn:
-    """End the group and raise `DisagreementError`. For a disagreement that every rank finds."""
+    """Make the group fail and raise `DisagreementError`, for a disagreement that every rank finds by itself."""
     comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
 def _set_up(deadline_s: float | None) -> float | None:
-    """Return the deadline for set-up: the caller's, otherwise `WEFT_SETUP_DEADLINE_S`. Ranks agree before any rank
-    compiles.
+    """Return the deadline for set-up: the caller's, or else `WEFT_SETUP_DEADLINE_S`. No rank compiles before ranks
+    agree, so the short deadline is enough.
     """
     return env.setup_deadline_s() if deadline_s is None else deadline_s

@@ -37,12 +37,13 @@ def choose_between_hosts(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, *, deadline_s: float | None,
     serial: Callable[[], object] | None, built: Callable[[Candidate], Schedule],
 ) -> str:  # fmt: skip
-    """Return the name of the schedule for a group on several hosts, or "" if calls run unfused. Collective.
+    """Return the name of the schedule for a group on several hosts, or "" if calls run unfused. All ranks must make
+    this call.
 
     All ranks return the same name. A pinned schedule that needs another host's memory is replaced by the unfused
     implementation, with a warning.
 
-    built: builds and verifies a candidate's schedule.
+    built: a function that builds and verifies a candidate's schedule.
     """
     if pinned == "serial":
         return ""
@@ -117,8 +118,6 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) 
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text that names the first step, of any rank, that needs another host's memory. Return "" if there is
-    none.
-    """
+    """Return a text with the first step, of any rank, that needs another host's memory; "" if there is none."""
     faults = (needs_far(schedule, rank, comm.hosts) for rank in range(comm.world_size))
     return next(filter(None, faults), "")

@@ -1,6 +1,6 @@
-"""The cache of compiled operators, by group and shape or by a call's signature. It drops the least recently used ones.
+"""The cache of compiled operators, by group and shape or by a call's signature. The least recently used are dropped.
 
-The first call of a shape is collective: ranks compare their calls before any rank computes or allocates
+At the first call of a shape, ranks compare their calls before any rank computes or allocates
 (`weft.operator.together`). Later calls find the compiled operator by a key.
 """
 
@@ -20,7 +20,7 @@ KEPT_BYTES = 4 << 30  # symmetric GPU memory kept for shapes that were not calle
 _SIGNATURES = 8192  # signatures kept per operator and group
 PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `_OfGroup`)
 PASSING_ON = ["cuda"]  # device types. On CPU compiling costs less than the rendezvous of every call
-_SERVED = 1 << 16  # sizes that ran unfused once to remember
+_SERVED = 1 << 16  # number of sizes to remember that ran unfused once
 WHILE = 1000  # calls of the operator. A training step makes fewer calls, and then repeats its shapes
 
 
@@ -29,20 +29,20 @@ class Entry(Protocol):
 
     family: Hashable  # the problem family, if a new size may run unfused
     came_back: bool  # True if called more than once
-    called_at: int  # the number of the call that used it last
+    called_at: int  # the number of the last call that used it
     key: Any  # its key in the table
 
     @property
     def stale(self) -> bool:
-        """True if its communicator is closed, so that it cannot be used."""
+        """True if the communicator is closed, so that the operator cannot be used."""
 
     @property
     def captured(self) -> bool:
-        """True if a captured CUDA graph uses its memory and may be replayed."""
+        """True if a captured CUDA graph uses the operator's memory and may be replayed."""
 
     @property
     def light(self) -> bool:
-        """True if it has no memory of its own."""
+        """True if the operator has no memory of its own."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class Entry(Protocol):
         """True while a CUDA graph is being captured."""
 
     def close(self) -> None:
-        """Release its memory."""
+        """Release the operator's memory."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -61,8 +61,8 @@ E = TypeVar("E", bound=Entry)
 class Known(NamedTuple, Generic[E]):
     """The compiled operator of calls that differ only in the addresses of their tensors.
 
-    places: for each input buffer its name, the call's field and, in a list, the index. None if a buffer is not itself a
-        tensor of the call. differentiated: True if gradients are wanted.
+    places: for each input buffer: its name, the field of the call, and for a list the index. None if a buffer is not
+        itself a tensor of the call. differentiated: True if gradients are wanted.
     """
 
     prepared: E
@@ -93,11 +93,11 @@ class _OfGroup(Generic[E]):
     Ranks count calls per group, so that all ranks of a group drop the same compiled operators. Calls on other groups do
     not change the count.
 
-    Compiling for a size takes as long as several calls. That is wasted on a size that never recurs, such as a sequence
+    Compiling for a size takes as long as several calls, which is wasted on a size that never recurs, such as a sequence
     length without padding. So on GPUs, once `PASSING` compiled sizes of a family have not recurred, a new size runs
-    unfused, without compilation and without synchronisation of hosts. It is compiled when it recurs. If all sizes
-    recur, such as in a warm-up and capture of each batch size, each is compiled at its first call. All ranks make the
-    same calls, so their counts are equal.
+    unfused, without compilation and without synchronisation of the CPUs. The size is compiled when it recurs. If all
+    sizes recur, as in a warm-up and capture of each batch size, each size is compiled at its first call. All ranks make
+    the same calls, so their counts are equal.
     """
 
     def __init__(self) -> None:
@@ -113,8 +113,8 @@ class _OfGroup(Generic[E]):
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
         """Return a compiled operator of the family if a new size shall run unfused; None if the size shall be compiled.
 
-        A size is its family and the rows of its first tensor. The memory layout is no part of it: layouts may differ
-        between ranks, and all ranks must compile the same sizes.
+        A size is identified by its family and the rows of its first tensor. The memory layout does not count: layouts
+        may differ between ranks, and all ranks must compile the same sizes.
 
         capturing: True while a graph is captured. A size that has run unfused is then captured unfused.
         """
@@ -160,7 +160,7 @@ class _OfGroup(Generic[E]):
 
     def _drop(self) -> None:
         known = self.known
-        # Captured shapes are never dropped. If they counted, many of them would leave no space for others.
+        # Captured shapes are never dropped, so they do not count: many of them would leave no space for others.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         own = [key for key in free if not known[key].light]
         dropped = dict.fromkeys(own[: max(0, len(own) + 1 - KEPT)])
@@ -188,7 +188,8 @@ class Table(Generic[E]):
     """The cache of an operator, by group and by key."""
 
     def __init__(self) -> None:
-        # By id while the group exists: every call looks here, and a lookup in a WeakKeyDictionary takes microseconds.
+        # Keyed by id while the group exists: every call looks here, and a lookup in a WeakKeyDictionary takes
+        # microseconds.
         self._of_group: dict[int, _OfGroup[E]] = {}
 
     def find(self, group: dist.ProcessGroup, key: Hashable) -> E | None:
@@ -246,7 +247,7 @@ class Table(Generic[E]):
         return [] if here is None else list(here.known.values())
 
     def drop(self, group: dist.ProcessGroup, dropped: list[E]) -> None:
-        """Close compiled operators and forget them. The next call of their shapes is a first call again."""
+        """Close compiled operators and forget them. The next call of each shape counts as its first call."""
         here = self.of_group(group)
         for signature in [one for one, known in here.by_signature.items() if known.prepared in dropped]:
             del here.by_signature[signature]

@@ -1,8 +1,8 @@
 """Run the call of an operator, and its backward, in eager mode.
 
 The public function (`weft.ops`) puts its arguments into the form of a call. `made` finds the compiled operator for the
-shape (`weft.operator.cache`), or makes it (`weft.operator.compiled_operator`). The compiled operator runs the chosen
-schedule (`weft.operator.select`), or torch's collectives and GEMMs unfused (`weft.runtime.unfused`). Under
+shape (`weft.operator.cache`), or compiles one (`weft.operator.compiled_operator`). The compiled operator runs the
+chosen schedule (`weft.operator.select`), or torch's collectives and GEMMs unfused (`weft.runtime.unfused`). Under
 torch.compile, `weft.operator.registration` makes the same calls.
 """
 
@@ -48,8 +48,7 @@ TABLES: dict[str, Table[CompiledOperator]] = {}
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
 """The wanted gradients of a call inside a dispatch mode, where autograd is not visible.
 
-Peers may have no such mode, for example if only one rank counts its FLOPs. So the wanted gradients are determined
-before.
+They are determined before the mode, because peers may have no such mode, for example if only one rank counts its FLOPs.
 """
 
 
@@ -73,7 +72,7 @@ def made(
     """Make a call. Return its results in the order of the output buffers.
 
     like: a tensor on the device of the call.
-    form: a function of the group that returns the arguments in the form of a call. Peers are notified of its errors.
+    form: a function of the group that returns the arguments in the form of a call. Peers are notified if it raises.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
@@ -111,7 +110,7 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call as a part of an outer call, which counts it and reports its errors.
+    """Make a call inside an outer call. The outer call counts both as one call, and reports errors.
 
     A pinned schedule applies only to the outer call.
     """
@@ -124,7 +123,7 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 def operator_named(name: str) -> Operator[Any]:
     """Return weft's operator called `name`, and import its file if needed.
 
-    Operators compute each other's gradients. If they imported each other at the top, imports would have cycles.
+    Operators compute each other's gradients, so imports at the top of their files would form cycles.
     """
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
@@ -132,7 +131,7 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if such a call `within` another call overlaps. Also True before the first such call."""
+    """True if such a call inside another call overlaps, or if it is the first such call."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
@@ -181,7 +180,7 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key for calls that differ only in tensor contents; None if every call must be checked."""
+    """Return a key that is equal for calls that differ only in tensor contents; None if every call must be checked."""
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
     if READER is None or plan.pinned(schedule) is not None:
@@ -203,14 +202,14 @@ def prepared_for(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     wanted: tuple[bool, ...] | None,
 ) -> CompiledOperator:  # fmt: skip
-    """Return the compiled operator of a call, and make it if needed.
+    """Return the compiled operator of a call; compile it if needed.
 
     The compiled operator does not depend on the wanted gradients, but all ranks must want the same gradients. wanted:
     None if ranks agreed on the gradients in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
-    # Ranks that synchronise before every call agree per key, so the key includes all that they compare.
+    # Ranks that synchronise before every call agree per key, so the key includes everything that they compare.
     key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
@@ -230,7 +229,7 @@ def prepared_for(
                 return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
-        """Return the text that ranks compare, in the words of other messages, then the details, and this rank's number.
+        """Return the text that ranks compare, written for messages, then the details, and this rank's number.
 
         The number is twice the size of the call, plus one if this rank has cached times for the problem.
         """
@@ -275,7 +274,7 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 def require_device(op: Operator[Any], call: Any) -> None:
     """Raise `ValueError` unless the call's tensors are on a CPU or GPU.
 
-    Checked before ranks synchronise, since they cannot synchronise on other devices.
+    This is checked before ranks synchronise, since they cannot synchronise on other devices.
     """
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
@@ -306,7 +305,7 @@ class _Function(torch.autograd.Function):
         *_: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         op = prepared.op
-        prepared.require_room(call, deadline_s)  # checked for unfused calls too: their backward may run a schedule
+        prepared.require_room(call, deadline_s)  # check unfused calls too, because their backward may run a schedule
         inputs = op.inputs(prepared.p, call)
         results = prepared(call, deadline_s, timeline, inputs)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
@@ -324,7 +323,7 @@ class _Function(torch.autograd.Function):
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
-"""For each operator, `backward_of_call` decorated so that its errors name the operator."""
+"""For each operator, `backward_of_call`, decorated so that its errors name the operator."""
 
 
 def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -342,7 +341,7 @@ def gradients_of_call(
     op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[CompiledOperator, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Compute the gradients of a call, with autocast disabled, because it would affect only some of the torch calls.
+    """Compute the gradients of a call. Autocast is disabled, because it would affect only some of the torch calls.
 
     found: a function that returns the compiled operator and the `beside` of the call. Peers are notified of its errors
         too.

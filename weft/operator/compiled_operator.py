@@ -1,6 +1,6 @@
 """An operator compiled for one shape, made at the first call of the shape and cached (`weft.operator.cache`).
 
-Its first call chooses a schedule. An executor runs the schedule, or the call runs unfused.
+The first call chooses a schedule. An executor runs the schedule, or the call runs unfused.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from weft.timeline import Timeline
 def whole(comm: Communicator, what: str) -> Iterator[None]:
     """Guard a set-up that consists of several exchanges between ranks: if only this rank raises, the group fails.
 
-    Otherwise peers would wait for this rank in the next exchange until their deadline. Such errors are a broken file,
-    no memory, or Ctrl-C.
+    Otherwise peers would wait for this rank in the next exchange until their deadline. Examples are a broken file, a
+    lack of memory, and Ctrl-C.
     """
     try:
         yield
@@ -87,8 +87,8 @@ class CompiledOperator:
         self._checked = False  # True if the spec's inputs and outputs match the buffers
         self._ran: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that have run
         self._ready: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that can be captured
-        self.key: Any = None  # its key in the table
-        self.called_at = 0  # number of the operator's call that used this last
+        self.key: Any = None  # the key in the table
+        self.called_at = 0  # number of the last call that used this operator
         self.family: Hashable = None  # the problem family, if a new size may run unfused
         self.passes = False  # True if made for a single call
         self.came_back = False  # True if called more than once
@@ -99,8 +99,8 @@ class CompiledOperator:
     ) -> list[torch.Tensor]:
         """Run a call. Return its results in the order of the output buffers.
 
-        Autocast is disabled inside, since it would affect only some schedules. inputs: the spec's input buffers, if the
-        caller has them.
+        Autocast is disabled during the call, since it would affect only some schedules. inputs: the spec's input
+        buffers, if the caller has them.
         """
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
@@ -142,8 +142,8 @@ class CompiledOperator:
             rows, cols = int(buffers[name].rows), buffers[name].cols
             if isinstance(tensor, torch.Tensor) and not self._serial.contents and tensor.numel() != rows * cols:
                 raise TypeError(
-                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}, but in {self.p} the buffer "
-                    f"is [{rows}, {cols}]"
+                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}: return [{rows}, {cols}], the shape of "
+                    f"the buffer in {self.p}"
                 )
 
     def in_turn(
@@ -177,8 +177,8 @@ class CompiledOperator:
         if self.device.type == "cpu":
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         else:
-            # A GPU call may take only tens of microseconds. So tensors are validated once per layout: calls with the
-            # same layout differ only in addresses.
+            # A GPU call may take only tens of microseconds. So tensors are validated once per layout: later calls with
+            # the same layout differ only in addresses.
             layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
             known = layout in self._ran
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=known)
@@ -188,7 +188,9 @@ class CompiledOperator:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule that captures with this layout use. It may differ from the schedule that has just run."""
+        """Warm up the schedule that captured calls with this layout use. It may differ from the schedule that has just
+        run.
+        """
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
             return
@@ -200,7 +202,8 @@ class CompiledOperator:
     def require_room(self, call: Any, deadline_s: float | None) -> None:
         """Refuse a call that exceeds the sizes of the compiled operator.
 
-        GPU hosts do not synchronise. Without the refusal, peers would wait for this rank until their deadline.
+        GPU ranks do not synchronise before calls, so without the refusal peers would wait for this rank until their
+        deadline.
         """
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)
@@ -245,7 +248,7 @@ class CompiledOperator:
 
     @property
     def in_steps(self) -> bool:
-        """True if unfused calls have run the serial schedule step by step, because the spec has no `unfused`."""
+        """True if unfused calls have run the serial schedule step by step, because the spec has no method `unfused`."""
         return bool(self._steps)
 
     def steps(self) -> Unfused:
@@ -290,7 +293,7 @@ class CompiledOperator:
 
     @property
     def light(self) -> bool:
-        """True if it has no memory of its own."""
+        """True if this operator has no memory of its own."""
         return self.chosen is None or all(one.shared for one in self.chosen.executors())
 
     @property
@@ -302,10 +305,10 @@ class CompiledOperator:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if the choice is known and calls run unfused. Raise the group's error if the group has failed.
+        """True if the schedules are chosen and this call runs unfused. Raise the group's error if the group has failed.
 
-        Executors check the group themselves. Without this check, an unfused call after a failed call would pair with a
-        different call of the peers.
+        Executors check the group themselves. Unfused calls need this check: after a failed call, an unfused call would
+        pair with a different call of the peers.
         """
         if self.comm is None:
             return True
@@ -328,7 +331,8 @@ class CompiledOperator:
     ) -> Executor | None:
         """Return the executor of this call; None if it runs unfused.
 
-        Collective at the first call, which chooses a schedule and may run candidates on the call's `tensors`.
+        At the first call all ranks must call this method. It chooses a schedule and may run candidates on the call's
+        `tensors`.
         """
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()
@@ -342,7 +346,7 @@ class CompiledOperator:
                 typical = op.to_choose_with(p, comm.rank, call)
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
-            # Ranks compile and measure here, which takes each rank a different time.
+            # Ranks compile and measure here, which takes different times on different ranks.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 if not plan.names_schedule(self.pinned):

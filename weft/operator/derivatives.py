@@ -3,8 +3,9 @@ raise.
 
 Autograd cannot differentiate a backward that calls collectives. The result of backward depends on the incoming
 gradients and on the saved inputs. If the graph lacked either dependence, second derivatives would silently lack a term.
-`torch.autograd.function.once_differentiable` does not connect the saved inputs, and `torch.autograd.grad` skips its
-node. So here an autograd node connects the results to all inputs, and raises in its own backward.
+`torch.autograd.function.once_differentiable` is not enough: it does not connect the saved inputs, and
+`torch.autograd.grad` skips its node. So this module connects the results to all inputs with an autograd node that
+raises in its own backward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
 def refused(operator: str) -> Callable[..., NoReturn]:
     """Return a function that raises `NotImplementedError`.
 
-    `torch.library.register_autograd` takes it as the backward of an operator's backward.
+    Pass it to `torch.library.register_autograd` as the backward of an operator's backward.
     """
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
@@ -61,7 +62,7 @@ def is_transformed() -> bool:
 def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | None]]) -> None:
     """Raise `ValueError` inside a torch.func transform, such as vmap, or if a tensor has a forward-mode tangent.
 
-    A transform cannot change a call that involves all ranks. A tangent would be lost silently.
+    A transform cannot apply to a call that involves all ranks. A tangent would be lost silently.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         refuse_transforms(operator)
@@ -74,7 +75,8 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 def require_no_tangents(operator: str) -> None:
     """Raise `ValueError` if a dispatcher operator is called inside a forward-mode derivative.
 
-    At this level of the dispatcher, tensors no longer show their tangents. So any such call raises.
+    At this level of the dispatcher, tensors no longer show their tangents. So every call inside a forward-mode
+    derivative raises.
     """
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)
@@ -87,7 +89,9 @@ def _refuse_tangents(operator: str) -> NoReturn:
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
-    """Raise `ValueError`. Called inside a torch.func transform, also as the kernel of dispatcher operators there."""
+    """Raise `ValueError`, because the call is inside a torch.func transform. Also the kernel of dispatcher operators
+    there.
+    """
     raise ValueError(
         f"{operator} was called inside a torch.func transform (vmap, grad, jvp, ...), which cannot change a call "
         "that involves all ranks: call it outside, on the whole batch, and differentiate by backward()"
@@ -116,7 +120,7 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
-        """Return the first `count` tensors. In the autograd graph they depend on all tensors."""
+        """Return the first `count` tensors, as results that depend on all tensors in the autograd graph."""
         ctx.operator = operator
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
 

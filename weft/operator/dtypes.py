@@ -1,6 +1,6 @@
 """The dtypes of the matrices that operators multiply.
 
-CPU processes also support fp64, for `torch.autograd.gradcheck`. weft's GPU kernels do not: they reduce in fp32.
+CPU processes also support fp64, for `torch.autograd.gradcheck`. weft's GPU kernels reduce in fp32, so they do not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _NAMES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16", "fp64")}
 
 
 def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
-    """Return weft's name of `x.dtype`, such as "bf16". Raise `ValueError` if GEMMs on the device of `x` do not support
-    it.
+    """Return weft's name of `x.dtype`, such as "bf16". Raise `ValueError` if GEMMs on this type of device do not
+    support the dtype.
 
     name: the argument's name in error texts. why: a text to append to the list of supported dtypes.
     """

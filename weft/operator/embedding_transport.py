@@ -1,4 +1,4 @@
-"""The choice of embedding_all_to_all's transport, by the planner's model of this machine or by measured times."""
+"""The choice of embedding_all_to_all's transport, by a performance model of this machine or by measured times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = "embedding_all_to_all"
 def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
     """True if there is more than one transport to choose from.
 
-    True for every group of GPUs: only some ranks may have a machine file, and all ranks must decide alike.
+    Always true for groups of GPUs: only some ranks may have a machine file, and all ranks must decide alike.
     """
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
@@ -38,7 +38,7 @@ def _is_tuned() -> bool:
 
 
 def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport that is used for every batch size; None if some sizes still need a choice."""
+    """Return the transport if all batch sizes use the same transport; None if some sizes still need a choice."""
     if not is_open(device, group):
         return "direct"
     return None if _is_tuned() else _settled.get(group, {}).get(found)
@@ -47,7 +47,7 @@ def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup
 def choose_transport(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
-    """Return the transport for batches in the size bucket of `p`. Collective."""
+    """Return the transport for batches in the size bucket of `p`. All ranks must make this call."""
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
@@ -63,14 +63,14 @@ def choose_transport(
     return transport
 
 
-_MANY = 1 << 30  # samples: more than any batch
+_MANY = 1 << 30  # more samples than any batch
 _CLEARLY_PUT = 0.6  # "put" is chosen if it takes at most this fraction of the time of "direct"
 _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
 _planned_before = weakref.WeakKeyDictionary()
 """The transports that the first rank chose by a model, by size bucket."""
 _settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[EmbeddingPlan, Transport]] = weakref.WeakKeyDictionary()
-"""Transports that all ranks use for every batch size. Without an entry, the first call in each size bucket chooses
-collectively, which takes one or two milliseconds.
+"""Transports that all ranks use for every batch size. Without an entry, the first call in each size bucket chooses on
+all ranks together, which takes one or two milliseconds.
 """
 
 
@@ -83,12 +83,12 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
     """Return the first rank's choice: by cached times if every transport has one, otherwise by this machine's model.
 
     A prediction takes milliseconds, many times as long as a call. So the second size bucket is planned together with
-    the smallest and the largest one. Most later buckets lie between two buckets with the same choice, and take it
+    the smallest and the largest bucket. Most later buckets lie between two buckets with the same choice, and use it
     without a prediction.
 
-    The model omits some costs of each staged slice: it predicts the same time for "put" and "direct". But "put" took
-    1.08 to 1.46 times as long as "direct" for six models on H200s, and 2.6 times for one table on H100s. So "put" is
-    chosen only if its prediction is much faster.
+    The performance model omits some costs of each staged slice. In cases where both had the same prediction, "put" took
+    longer than "direct". For six recommendation models on H200s it took 1.08 to 1.46 times as long, and for one table
+    on H100s 2.6 times. So "put" is chosen only if its prediction is much faster.
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
@@ -106,7 +106,7 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
         name, us = choice.candidate.name, choice.predicted_us
         direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
         if direct_us is not None and (
-            # "direct" is one launch; serial takes several times as much host time
+            # "direct" is one launch; serial takes several times as much CPU time
             (name == "serial" and direct_us - us < CLEARLY_US) or (name == "put" and us > _CLEARLY_PUT * direct_us)
         ):
             taken: Transport = "direct"
@@ -130,7 +130,7 @@ def _fastest(
 ) -> Transport:
     """Return the fastest transport for calls with this input, by measured or cached times (`weft.plan.autotune`).
 
-    Executors that were made for the measurement and are not used are closed.
+    Executors that were made only for the measurement are closed.
     """
     mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
     names, made = found.candidates, executors_on(comm)

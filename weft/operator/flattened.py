@@ -1,7 +1,6 @@
 """Reshape shards of any number of dimensions to matrices and back.
 
-A shard [..., dim, ..., K] becomes the matrix [rows, K], with the gathered (or scattered) dimension outermost. All
-operators that gather or scatter rows share this module.
+A shard [..., dim, ..., K] becomes the matrix [rows, K], with the gathered (or scattered) dimension outermost.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
-            f"{what} has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by "
-            f"world_size={world}: pad to {below + world}"
+            f"{what} has shape {tuple(shape)}, whose size {shape[dim]} in dimension {name}={dim} must be divisible by "
+            f"world_size={world}: pad it to {below + world}"
         )
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """Return the number of matrix rows that one index of `gather_dim` becomes."""
+    """Return the number of matrix rows for one index of `gather_dim`: the product of the other sizes."""
     rows = 1
     for d, extent in enumerate(shape[:-1]):
         rows *= 1 if d == gather_dim else extent
@@ -64,8 +63,8 @@ def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
 def rows_of_ranks(
     rows: Sequence[int] | None, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | str | None
 ) -> list[int] | None:
-    """Return the number of matrix rows on each rank; None if all ranks have the same number. A traced call is checked
-    when it runs.
+    """Return the number of matrix rows on each rank; None if all ranks have the same number. Traced calls are checked
+    when they run.
     """
     if rows is None:
         return None
@@ -122,7 +121,8 @@ def restored(
 ) -> list[torch.Tensor]:
     """Reshape results of the matrix form back to the caller's dimensions.
 
-    [gathered rows x others, N] becomes [gathered, others ..., N], and then the dimensions take the caller's order.
+    [gathered rows x others, N] becomes [gathered, others ..., N], and then dimensions are permuted to the caller's
+    order.
 
     shape: the shape of a shard. rows: the sizes of `gather_dim` on all ranks, if they differ.
     """

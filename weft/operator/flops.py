@@ -1,10 +1,10 @@
 """FLOP formulas of operators for `torch.utils.flop_counter`, with which FlopCounterMode computes FLOPs and MFU.
 
-An operator counts 2MNK for each GEMM of this rank, forward and backward, as the same GEMMs do without weft. Embeddings
-count 0, as torch's embeddings do.
+An operator counts 2MNK for each GEMM of this rank, forward and backward, like the same GEMMs without weft. Embeddings
+count 0, like torch's embeddings.
 
-Importing torch's counter takes half a second, since it imports Triton. So weft registers its formulas only when another
-module imports the counter.
+Importing torch's counter takes half a second, since this imports Triton. So weft registers its formulas only when
+another module imports the counter.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Run `backward`, return its result, and report its FLOPs to dispatch modes. For calls that bypass torch's
-    dispatcher.
+    """Run `backward`, return its result, and report its FLOPs to dispatch modes, which do not see calls that bypass
+    torch's dispatcher.
 
-    The count is the same for fused and unfused calls. forward: `flops_of` the forward call.
+    The count is the same for fused and unfused calls. forward: the result of `flops_of` for the forward call.
     """
     with _disable_current_modes():
         made = backward()
@@ -69,7 +69,7 @@ def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> l
 def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
     """Return the FLOPs of backward.
 
-    The gradient of the first tensor takes one GEMM per weight. The gradient of a weight takes one GEMM.
+    The gradient of the first tensor takes one GEMM per weight. The gradient of each weight takes one GEMM.
 
     wanted: for the first tensor and then for each weight, True if its gradient is needed.
     """

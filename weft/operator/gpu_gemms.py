@@ -15,7 +15,7 @@ from weft.runtime.scaled_matmul import scaled_matmul
 from weft.sim.model import MatmulShape
 
 _SLEEP_US = 100.0  # added to the device's sleep as a margin
-_HOST_US, _MOST_HOST_US = 10.0, 200.0  # host time per GEMM: torch.mm 10, scaled GEMMs 20 or more
+_HOST_US, _MOST_HOST_US = 10.0, 200.0  # CPU time per GEMM: torch.mm 10, scaled GEMMs 20 or more
 _DRAWN = 1 << 24  # fp32 random numbers drawn at once, to limit memory
 _CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
@@ -26,16 +26,16 @@ class GemmTimer:
     - Right operand: the first rows and columns of a weight, in the weight's layout. Without weights: random numbers.
     - Result: the first rows of the call's result, which the call overwrites later. If the call's result has too few
       rows, new memory.
-    - Left operand: random numbers. Nothing has been gathered yet, and zeros would make the GPU run at a higher clock.
-      It is stored in the gathered x if the call returns x. Otherwise it takes new memory of the same size, which is
-      freed with this object. The serial schedule needs the same amount.
+    - Left operand: random numbers, because nothing has been gathered yet, and zeros would make the GPU run at a higher
+      clock. They are stored in the gathered x if the call returns x. Otherwise they take new memory of the same size,
+      which is freed with this object. The serial schedule needs the same amount.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
         """Prepare operands and results.
 
         tensors: the tensors of a call of `p`. Weights and results are `w` and `y`, or `w0`, `w1`, ... and `y0`, `y1`,
-            .... `x` is present if the call returns it, and scales if it has any.
+            .... `x` is present if the call returns it. Scales are present if the call has scales.
         """
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
@@ -49,7 +49,7 @@ class GemmTimer:
         self.results = {name: y if len(y) >= rows else y.new_empty(rows, y.shape[1]) for name, y in results.items()}
         returned = gathers and "x" in tensors
         x = tensors["x"].view(-1) if returned else torch.empty(largest, dtype=weight.dtype, device=self.device)
-        # A separate generator does not change the user's random numbers.
+        # A separate generator leaves the user's random numbers unchanged.
         generator = torch.Generator(self.device).manual_seed(0)
         if self.scaled is None:
             x.normal_(generator=generator)
@@ -62,7 +62,7 @@ class GemmTimer:
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
         """Return the mean time of a GEMM in microseconds, over `calls` GEMMs after `warm` (at least one) warm-up GEMMs.
 
-        The device sleeps until the host has enqueued all GEMMs, so host time is not measured.
+        The device sleeps until the CPU has enqueued all GEMMs, so CPU time is not measured.
         """
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)

@@ -1,9 +1,9 @@
-"""Support for layers that call operators: modules of `weft.nn`, and linears that a style of `weft.parallel` has
+"""Support for layers that call operators: modules of `weft.nn`, and linear layers that a style of `weft.parallel` has
 sharded.
 
-If a model shards activations along the sequence, every rank replicates some parameters: a norm's weight, an embedding,
-the bias of a row-parallel layer. Each rank uses them on its own positions only, so its gradient is one term of a sum
-over ranks. If each rank stepped with its own term, the replicas would silently diverge.
+If a model shards activations along the sequence, every rank has a copy of some parameters: a norm's weight, an
+embedding, the bias of a row-parallel layer. Each rank uses the copy on its own positions only, so its gradient is one
+term of a sum over ranks. If each rank stepped with its own term, the copies would silently diverge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
 
         F.rms_norm(x_shard, (hidden,), weft.nn.replicated(self.weight, group))
 
-    The parameter must have the same value on all ranks. Backward is collective: each use costs an all-reduce.
+    The parameter must have the same value on all ranks. Each use costs an all-reduce in backward, which all ranks must
+    run.
     """
     if size_of(group) == 1:
         return parameter
@@ -47,7 +48,8 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors in the dtype to which autocast would convert them for `nn.functional.linear`.
 
-    weft's operators multiply in the dtype of their inputs, so autocast has no effect on them.
+    Layers call this function because weft's operators multiply in the dtype of their inputs: autocast has no effect on
+    them.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -57,7 +59,8 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape, or outside autocast the dtype.
+    """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape, or, outside of autocast, the
+    dtype.
 
     A changed shape would broadcast silently in later products. A changed dtype would raise in a later operator, with
     argument names that the caller does not know.
@@ -89,9 +92,9 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def tells_peers(forward: F) -> F:
     """Decorate `forward` of a module with a `group_name`: notify peers of errors that only this rank raises.
 
-    These are errors before the first collective, such as bad input, and errors between two collectives, such as in an
-    activation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Under
-    torch.compile the decorator does nothing.
+    Such errors are raised before the first collective, for example for bad input, or between two collectives, for
+    example in an activation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`).
+    Under torch.compile the decorator does nothing.
     """
     return _telling(forward, last=False)
 
@@ -113,14 +116,14 @@ def _telling(method: F, last: bool) -> F:
                 tell(error, type(self).__name__, group_of(self.group_name), x, last=last)
             raise
 
-    # torch.compile limits recompilations per code object, so each module needs its own.
+    # torch.compile limits recompilations per code object, so each module needs its own code object.
     function = cast(Any, told)
     function.__code__ = function.__code__.replace(co_name=method.__qualname__)
     return cast(F, told)
 
 
 def _is_fake(x: Any) -> bool:
-    """True if the call is being traced, so `x` or its local tensor is a FakeTensor. Peers do not run a traced call."""
+    """True if the call is being traced: `x` or its local tensor is a FakeTensor. Peers do not run a traced call."""
     return isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 
@@ -132,8 +135,8 @@ def compare_options(
     The layer's operators do not see these options. Each layer calls this function after its input checks and before its
     first operator.
 
-    is_collective: True if the layer's forward is collective. options: numbers, flags, functions and modules. A function
-        is compared by name, a module by type and eps. Omit options that may differ between ranks.
+    is_collective: True if the layer's forward needs all ranks. options: numbers, flags, functions and modules. A
+        function is compared by name, a module by type and eps. Omit options that may differ between ranks.
     """
     if torch.compiler.is_compiling() or _is_fake(x):
         return
@@ -144,7 +147,7 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return a value for `compare_options`, so that ranks compare only if `value` is given, not the value itself."""
+    """Return "given" if `value` is not None, else None. With it `compare_options` compares only if a value is given."""
     return None if value is None else "given"
 
 
@@ -178,7 +181,7 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
         return ""
     if weight.is_meta:
         memory = "give the layer memory by to_empty(device=...), then values by reset_parameters() or load_state_dict()"
-        return f"its weight is on meta and x on {x.device}: {memory}"
+        return f"the weight is on meta, but x is on {x.device}: {memory}"
     if x.device.type not in ("cpu", "cuda"):
         return f"x is on {x.device}: pass a tensor on a GPU or on the CPU"
     return f"x is on {x.device}, but the weight is on {weight.device}: use one device"
@@ -195,7 +198,7 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
 def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch.Tensor | None) -> None:
     """Raise `ValueError` inside a torch.func transform or a forward-mode derivative, and notify peers.
 
-    Called before a layer applies an autograd Function. torch would raise too, with an error about autograd Functions.
+    Call this before a layer applies an autograd Function, because torch's error would mention only autograd Functions.
     In a traced call, the operators raise.
     """
     if not torch.compiler.is_compiling() and is_transformed():
@@ -206,11 +209,12 @@ def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
     """Raise `ValueError` if autograd cannot save a tensor for backward, and notify peers.
 
-    Called at the start of an autograd Function's forward. Autograd itself raises only after the calls in the Function.
+    Call this at the start of an autograd Function's forward. Autograd itself raises only after the calls in the
+    Function.
     """
     if (
         not torch.compiler.is_compiling()
-        and ctx.next_functions  # empty in torch.no_grad(); needs_input_grad is True even there
+        and ctx.next_functions  # empty in torch.no_grad(), where needs_input_grad is still True
         and any(t is not None and t.is_inference() for t in tensors)
     ):
         with together(layer, group_of(group_name), tensors[0], None):

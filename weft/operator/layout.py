@@ -12,7 +12,7 @@ _warned: set[tuple[str, tuple[int, ...]]] = set()
 
 
 def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
-    """Warn that every call copies the argument `name`. Each pair of name and strides warns once."""
+    """Warn that every call copies the argument `name`. Warn once for each name and strides."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
         warn(f"{name} is copied in every call: its strides are {x.stride()}; {reason}")
@@ -41,8 +41,8 @@ def strided(w: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def is_scattered(matrix: torch.Tensor) -> bool:
-    """True if cuBLAS would copy the matrix, or the stack of matrices, since neither its rows nor its columns are
-    contiguous.
+    """True if neither rows nor columns of the matrix, or of the stack of matrices, are contiguous, so that cuBLAS would
+    copy it.
     """
     (k, n), (row, col) = matrix.shape[-2:], matrix.stride()[-2:]
     by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
@@ -51,7 +51,5 @@ def is_scattered(matrix: torch.Tensor) -> bool:
 
 
 def normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
-    """Return random numbers from a normal distribution, drawn in fp32 and converted to `dtype`, on the generator's
-    device.
-    """
+    """Return normally distributed random numbers on the generator's device, drawn in fp32 and converted to `dtype`."""
     return torch.randn(shape, generator=generator, device=generator.device).to(TORCH_DTYPE[dtype])

@@ -1,4 +1,6 @@
-"""Measurements for the choice of a schedule: whole schedules, and the GEMMs that the planner uses. All are collective."""
+"""Measurements for the choice of a schedule: whole schedules, and the GEMMs that the planner uses. All ranks must make
+these calls together.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,15 @@ def _prepare_gpu(device: torch.device) -> None:
 
 
 _PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""Functions that compile the kernels that schedules for later sizes may need, by type of device."""
+"""Functions that compile kernels for schedules of later sizes, by type of device."""
 TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
 """Functions that make a GEMM timer, by type of device."""
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time those GEMMs of the candidates that have no time yet, in two rounds (see `weft.plan.gemms`). Collective."""
+    """Time the GEMMs of the candidates that have no time yet, in two rounds (see `weft.plan.gemms`). All ranks must
+    make this call.
+    """
     if comm.device.type not in TIMERS or not library_gemms(p):
         return
     left_us, timer = gemms.BUDGET_US, cache(partial(TIMERS[comm.device.type], p, tensors))
@@ -56,8 +60,8 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time GEMMs with these weights for several numbers of rows, if the weights or this number of rows are new.
-    Collective.
+    """Time GEMMs with these weights for several numbers of rows, if the weights or this number of rows are new. All
+    ranks must make this call.
 
     timed: the largest size that has been timed, by problem family.
     """
@@ -74,7 +78,9 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the GEMMs without a time, and store the slowest rank's times. Return the remaining budget in us. Collective."""
+    """Time the wanted GEMMs, and store the slowest rank's times. Return the remaining budget in us. All ranks must make
+    this call.
+    """
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
     if model is not None:
@@ -91,7 +97,7 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return the name under which executors of a problem family share memory; "" for builders that are not weft's own."""
+    """Return the name under which executors of a problem family share memory; "" for users' builders."""
     return "" if plan.from_outside(p, candidate) else candidate.name
 
 
@@ -105,7 +111,7 @@ def measured(
     mode: plan.Mode,
     rounds: int,
 ) -> dict[str, float]:
-    """Return the slowest rank's time of each schedule, in microseconds by name, measured now or cached on disk
+    """Return the slowest rank's time of each schedule, {name: microseconds}, measured now or cached on disk
     (`weft.plan.autotune`).
     """
 
@@ -129,13 +135,13 @@ def measured(
 
 
 def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Return the time of a call on this rank, in microseconds. Collective."""
+    """Return the time of a call on this rank, in microseconds. All ranks must make this call."""
     return _queued_us(call, comm, deadline_s) if mode == "queued" else _time_us(call, comm.device)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """Return the fastest of a few calls after a warm-up call, in microseconds. Slower calls include other work of a
-    busy host.
+    """Return the time of the fastest of a few calls after a warm-up call, in microseconds. Slower calls include other
+    work of a busy CPU.
     """
     times = []
     for _ in range(1 + _REPETITIONS):
@@ -147,7 +153,9 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _queued_us(call: Callable[[], object], comm: Communicator, deadline_s: float | None) -> float:
-    """Return the mean time of several calls in a row, in microseconds. A GPU sleeps until all are enqueued. Collective."""
+    """Return the mean time of several calls in a row, in microseconds. A GPU sleeps until all are enqueued. All ranks
+    must make this call.
+    """
     device = comm.device
     call()
     synchronize(device)

@@ -2,7 +2,7 @@
 gradients.
 
 torch.compile does not trace into an operator. Eager calls bypass the dispatcher (`weft.operator.calls.made`), because
-it costs microseconds per tensor.
+the dispatcher costs microseconds per tensor.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def registered(op: O) -> O:
 def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register the kernels of an operator of torch's dispatcher.
 
-    run: makes the call. fake: returns results without values, for a traced call or a call with only meta tensors.
+    run: a function that makes the call. fake: a function that returns results without values, for a traced call or a
+        call with only meta tensors.
     """
 
     @functools.wraps(fake)
@@ -110,7 +111,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return `grad` with the strides that the operator's fake returns.
 
-    Copy it if the strides differ, or if it is one of the inputs: operators of torch must not return their inputs.
+    Copy `grad` if the strides differ, or if it is one of the inputs, which torch's operators must not return.
     """
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad

@@ -1,17 +1,17 @@
 """The fast path for repeated calls, without checks, normalisation and lookups.
 
 A call repeats an earlier call if all arguments except the addresses of tensors are equal. Then the earlier checks still
-hold, and the compiled operator, the argument for each buffer, and the form of the returned value are known. Every call
-still has to count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
+hold, and the compiled operator, the argument for each buffer, and the form of the returned value are known. Replay only
+has to count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
 results and run the schedule.
 
 One native call (`csrc/replay.cpp`) does all this. Unfused calls on GPUs run no Python function of weft: native code
 calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error, native code
 calls the methods of `Replay`.
 
-All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Never replayed are
-calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or transformed calls, and
-calls that copy an argument or a result.
+All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Some calls are
+never replayed: calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or
+transformed calls, and calls that copy an argument or a result.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     looks_at_frames,
     plan.pinned_around,
 )
-"""Functions that return True if a call must not be replayed in this context, or if Dynamo would compile what the call
-runs.
+"""Functions that return True if a call must not be replayed in this context, or if Dynamo would compile functions that
+the call runs.
 """
 _SURROUNDINGS = _core.Surroundings(
     groups=_pg_map,
@@ -73,8 +73,8 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path.
 
-    results: in the order of the output buffers. apply: the `apply` of the autograd Function if gradients are wanted.
-        Then `inputs` is None.
+    results: in the order of the output buffers. apply: the `apply` of the autograd Function if gradients are wanted;
+        `inputs` is then None.
     """
 
     op: Operator[Any]
@@ -91,7 +91,7 @@ _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
 
 
 def seen(*what: Any) -> None:
-    """Record a call that a later call may repeat, if `replayed` is recording."""
+    """Record a call that later calls may repeat, if `replayed` is recording."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
 
@@ -99,8 +99,8 @@ def seen(*what: Any) -> None:
 class _Known:
     """The calls of a public function that can be replayed.
 
-    calls: recorded calls by signature; None for signatures that must take the slow path. families: unfused calls for
-        any number of rows.
+    calls: recorded calls by signature; None for signatures that must take the slow path. families: recorded unfused
+        calls for any number of rows.
     """
 
     def __init__(self) -> None:
@@ -180,15 +180,13 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """The error for a call that cannot be replayed, because it uses or returns more than views of its arguments or
-    results.
+    """The error for a call that cannot be replayed, because it uses or returns tensors other than views of its
+    arguments or results.
     """
 
 
 class _Short:
-    """The base class of fast paths. It has the fields that native code (`_core.KnownCall`) reads, and the methods that
-    it calls.
-    """
+    """The base class of fast paths, with the fields and methods that native code (`_core.KnownCall`) uses."""
 
     any_rows = differentiated = notes = False
     fingerprint, what = 0, ""
@@ -204,20 +202,20 @@ class _Short:
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the call for native replay. Raise `_UnlikeError` if it cannot be replayed."""
+        """Return the call for native replay. Raise `_UnlikeError` if the call cannot be replayed."""
         raise NotImplementedError
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> _core.KnownCall | None:
-        """Return the call for native replay; None if it cannot be replayed."""
+        """Return the call for native replay; None if the call cannot be replayed."""
         try:
             return cls(seen).known(arguments, seen, returned)
         except _UnlikeError:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe for a function's results, with the division by the number of ranks if the first result is
-        an average.
+        """Return the recipe for a function's results. If the first result is an average, the recipe divides it by the
+        number of ranks.
         """
         if not self.op.averages(call):
             return returned
@@ -227,7 +225,7 @@ class _Short:
         return divided
 
     def failed(self, error: BaseException, group: dist.ProcessGroup) -> NoReturn:
-        """Notify peers of `error`, and raise it, or the `RefusedError` that replaces it."""
+        """Notify peers of `error`. Raise it, or the `RefusedError` that replaces it."""
         try:
             raise error
         except BaseException:
@@ -274,7 +272,7 @@ class Replay(_Short):
         return id(executor) in self._warm and not (executor.gone if capturing else executor.stale)
 
     def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[torch.Tensor]:
-        """Run the part of a call that native code does not run itself."""
+        """Run the part of a call that native code leaves to Python."""
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
         executor, inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs(p, k)
@@ -293,7 +291,7 @@ class Replay(_Short):
         self.op.note(self._call(p, k))
 
     def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make a call on CPU, where ranks synchronise before it."""
+        """Make a call on CPU, where ranks synchronise before each call."""
         self.here.called(self.prepared)
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             call = self.op.checked(self._call(p, k), group)  # on CPU, `checked` and `inputs` also check values
@@ -338,7 +336,9 @@ class Passing(_Short):
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return the recipe with the first result divided by `number`, and how often the first result occurs in it."""
+    """Return the recipe with the first result divided by `number`, and the number of places where the first result
+    occurs.
+    """
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1
     kind, inner, *rest = recipe
@@ -371,8 +371,8 @@ def _known(
 class _Given:
     """The tensors of a call with their places in native recipes: ("given", 0), ("given", 1, 0) or ("named", "x").
 
-    strided: which views of a tensor are allowed. True: any strides (slow in autograd). False: only reshaped views.
-        None: only views of tensors without a dimension of size `rows`.
+    strided: the allowed views of a tensor. True: any strides (slow in autograd). False: only reshaped views. None: only
+        views of tensors without a dimension of size `rows`.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
@@ -393,7 +393,7 @@ class _Given:
     def written(self, value: Any, *, is_scale: bool = False) -> Place:
         """Return a recipe that makes `value` from these tensors. A value without tensors must be equal in every call.
 
-        is_scale: True if a tensor of one element may be given in another shape.
+        is_scale: True if `value` may be a tensor of one element in another shape.
         """
         if isinstance(value, torch.Tensor):
             return self._place(value, is_scale)

@@ -49,39 +49,39 @@ def run_schedule(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run your own schedule once, on the ranks of `group`: GPUs, or CPU processes. There is no backward.
+    """Run your own schedule once, on the ranks of `group`: GPUs, or CPU processes. Not differentiable.
 
         y = weft.run_schedule(schedule, {"x": x, "w": w, "y": torch.empty(64, 16)}, group)["y"]
 
-    schedule: the schedule of all ranks, made with `weft.schedule.Draft`. It is the same on every rank, and has the
-        group's world size.
+    schedule: the schedule of all ranks, made with `weft.schedule.Draft`, for the group's world size. Pass the same
+        schedule on every rank.
     tensors: this rank's tensor for every input and output buffer, by name. Each is [rows, columns] with the buffer's
         dtype, and all are on one device. Rows must be contiguous. A tensor that only GEMMs use may also be the
-        transpose of such a tensor. An output must not overlap any other tensor in memory. It is overwritten, and
-        autograd is notified as for torch's out= tensors. For an output with a dynamic number of rows, pass a function
-        that takes the number of rows and returns a new tensor. On GPUs you can instead pass a tensor with at least that
-        many rows.
-    group: the process group, or its name. Every rank makes the call.
+        transpose of a tensor with contiguous rows. An output must not overlap any other tensor in memory. Outputs are
+        overwritten, and autograd is notified as for torch's out= tensors. For an output with a dynamic number of rows,
+        pass a function that takes the number of rows and returns a new tensor. On GPUs you can also pass a tensor with
+        at least this number of rows.
+    group: the process group, or its name. All ranks must make the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank. On GPUs the call then synchronises with the device.
 
     Returns the outputs by name. On GPUs they are valid in stream order.
 
-    The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate
-    memory. Later calls with an equal schedule reuse the memory. A CUDA graph can capture any call after the first.
+    At the first call with a schedule, ranks compare their schedules, run `weft.schedule.verify` and allocate memory.
+    Later calls with an equal schedule reuse the memory. A CUDA graph can capture any call after the first.
     torch.compile breaks the graph at this call, and raises `Unsupported` with fullgraph=True: call it outside of the
     compiled function.
 
     Memory: the schedule's symmetric and scratch buffers, kept until the group is destroyed. On CPU all schedules of a
-        group share the memory that the largest one needs. On GPUs each schedule has its own memory. A group keeps at
-        most 64 schedules, and drops the least recently used.
+        group share the memory of the largest schedule. On GPUs each schedule has its own memory. A group keeps at most
+        64 schedules, and drops the least recently used.
 
     Raises:
 
-    - `RefusedError` on every rank, before anything is written, if a rank's input is bad. A buffer may be missing or
-      unknown. A tensor may have a wrong shape, dtype, device or layout, require a gradient, have been freed, or overlap an
-      output. The schedule may be for another world size. On GPUs, at later calls of a schedule, the group fails instead if
-      a peer has already begun its run.
+    - `RefusedError` on every rank, before anything is written, if any rank's input is bad. Examples are a missing or
+      unknown buffer, or a schedule for another world size. A tensor is bad if it has a wrong shape, dtype, device or
+      layout, requires a gradient, was freed, or overlaps an output. On GPUs, at later calls of a schedule, the group
+      fails instead if a peer has already begun its run.
     - `ValueError` for bad input if the group has one rank, and for a bad group.
     - `DisagreementError` if ranks pass different schedules.
     - `ScheduleError` if `verify` finds a fault, if the device cannot run a step, or on CPU if a dynamic size is
@@ -119,14 +119,12 @@ def run_schedule(
 
 
 def _note_writes(outputs: Iterable[Any]) -> None:
-    """Increment the version counters of outputs. With them, autograd finds tensors that were written after it saved
-    them.
-    """
+    """Increment the version counters of outputs, so that autograd finds tensors that were written after it saved them."""
     torch.autograd.graph.increment_version([t for t in outputs if isinstance(t, torch.Tensor)])
 
 
 def _device_of(tensors: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the first usable tensor. Without such a tensor, return the device of the group's backend."""
+    """Return the device of the first usable tensor; without such a tensor, the device of the group's backend."""
     with contextlib.suppress(Exception):
         for t in tensors.values():
             if isinstance(t, torch.Tensor) and t.device.type in ("cpu", "cuda"):
@@ -184,7 +182,7 @@ _table: Table[_Compiled] = Table()
 def _compiled(
     schedule: Schedule, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> _Compiled:
-    """Return the cached executor of an equal schedule, or make it. Making it is collective."""
+    """Return the cached executor of an equal schedule, or make it. All ranks must make it together."""
     digest, what = _fingerprint(schedule), f"schedule {schedule.name}"
     key = digest, device
     found = _table.find(group, key)

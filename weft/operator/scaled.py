@@ -1,6 +1,6 @@
 """Operands of fp8 GEMMs with scales: their dtype, the normal form of scales, and checks.
 
-All fp8 operators share this module.
+All fp8 operators use this module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return a scale in normal form, so that equivalent scales have one shape: [1, columns of B] by row, otherwise [1,
-    1].
+    """Return a scale in normal form, so that equivalent scales have one shape: [1, columns of B] if `by_row`, otherwise
+    [1, 1].
     """
     if scale.numel() != 1:
         return scale

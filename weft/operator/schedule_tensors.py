@@ -1,7 +1,7 @@
 """Checks of the tensors that a caller passes to `weft.run_schedule`.
 
-They check names, shapes, dtypes, devices, results of functions, and that no output overlaps another tensor. A schedule
-orders its steps by buffers, so two buffers in the same memory would be read and written in any order.
+Names, shapes, dtypes, devices and results of functions are checked, and that no output overlaps another tensor. A
+schedule orders its steps by buffers, so two buffers in the same memory would be read and written in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
     """Check the tensors, and return them as a dict with their device. Raise `ValueError` if they do not match the
     schedule.
 
-    A function for an output is wrapped, so that its result is checked too.
+    A function for an output is wrapped, to check its result too.
     """
     buffers = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False) if b.role in ("input", "output")}
     names = ", ".join(buffers)
@@ -84,7 +84,7 @@ class _Making:
                 self._memory[name] = _memory_of(buffer, t)
                 _check_apart(self._memory.values())
         except ValueError as error:
-            raise ValueError(f"the function for {name}, called with {rows} rows: {error}") from error
+            raise ValueError(f"the function that allocates {name} was called with {rows} rows: {error}") from error
         return t  # type: ignore[no-any-return]
 
 
@@ -154,10 +154,10 @@ def _check_apart(memory: Iterable[_Memory]) -> None:
 def _overlap(a: _Memory, b: _Memory) -> bool:
     """True if a piece of `a` shares a byte with a piece of `b`.
 
-    Also True, without further checks, if both have several pieces with different pitches and their address ranges
-    overlap.
-
     Piece i of a and piece j of b overlap if -width_a < a.begin - b.begin + (i - j) * pitch < width_b.
+
+    If both have several pieces with different pitches, the function does not compare pieces, and returns True if their
+    address ranges overlap.
     """
     if a.end <= b.begin or b.end <= a.begin:
         return False

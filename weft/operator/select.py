@@ -1,7 +1,7 @@
 """The choice of a schedule for a call.
 
-    pinned by name       that schedule
-    "heuristic"          the pick of FiCCO's heuristic
+    pinned by name       this schedule
+    "heuristic"          the choice of FiCCO's heuristic
     default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
     "autotune"           by measurement on every machine
 
@@ -10,14 +10,15 @@ On a known GPU, the planner uses the machine's model. The first call with weight
 (`weft.plan.nearby`). "autotune" also times whole schedules. Cached times override predictions in later calls, with or
 without "autotune".
 
-All ranks must take the same schedule. So ranks compare pinned names, take the plan of rank 0, and compare schedules by
+All ranks must use the same schedule. So ranks compare pinned names, use the plan of rank 0, and compare schedules by
 the slowest rank's times.
 
-On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the host
-get ahead. The planner predicts the same quantity. The times also apply to CUDA graphs, because a replay needs no host
-either. But they omit costs that a graph adds (`graph.run` and `graph.collective` in a machine file), so they favour
-serial if a graph slows down collectives. weft does not capture graphs for timing: after a capture, NCCL or cuBLAS may
-launch differently until the process ends. On an unknown machine, single calls are timed, including host time.
+On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the CPU
+get ahead. The planner predicts the same quantity. The times also apply to CUDA graphs, because in a replay the CPU does
+not delay the device either. But they omit costs that a graph adds (`graph.run` and `graph.collective` in a machine
+file), so they favour serial if a graph slows down collectives. weft does not capture graphs for timing: after a
+capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine, single calls are timed,
+including CPU time.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
 """The smallest gain over serial that counts, by type of device: as a fraction of serial's time, and in microseconds.
 
 A few runs cannot resolve a smaller gain. Threads that have slept for long wake more slowly than in these runs. If ranks
-share cores, the times of one call vary by a tenth from run to run.
+share cores, times vary by a tenth from run to run.
 """
 
 
 def check_name(name: str, p: Problem) -> None:
-    """Raise `ValueError` if `name` is not a schedule, or not one that supports `p`. "autotune" and "heuristic" pass."""
+    """Raise `ValueError` if `name` is not a schedule that supports `p`. "autotune" and "heuristic" are valid."""
     if plan.names_schedule(name):
         candidate = named(p, name)
         try:
@@ -69,7 +70,7 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return the text that ranks compare: the pinned schedule, or the registered builders that are not weft's own."""
+    """Return the text that ranks compare: the pinned schedule, or the registered builders of users."""
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
         return said
@@ -114,12 +115,11 @@ def choose(
     remembered: bool = False,
     what: str = "",
 ) -> Chosen:
-    """Choose the executors of `p` on this rank. Collective.
+    """Choose the executors of `p` on this rank. All ranks must make this call.
 
     A group on several hosts runs unfused, or a schedule that uses only collectives (`weft.operator.between_hosts`).
 
-    Raises `ScheduleError` on every rank if a builder that is not weft's own made the chosen schedule, and `verify`
-    finds a fault in it.
+    Raises `ScheduleError` on every rank if a user's builder made the chosen schedule, and `verify` finds a fault in it.
 
     tensors: the tensors of the first call, on which candidates are measured and warmed up.
     pinned: a schedule's name, "autotune", "heuristic" or None.
@@ -158,7 +158,7 @@ def choose(
     }
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
-        chosen.captured.run(tensors, deadline_s=deadline_s)  # its first run must not be captured
+        chosen.captured.run(tensors, deadline_s=deadline_s)  # the first run must not be captured
     return chosen
 
 
@@ -166,10 +166,10 @@ _said: set[str] = set()
 
 
 def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> str | None:
-    """Return the pick of FiCCO's heuristic. Collective.
+    """Return the schedule of FiCCO's heuristic. All ranks must make this call.
 
-    All ranks take the first rank's pick, because ranks may know different machine files. Return None if the pick cannot
-    run, and warn once per operator and reason.
+    All ranks use the first rank's result, because ranks may have different machine files. If the schedule cannot run,
+    return None and warn once per operator and reason.
     """
     mine = plan.pick_here(p, this_machine.device_name(comm.device))
     picked, why = comm.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
@@ -198,7 +198,7 @@ def _names(
     model = this_machine.machine_model(comm.device, p.world_size)
     if pinned is not None:
         _tune(p, comm, tensors, model, deadline_s, serial)
-    # Ranks may have different calibrations or machine files, so all take the first rank's choice.
+    # Ranks may have different calibrations or machine files, so all use the first rank's choice.
     mine = None
     if model is not None:
         mine = tuple(planned(p, model, comm.device, mode, pinned).candidate.name for mode in _MODES)
@@ -209,8 +209,8 @@ def _names(
 class _Measured:
     """The choices by measurement for a family of problems (`Problem.measured_family`).
 
-    names: the chosen schedules, by size bucket. contenders: the schedules that are measured at further sizes; empty
-        before the first measurement.
+    names: the chosen schedules, by size bucket. contenders: the schedules to measure at other sizes; empty before the
+        first measurement.
     """
 
     def __init__(self) -> None:
@@ -221,9 +221,9 @@ class _Measured:
 class _Near:
     """The choices that the ranks of a group share for neighbouring sizes.
 
-    names: the chosen schedules. The key is: family, size bucket, True if builders that are not weft's own are
-        registered, True if the choice is for one size only.
-    measured: the choices by measurement, by family and the same first flag.
+    names: the chosen schedules. The key is: family, size bucket, True if users' builders are registered, True if the
+        choice is for one size only.
+    measured: the choices by measurement. The key is: family, True if users' builders are registered.
     timed: the largest size whose GEMMs have been timed, by problem family.
     """
 
@@ -240,7 +240,7 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names of the schedules for the size bucket of `p`. Ranks agree on them at the first size of the
+    """Return the names of the schedules for the size bucket of `p`. Ranks agree on them at the first call in the
     bucket.
 
     itself: True to choose for exactly this size.
@@ -257,7 +257,7 @@ def _names_near(
         if model is not None:
             base = this_machine.calibrated_model(comm.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
-        # Ranks may have different calibrations or machine files, so all take the first rank's choice.
+        # Ranks may have different calibrations or machine files, so all use the first rank's choice.
         names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             family, size = p.measured_family
@@ -312,10 +312,13 @@ def _tune(
     deadline_s: float | None,
     serial: Callable[[], object] | None,
 ) -> None:
-    """Measure the promising schedules that have no times yet, if the first rank has a model. Collective."""
+    """Measure the promising schedules that have no times yet, if the first rank has a model. All ranks must make this
+    call.
+    """
     names: list[str] | None = None
     if model is not None:
-        # All ranks measure the first rank's list: the list depends on GEMM times, which may differ between processes.
+        # All ranks measure the first rank's list, because the list depends on GEMM times, which may differ between
+        # processes.
         names = list(plan.known_times(p, this_machine.device_name(comm.device), "queued") or ())
         if not names:
             choices = [decide(p, model, mode=mode) for mode in _MODES]
@@ -330,12 +333,12 @@ def _fastest(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
     family: _Measured | None = None,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the fastest schedules for calls and for captured calls, by measured or cached times. Collective.
+    """Return the fastest schedules for calls and for captured calls, by measured or cached times. All ranks must make
+    this call.
 
-    Candidates are serial, the schedules worth running, and those of builders that are not weft's own. If `family` has
-    contenders, they are the only candidates. Otherwise this call sets them: serial and the fastest schedules. Serial
-    wins unless another schedule is clearly faster. For captured calls, only schedules that can be captured are
-    compared.
+    Candidates are serial, the schedules worth running, and users' schedules. If `family` has contenders, only these are
+    candidates. Otherwise this call sets them to serial and the fastest schedules. Serial wins unless another schedule
+    is clearly faster. For captured calls, only schedules that can be captured are compared.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):

@@ -1,7 +1,7 @@
 """Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and which rank's numbers they use.
 
 A group measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A group that uses only
-pinned schedules never measures. Ranks exchange what they know. What the first rank has decides:
+pinned schedules never measures. Ranks exchange the numbers that they have. The first rank's source decides:
 
     a calibration, or a machine file    no rank measures
     a self-calibration                  every rank uses it
@@ -51,15 +51,15 @@ def _gpu_measure(comm: Communicator, sizes: ProbeSizes) -> Iterator[Measure]:
 
 
 MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
-"""Functions that measure, by type of device. They raise `RefusedError` or `OutOfSharedMemoryError` on every rank if a
-rank cannot measure.
+"""Functions that measure, by type of device. If a rank cannot measure, they raise `RefusedError` or
+`OutOfSharedMemoryError` on every rank.
 """
 
 
 class _Stand(NamedTuple):
-    """A rank's knowledge before the self-calibration."""
+    """The numbers that a rank has before the self-calibration, and its GPU."""
 
-    name: str  # the model of its GPU
+    name: str  # the model of this rank's GPU
     gpu: str  # identifies the GPU on its host
     known: SelfCalibration | None
     """The numbers of the first rank; None on other ranks."""
@@ -71,7 +71,8 @@ class _Stand(NamedTuple):
 
 @torch.inference_mode(False)
 def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
-    """Self-calibrate at a group's first choice of a schedule. Return True if this rank has new numbers. Collective.
+    """Self-calibrate at a group's first choice of a schedule. Return True if this rank has new numbers. All ranks must
+    make this call.
 
     name: the name of this rank's GPU.
     """
@@ -108,7 +109,7 @@ def _kinds(stands: Sequence[_Stand]) -> int:
 
 
 def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
-    """Measure. Return the first rank's numbers, which it saves, or None and the reason. Collective."""
+    """Measure. Return the first rank's numbers, which it saves, or None and the reason. All ranks must make this call."""
     try:
         with MEASURES[comm.device.type](comm, sizes) as measure:
             mine = self_calibration.measure(measure, sizes)
@@ -116,7 +117,7 @@ def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | 
         return None, str(error)
     except WeftError:  # the group has failed
         raise
-    except BaseException as error:  # raised on this rank only: its peers would wait for it
+    except BaseException as error:  # raised on this rank only, for which its peers would wait
         comm.poison(f"self-calibration: {error!r}")
         raise
     found: SelfCalibration = comm.all_gather(mine if comm.rank == 0 else None, what="the first rank's numbers")[0]

@@ -1,11 +1,11 @@
-"""The specification of an operator: the form of its calls, their checks, its problem, its buffers, its gradients.
+"""The specification of an operator: the form of its calls, checks, problem, buffers and gradients.
 
-weft derives everything else from the specification, alike for all operators: the comparison across ranks, the cache of
-shapes, the choice of a schedule, the unfused call, autograd in eager mode and under torch.compile, plans and
+For all operators, weft derives the rest from the specification: the comparison across ranks, the cache of shapes, the
+choice of a schedule, and the unfused call. It also derives autograd in eager mode and under torch.compile, plans and
 benchmarks.
 
 A specification is a class with one instance, in the file of the public function (`weft.ops`). The function puts its
-arguments into the form of a call, and passes it to `weft.operator.calls.made`.
+arguments into the form of a call, and passes the call to `weft.operator.calls.made`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ C = TypeVar("C", bound=tuple[Any, ...])
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
 """The comparison of an argument across ranks:
 
-    alike    it must be equal on all ranks
-    layout   one or several tensors: shape and dtype must be equal, and the data may differ
+    alike    equal on all ranks
+    layout   one or several tensors: shape and dtype must be equal; the data may differ
     equal    a tensor whose data must be equal too, which `WEFT_CHECK_CALLS=1` compares
-    given    it must be given on all ranks or on none, and its value may differ
+    given    all ranks must pass it, or none; the value may differ
     own      not compared here: it has no effect on other ranks' results, or weft compares it in another way
 """
 
@@ -58,7 +58,7 @@ _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
 
 
 class Operator(ABC, Generic[C]):
-    """The base class of specifications. Methods without a default must be overridden."""
+    """The base class of specifications. Override any method; those without a default are required."""
 
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]
@@ -70,21 +70,22 @@ class Operator(ABC, Generic[C]):
     and check calls in which ranks differ.
     """
     compared: ClassVar[tuple[str, ...]] = ()
-    """The fields that ranks compare as part of `given` and that do not affect the work."""
+    """The fields that ranks compare as part of `given`, and that have no effect on the work."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
-    """The fields that have gradients, and for each the argument's name in the public function."""
+    """{field with a gradient: its argument name in the public function}"""
     arguments: ClassVar[Mapping[str, str]] = {}
-    """For each buffer whose name differs from the argument of the public function, the argument's name, for messages.
-    """
+    """{buffer: argument of the public function}, for names that differ. Messages use the argument's name."""
     caller_names: ClassVar[Mapping[str, str]] = {}
-    """For each field whose name differs from the argument of the public function, the argument's name, for messages."""
+    """{field: argument of the public function}, for names that differ. Messages use the argument's name."""
     hint: ClassVar[str] = ""
     """Advice for the error that ranks raise if they describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Tags of the operator under torch.compile."""
     compiled: Any
-    """The operator in torch.ops, set by registration. It is an attribute, not an entry of a table, because an operator
-    may be registered during a trace, and Dynamo sees a table as it was when the trace began.
+    """The operator in torch.ops, set by registration.
+
+    This is an attribute, not an entry of a table. An operator may be registered during a trace, and Dynamo sees a table
+    as it was when the trace began.
     """
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
@@ -92,11 +93,13 @@ class Operator(ABC, Generic[C]):
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """Return the problem of the call. Raise `ValueError` if the call is invalid. most: the largest `size` of all ranks."""
+        """Return the problem of the call. Raise `ValueError` if the call is invalid. most: the largest `size` of all
+        ranks.
+        """
 
     def size(self, call: C) -> int:
-        """Return a number that may differ between ranks although their `said` is equal. Every rank gets the largest as
-        `most`.
+        """Return a number that may differ between ranks although their `said` is equal. `problem` gets the largest
+        number of all ranks as `most`.
         """
         return 0
 
@@ -108,7 +111,7 @@ class Operator(ABC, Generic[C]):
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return the other arguments that must be equal on all ranks, as part of a sentence. Return "" for defaults.
+        """Return the other arguments that must be equal on all ranks, as part of a sentence; "" for defaults.
 
         The public function applies these arguments before or after the operator: dimensions, shapes before flattening,
         the kind of reduction.
@@ -122,8 +125,8 @@ class Operator(ABC, Generic[C]):
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the numbers of rows that this rank sends to each rank, and that it expects from each rank.
 
-        Both are int64 [world, n]. The n numbers that a sender has for a rank must equal those that the rank expects
-        from the sender. None for an operator without such tables.
+        Both are int64 [world, n]. The n numbers that a sender has for a receiver must equal the numbers that the
+        receiver expects from the sender. None for an operator without such tables.
         """
         return None
 
@@ -145,16 +148,16 @@ class Operator(ABC, Generic[C]):
         return tuple(found)
 
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
-        """Check a call, and return it, possibly normalised. A compiled call bypasses the public function and is checked
-        only here.
+        """Check a call, and return it, possibly normalised. Compiled calls bypass the public function, so only this
+        method checks them.
         """
         return call
 
     def repeats(self, call: C) -> bool:
         """True if calls that differ only in tensor addresses do the same work (see `weft.operator.replay`).
 
-        Then the form must contain no values that were read from tensors. The public function must return the results
-        unchanged, except for the division of `averages`.
+        Then the form must contain no values that were read from tensors, and the public function must return the
+        results unchanged, except for the division of `averages`.
         """
         return True
 
@@ -165,7 +168,7 @@ class Operator(ABC, Generic[C]):
         return bool(getattr(call, "average", False))
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """True if the first argument may have `rows` rows, given a valid call that differs only in the number of rows."""
+        """True if the first argument may have `rows` rows, in a call that otherwise equals a valid call."""
         return True
 
     def note(self, call: C) -> None:
@@ -188,18 +191,20 @@ class Operator(ABC, Generic[C]):
         return list(self.outputs(call, world).values())
 
     def does_not_fit(self, p: Any, call: C) -> str:
-        """Return the reason why this call exceeds the sizes of `p`; "" if it does not.
+        """Return the reason why this call exceeds the sizes of `p`; "" if the call fits.
 
         Not called for unfused calls without gradients.
         """
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call with which a schedule is chosen, if the first call is not typical."""
+        """Return the call to measure schedules with, if the first call is not typical."""
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Check results, and raise errors that only the results show. Called on CPU only, where results are complete."""
+        """Check results, and raise errors that only the results show. Called only on CPU, where results are complete
+        when a call returns.
+        """
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         """Return (rows, weights): this rank multiplies `rows` rows by each weight [K, N], or by the weights of experts
@@ -212,8 +217,8 @@ class Operator(ABC, Generic[C]):
     # --- gradients ---
 
     def tracked(self, call: C) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks in eager mode. Each takes time in every call. Default: all tensors of
-        the call.
+        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Each tensor takes
+        time in every call.
         """
         return self.tensors(call)
 
@@ -228,24 +233,24 @@ class Operator(ABC, Generic[C]):
     def beside(
         self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Tensors | None
     ) -> Any:
-        """Start work for backward right after the call. Return an object that `gradients` gets as `beside`.
+        """Start work for backward right after the call. Return an object, which `gradients` receives as `beside`.
 
-        The object exists as long as the autograd graph. It should not refer to tensors of the call, except tensors that
-        autograd must not watch: return the others from `saved`.
+        The object exists as long as the autograd graph. It should refer only to tensors that autograd must not watch:
+        return other tensors from `saved`.
 
         inputs: the inputs of the call; None for a compiled call, which runs this method at the start of its backward.
         """
 
     def require_backward(self, beside: Any) -> None:
-        """Raise an error if this call cannot have a backward (any more). Called before autograd unpacks the tensors of
-        `saved`.
+        """Raise an error if this call cannot have a backward, or no further backward. Called before autograd unpacks
+        the tensors of `saved`.
         """
 
     def gradients(
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
         turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return a gradient, or None, for each entry of `wanted`. All ranks want the same gradients.
+        """Return a gradient, or None, for each entry of `wanted`. `wanted` is equal on all ranks.
 
         Gradients are sums over ranks, not means. grads: the gradients of the results.
         """
@@ -266,12 +271,13 @@ class Operator(ABC, Generic[C]):
     def own_executors(
         self, p: Any, call: C, comm: Communicator, tensors: Tensors, deadline_s: float | None
     ) -> Chosen:  # fmt: skip
-        """Return the executors of calls with this call's `key`, for an operator that has its own kernels. Collective.
+        """Return the executors of calls with this call's `key`, for an operator that has its own kernels. All ranks
+        must make this call.
 
         Default: the planner chooses a schedule, and an executor of schedules runs it. An operator that overrides this
             method must obey these rules:
 
-        - Options of the call choose the executor. Callers cannot pin a schedule.
+        - Options of the call choose the executor. Users cannot pin a schedule.
         - Two calls with equal `key` can use the same executor.
         - `inputs` checks every call. Its values may be of any type.
         - The executor returns the results, so `outputs` returns nothing.
@@ -310,7 +316,7 @@ class Operator(ABC, Generic[C]):
         self.has_executors = type(self).own_executors is not Operator.own_executors
         """True if the operator has its own kernels."""
         self.sizes_are_alike = type(self).size is Operator.size and not self.has_executors
-        """True if equal `said` implies the same size on all ranks."""
+        """True if all ranks with equal `said` also have the same size."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """The operator's name in messages."""
 

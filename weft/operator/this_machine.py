@@ -1,6 +1,4 @@
-"""The machine on which this process runs, for the planner: its device name, and a model with calibrated and measured
-rates.
-"""
+"""The machine on which this process runs: its device name, and a performance model with calibrated and measured rates."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Make all ranks plan with the same self-calibration, if their GPUs need a self-calibration. Collective.
+    """Make all ranks plan with the same self-calibration, if their GPUs need one. All ranks must make this call.
 
-    The ranks measure, or they all use numbers that the first rank already has.
+    Either all ranks measure, or all use numbers that the first rank already has.
     """
     if self_calibrate(comm, device_name(comm.device), deadline_s):
         model_by_name.cache_clear()
@@ -29,8 +27,8 @@ def know_machine(comm: Communicator, deadline_s: float | None) -> None:
 def machine_model(device: torch.device, world_size: int) -> Model | None:
     """Return the model of this machine from the best source (`weft.plan.source`), with the GEMM times of this process.
 
-    Return None on CPU, and on GPUs that weft does not know (AMD GPUs without a machine file). The result is the same
-    object until the source or the GEMM times change.
+    Return None on CPU, and on AMD GPUs without a machine file. The result is the same object until the source or the
+    GEMM times change.
     """
     model = calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))

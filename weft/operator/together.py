@@ -1,4 +1,4 @@
-"""The context of one operator call on all ranks: it counts the call, allows one thread at a time, and notifies peers of
+"""The context manager around an operator call: it counts the call, allows one thread at a time, and notifies peers of
 errors.
 
 If a rank fails alone and does not notify its peers, its next call pairs with their current call. All ranks then get
@@ -10,16 +10,16 @@ wrong results without an error. So every error that leaves a call is handled:
   counts as made.
 - Any other error on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the
   group stays usable.
-- Bad input on GPUs, where hosts do not synchronise: this rank notifies its peers over the sockets (`weft.symm.calls`).
-  A peer that has not made the call, or refuses it too, raises as well, and the group stays usable. If a peer has
-  already made the call, the group fails. The next call of this rank waits for its peers' answers.
+- Bad input on GPUs, where ranks do not synchronise before calls: this rank notifies its peers over the sockets
+  (`weft.symm.calls`). A peer that has not made the call, or refuses it too, raises as well, and the group stays usable.
+  If a peer has already made the call, the group fails. The next call of this rank waits for its peers' answers.
 - Any other error on GPUs, such as out of memory: the group fails at once.
 
-If two threads of a rank are in calls of one group at the same time, the group fails, since a peer's call could pair
-with either.
+If two threads of a rank are in calls of one group at the same time, the group fails. Otherwise a peer's call could pair
+with the call of either thread.
 
-At the first call of a shape, the hosts of GPU ranks synchronise too, and compare how many calls each has made. Later
-calls are compared off the critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call with its source line
+At the first call of a shape, GPU ranks synchronise too, and compare how many calls each has made. Later calls are
+compared by a digest, off the critical path. `WEFT_CHECK_CALLS=1` compares every call with its source line
 (`weft.symm.calls`).
 """
 
@@ -50,7 +50,7 @@ _TOLD = "_weft_told"  # an attribute of errors of which peers have been notified
 
 
 class together:
-    """The context of a whole call of `operator`, or of its backward, on this rank.
+    """The context manager around a whole call of `operator`, or around its backward, on this rank.
 
     like: a tensor on the call's device, or a function that returns the device.
     """
@@ -66,7 +66,7 @@ class together:
         try:
             self._begin()
         except BaseException as error:
-            if self._calls is None:  # this rank is not in the group, or another thread is in its call
+            if self._calls is None:  # this rank is not in the group, or another thread is in a call
                 interrupted(self._operator, self._group, error)
                 raise
             if isinstance(error, ValueError):  # a peer has refused the call
@@ -90,8 +90,8 @@ class together:
 
     def _refuse_second_thread(self, calls: GroupCalls) -> NoReturn:
         text = (
-            f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a "
-            "call of this group: only one thread at a time may call on a group; give each thread its own group"
+            f"thread {threading.current_thread().name!r} called {self._operator} during a call of another thread on the same "
+            "group: only one thread at a time may use a group. Give each thread its own group"
         )
         calls.misused = text  # read when the other thread has set up its communicator
         for kind in ("cpu", "cuda"):
@@ -120,7 +120,8 @@ class together:
         if isinstance(error, WeftError) or group.size() == 1 or getattr(error, _TOLD, False):
             return
         with contextlib.suppress(AttributeError, TypeError):
-            setattr(error, _TOLD, True)  # a module's call encloses an operator's, and would notify again
+            # the error would otherwise be reported twice if a module's call encloses the operator's call
+            setattr(error, _TOLD, True)
         with temporarily_clear_interpreter_stack():  # torch.func.grad would wrap tensors that set-up creates
             self._notify(error)
 
@@ -140,17 +141,20 @@ class together:
 def failed(
     error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Notify peers of an error in a GPU call that ran outside of `together`. May raise `RefusedError` in its place."""
+    """Notify peers of an error in a GPU call that ran outside of `together`. May raise `RefusedError` in place of
+    `error`.
+    """
     call = together(operator, group, lambda: device, deadline_s)
     call._calls, call._published = calls_of(group), published_on(group)
     call._tell(error)
 
 
 def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: BaseException) -> None:
-    """Make the group fail if `error` is Ctrl-C, or another exception that ends programs, of which peers have not been notified.
+    """Make the group fail after Ctrl-C or another exception that ends programs, unless peers have been notified of
+    `error`.
 
-    Before a call is counted, peers cannot know of it. A program that catches the exception may skip this call. Then its next call
-    would pair with the peers' current one.
+    Before a call is counted, peers cannot know of it. A program that catches the exception may skip this call. Then its
+    next call would pair with the peers' current call.
     """
     if isinstance(error, Exception) or getattr(error, _TOLD, False):
         return
@@ -169,8 +173,8 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
-    The error becomes the refusal of this rank's next call, and raises at the peers' next call. On CPU the group stays
-    usable. On GPUs the group fails if a peer has already made that call.
+    The error becomes the refusal of this rank's next call, and is raised by the peers' next call. On CPU the group
+    stays usable. On GPUs the group fails if a peer has already made this call.
 
     what: the layer, for error texts.
     like: as for `together`.
@@ -198,12 +202,12 @@ def agree(
     deadline_s: float | None,
     hint: str = "",
 ) -> list[int]:
-    """Compare the first call of a shape across ranks. Return each rank's number. Collective.
+    """Compare the first call of a shape across ranks. Return each rank's number. All ranks must make this call.
 
     Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if texts or
     details differ. If only details differ, the error shows them, or their first line that differs.
 
-    check: returns a text and details, which must be equal on all ranks, and this rank's number.
+    check: a function that returns a text and details, which must be equal on all ranks, and this rank's number.
     hint: advice for the error text if only sizes differ.
     """
     if group.size() == 1:

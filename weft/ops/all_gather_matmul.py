@@ -51,13 +51,13 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """All-gather `A_shard` along `gather_dim` over `group`, and multiply the result by each of `Bs`.
 
-    It has the signature and the results of `torch.ops.symm_mem.fused_all_gather_matmul`. It computes
+    Same signature and results as `torch.ops.symm_mem.fused_all_gather_matmul`. Equivalent to
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
-    and multiplies rows that have arrived while it transfers other rows. The planner chooses a schedule for the shape
+    but multiplies rows that have arrived while it transfers other rows. The planner chooses a schedule for the shape
     and the machine. If no overlapping schedule is faster, the all-gather of NCCL (on CPU gloo) runs first, and then the
-    GEMMs. Collective over `group`. Autocast has no effect: inputs are multiplied in their own dtype.
+    GEMMs. All ranks of `group` must make the call. Autocast has no effect: inputs are multiplied in their own dtype.
 
     A_shard: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its
         to_local(). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
@@ -82,8 +82,8 @@ def all_gather_matmul(
     stream order. A has A_shard's shape, except that `gather_dim` has the rows of all ranks. A product has N_i in place
     of K.
 
-    The first call of a shape, and its first backward, are collective set-up, which takes milliseconds to seconds. Make
-    them before you capture a CUDA graph.
+    The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
+    to seconds. Make them before you capture a CUDA graph.
 
     Memory: the results, and symmetric memory of the size of A. On CPU all calls of a group share this memory until the
         group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
@@ -121,8 +121,9 @@ def all_gather_matmul(
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices. rows: the number of rows of each rank's shard, if they differ. outer: the dimensions
-    of A_shard (`outer_of`).
+    """The arguments as matrices.
+
+    rows: the number of rows of each rank's shard, if they differ. outer: the dimensions of A_shard (`outer_of`).
     """
 
     x: torch.Tensor
@@ -137,9 +138,9 @@ class _AllGatherMatmul(Operator[_Call]):
 
         grad x_shard = reduce-scatter of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    If both are needed, `weft.ops.all_gather_matmul_gradients` computes them. With uneven rows, or if forward returned x,
-    torch and NCCL compute them. NCCL then gathers x during the GEMMs of grad x, and reduces grad x during those of
-    grad w. For grad x alone, `matmul_reduce_scatter` fuses the reduce-scatter with the GEMMs.
+    If both are needed, `weft.ops.all_gather_matmul_gradients` computes them. Uneven rows, or a forward that returned x,
+    use torch and NCCL instead. NCCL gathers x during the GEMMs of grad x, and reduces grad x during the GEMMs of grad
+    w. If only grad x is needed, `matmul_reduce_scatter` fuses the reduce-scatter with the GEMMs.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -193,8 +194,8 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # All ranks want gradients of weights, or none does. But ranks may freeze different weights, and change this
-        # between calls. So gradients of frozen weights are computed too: otherwise ranks would run different schedules.
+        # Ranks agree on whether any weight needs a gradient, but may freeze different weights, and change this between
+        # calls. So compute gradients of frozen weights too: otherwise ranks would run different schedules.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
             return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
@@ -236,7 +237,9 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return the gradient of x by `matmul_reduce_scatter`; None if that is not predicted to be faster."""
+    """Return the gradient of x, computed by `matmul_reduce_scatter`; None if it is not predicted to be faster than
+    NCCL.
+    """
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
     nothing = grads[0].new_empty(())
@@ -246,7 +249,7 @@ def _scattered_by_dual(
     # Linear layers have column-major Bs, so this concatenates contiguous rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # The first call may have chosen serial. Then later calls return None here, so this one must too: equal calls give
+    # The first call may have chosen serial. Then later calls return None here, and this call must too: equal calls give
     # equal bits.
     return found if overlaps(dual, like, group, turn) else None
 

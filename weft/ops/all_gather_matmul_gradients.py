@@ -1,5 +1,6 @@
-"""The backward pass of `weft.all_gather_matmul` if both x and weights need gradients: an operator with its own
-schedules.
+"""The backward pass of `weft.all_gather_matmul` if both x and the weights need gradients.
+
+It is an operator with its own schedules.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
-            # Copied without a warning, because autograd made the tensor: the gradient of a sum is one element,
-            # expanded.
+            # No warning about the copy, because autograd made the tensor: the gradient of a sum is one expanded
+            # element.
             grad = grad.contiguous() if is_scattered(grad) else grad
             tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
         return tensors
@@ -95,7 +96,9 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's term of the gradient of x, which is the sum over ranks. gathered: another term to add."""
+    """Return this rank's contribution to the gradient of x, which is the sum over ranks. gathered: a tensor to add to
+    it.
+    """
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):
         partial.addmm_(grad, wt)
@@ -105,7 +108,7 @@ def partial_of(
 def reduce_scattered(
     partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn
 ) -> tuple[torch.Tensor, Any]:
-    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the work to wait for before
+    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the work handle to wait on before
     reading them.
 
     rows: the number of rows of each rank.

@@ -59,31 +59,31 @@ def all_gather_scaled_matmul(
     """All-gather the fp8 `A_shard` along `gather_dim` over `group`, and multiply the result by each of the fp8 `Bs`,
     with scales.
 
-    It has the arguments and the results of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. It computes
+    Same arguments and results as `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. Equivalent to
 
         A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
 
-    Schedules, memory and first calls are as for `weft.all_gather_matmul`. Collective over `group`. Not differentiable:
-    inputs that require gradients are refused.
+    Schedules, memory and first calls are as for `weft.all_gather_matmul`. All ranks of `group` must make the call.
+    Inputs that require gradients are refused.
 
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
         warning.
-    A_scale: fp32. As in torch's op, its shape determines its meaning. The first line that applies counts:
+    A_scale: fp32. As in torch's op, the shape determines the meaning. The first case that applies counts:
         - A_shard's shape with a last dimension of 1: a scale for each row of this shard. It is gathered with the rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - One element in any other shape, such as a scalar: one scale for all of A. Pass the same value on every rank:
-          nothing checks it.
-        - With uneven `rows` that include a 1, one element in the shape of a single row's scale: the scale of every row
+        - One element in any other shape, such as a scalar: one scale for all of A. Pass the same value on every rank;
+          weft does not check it.
+        - One element shaped like the scale of a single row, with uneven `rows` that include a 1: the scale of every row
           of this shard.
     B_scales: fp32, one element each. With row-wise A_scale also [1, N_i], a scale for each column.
     biases: for each B, [N_i] or None, in the dtype of its result, which must be bf16 or fp16. For fp8 results the bias
         is bf16. None: no bias.
     result_scales: None, or a list of None. Scale B_scales instead.
-    out_dtypes: for each B, torch.bfloat16, float16 or float32. With one element in A_scale and in B_scales, also
-        float8_e4m3fn (or None, which means the same); values then saturate at the largest fp8 number. None: bfloat16
-        for all.
+    out_dtypes: for each B, torch.bfloat16, float16 or float32. If A_scale and B_scales have one element each, also
+        float8_e4m3fn (or None in the list, which means the same). fp8 results saturate at the largest fp8 number. If
+        out_dtypes is None: bfloat16 for all.
     use_fast_accum: for each B, True for faster, less exact accumulation. None: False for all.
     return_A: True to return the gathered A too, as torch's op always does. False allows more schedules and saves a
         copy.
@@ -160,9 +160,9 @@ def _scale_of_rows(
     A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-    """Return (True if each row has a scale, the scale). The scale is [rows, 1] for the shard's rows, or [1, 1].
+    """Return (True if each row has a scale, the scale). The scale is [rows of the shard, 1] or [1, 1].
 
-    Only shapes decide, as in torch's op, since a rank does not know the scales of its peers.
+    Only the shape decides, as in torch's op, since a rank does not know the scales of its peers.
     """
     extent, shape = A_shard.shape[gather_dim], list(A_scale.shape)
     sizes = [extent] * size_of(group) if rows is None else list(rows)
@@ -178,7 +178,7 @@ def _scale_of_rows(
     if A_scale.numel() == 1:
         if shape != of_rows(1) or 1 not in sizes:
             return False, A_scale.reshape(1, 1)
-        # A rank with one row sees such a scale as row-wise. So it must be row-wise on this rank too.
+        # A rank with one row treats a scale of this shape as row-wise. So this rank must treat it as row-wise too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
         f"A_scale has shape {tuple(shape)}: pass one element, or one scale per row, {tuple(of_rows(extent))} or "

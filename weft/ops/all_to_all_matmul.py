@@ -1,7 +1,7 @@
 """`weft.all_to_all_matmul`: MoE dispatch. Tokens are sent to the ranks of their experts, whose GEMMs start as tokens
 arrive.
 
-The number of tokens and their destinations are dynamic: they are no part of a shape. Memory for arriving tokens is
+The number of tokens and their destinations may change in each call without a new set-up. Memory for arriving tokens is
 allocated once, for `capacity` tokens per rank. `weft.runtime.unfused.experts` has the unfused implementation.
 """
 
@@ -49,19 +49,19 @@ def all_to_all_matmul(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Send every token to the rank of its expert, and multiply it there by the expert's weights: MoE dispatch.
 
-    On W ranks with E experts each, it computes
+    On W ranks with E experts each, the call is equivalent to
 
         received = all_to_all_single(splits)                           # [W, E]
         x = all_to_all_single(tokens, received.sum(1), splits.view(W, E).sum(1))
         x = x sorted by expert, then by source rank
         y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
 
-    It multiplies tokens that have arrived while it transfers other tokens, and never sorts tokens. Collective over
-    `group`. Autocast has no effect.
+    but multiplies tokens that have arrived while it transfers other tokens, and never sorts tokens. All ranks of
+    `group` must make the call. Autocast has no effect.
 
-    tokens: [T, K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`). They are sorted by global expert, as by an
-        argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may differ
-        between ranks and between calls. Copied if not contiguous.
+    tokens: [T, K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`). Sort them by global expert, for example
+        with an argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may
+        differ between ranks and between calls. Copied if not contiguous.
     w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
         contiguous [E, N, K], which is copied at every call on CPU.
     splits: [W * E] int64 (int32 is converted) on the tokens' device: the number of tokens for each expert of all ranks.
@@ -69,9 +69,9 @@ def all_to_all_matmul(
         values give wrong results.
     group: a process group, or its name (default: the default group of torch.distributed).
     max_rows: an upper bound on the number of rows that this rank receives. With None, y has exactly the received rows,
-        and the host waits once to read their number, mostly while GEMMs run. With a number, y has that many rows, and
-        rows beyond the received ones are not written. Then the host never waits, and a CUDA graph can capture the call
-        unless the schedule is "serial". The bound may differ between ranks and between calls.
+        and the CPU waits once for the GPU to read their number, mostly while GEMMs run. With a number, y has that many
+        rows, and rows beyond the received ones are not written. The CPU then never waits, and a CUDA graph can capture
+        the call unless the schedule is "serial". The bound may differ between ranks and between calls.
     return_received: True to return `received` too.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. A rank may send all of its
         tokens to one peer. Default: slightly more than the largest T at the first call of this shape.
@@ -90,14 +90,14 @@ def all_to_all_matmul(
     local expert, on the tokens' device. Under torch.compile without max_rows, y has a dynamic size, which needs
     `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    The first call of a shape (K, N, E, dtype, capacity, max_rows given or not) is collective set-up, which takes
-    milliseconds to seconds. Make it before you capture a CUDA graph.
+    The first call of a shape (K, N, E, dtype, capacity, max_rows given or not) sets up memory and kernels on all ranks,
+    which takes milliseconds to seconds. Make it before you capture a CUDA graph.
 
     Memory: y, an eighth larger if it is allocated before its number of rows is known. Also symmetric memory of (W - 1)
-        x capacity x K elements. CPU ranks keep it for the largest shape, GPU ranks for each of the last 64 shapes and
-        for shapes that a CUDA graph has captured. Large shapes that are no longer called are freed sooner. Schedules for few rows
-        also need up to 128 KiB per multiprocessor, for partial sums. The serial schedule instead needs twice the
-        received rows, K wide.
+        x capacity x K elements. CPU ranks keep the memory of the largest shape. GPU ranks keep the memory of each of
+        the last 64 shapes, and of shapes that a CUDA graph has captured. Memory of large shapes that are no longer
+        called is freed sooner. Schedules for few rows also need up to 128 KiB per multiprocessor, for partial sums. The
+        serial schedule instead needs memory for twice the received rows, each K wide.
 
     Differentiable once in tokens and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums
     over rows, not means.
@@ -157,7 +157,7 @@ class _AllToAllMatmul(Operator[_Call]):
     }  # fmt: skip
     caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of received rows
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # backward needs the number of received rows on the CPU
 
     def note(self, call: _Call) -> None:
         if call.splits.is_cuda:
@@ -192,7 +192,7 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem with `capacity` tokens on each rank. Without capacity, `most` is rounded up."""
+        """Return the problem with `capacity` tokens on each rank. If `capacity` is None, round up `most`."""
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
@@ -234,8 +234,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call with the problem's number of tokens, the same for each expert. The first call itself may have
-        few tokens.
+        """Return a call for measuring schedules: with the problem's number of tokens, equally many for each expert. The
+        first real call may have few tokens.
         """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
@@ -260,12 +260,12 @@ class _AllToAllMatmul(Operator[_Call]):
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Save the tokens for the gradient of the weights, and `received`.
 
-        The caller has `received` too. Autograd raises if the caller changes it.
+        The caller may hold `received` too. Autograd raises if the caller changes it.
         """
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
     def beside(self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Any) -> Sizes:
-        """Start copying the tables to the host, where backward needs them."""
+        """Start copying `received` and `splits` to the CPU, for backward."""
         _, _, splits, received = saved
         assert splits is not None
         assert received is not None
@@ -278,15 +278,15 @@ class _AllToAllMatmul(Operator[_Call]):
         self, p: AllToAllMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the gradients.
+        """Return the gradients of tokens and weights.
 
-        If only the gradient of tokens is wanted, the dual of this operator, the combine, computes it with transposed
-        weights. If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers:
-        backward sends tokens again during one GEMM, and sends gradients during the other.
+        If only the gradient of tokens is wanted, the combine (`matmul_all_to_all`) with transposed weights computes it.
+        If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers: backward sends
+        tokens again during one GEMM, and gradients during the other.
 
-        Forward does not save the received tokens, for two reasons. Peers write into their memory, so each call would
-        have to copy them. And calls with gradients would be a shape of their own, which might use another schedule and
-        give other bits when activation checkpointing recomputes them.
+        Forward does not save the received tokens, for two reasons. The next call overwrites them, so each call would
+        have to copy them. And calls with gradients would count as a separate shape, whose schedule and bits may differ
+        when activation checkpointing recomputes them.
         """
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
@@ -335,9 +335,9 @@ def gradients_of_experts(
 
         grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
 
-    grad x is put back into the order of arrival and sent back. x is exchanged again during the GEMM of grad x, and grad
-    x is sent during the GEMM of grad w. The gradient of a token is complete on its rank. The gradient of a weight is
-    complete on the rank that has the weight: it is the sum, not the mean, over the rows of all ranks.
+    x is sent again during the GEMM of grad x. grad x is permuted back into the order of arrival, and sent during the
+    GEMM of grad w. The gradient of a token is complete on its rank. The gradient of a weight is complete on the rank
+    that owns the weight: the sum, not the mean, over the rows of all ranks.
     """
     world, came = group.size(), sum(sizes.host.came)
     missing = came - grad_y.shape[0]  # rows beyond max_rows
@@ -373,7 +373,7 @@ def expert_weights(w: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_up(rows: int) -> int:
-    """Round up `rows`, so that a slightly larger number of tokens is no new shape.
+    """Round up `rows`, so that calls with slightly more tokens share the compiled shape.
 
     The result is at least 64, and a multiple of an eighth of the largest power of two that is at most `rows`.
     """
@@ -416,7 +416,7 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
 
 
 def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
-    """Raise `ValueError` for splits that do not match the tokens. Does nothing if splits is on a GPU, where reading
+    """Raise `ValueError` for splits that do not match the tokens. Skip the check if splits is on a GPU, where reading
     would wait.
     """
     if splits.device.type != "cpu":

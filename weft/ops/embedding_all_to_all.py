@@ -1,10 +1,13 @@
 """`weft.embedding_all_to_all`: pooled embeddings that are stored at their destination, without a separate all-to-all.
 
-The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec in
-this file checks the input, and chooses the transport at the first call. `weft.runtime.cpu.embedding`,
-`weft.runtime.cuda.embedding`, or `weft.runtime.embedding_unfused` on both, runs the call on this rank. The work is done
-by `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all`. Backward is in
-`weft.runtime.embedding_backward`.
+A call passes through these modules:
+
+    weft.operator.calls               finds the compiled operator for the sharding and the options
+    this module                       checks the input, and chooses the transport at the first call
+    weft.runtime.cpu.embedding        runs the call on CPU, with csrc/embedding_all_to_all.cpp
+    weft.runtime.cuda.embedding       runs the call on a GPU, with weft.kernels.embedding_all_to_all
+    weft.runtime.embedding_unfused    runs transport "serial" on both
+    weft.runtime.embedding_backward   runs backward
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from weft.timeline import Timeline
 from weft.words import counted, joined, kind
 
 Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int, OutputDtype]
-"""A plan as it is in a call: the sharding as text, and the options."""
+"""An `EmbeddingPlan` as a hashable tuple: the sharding as text, and the options."""
 
 
 def embedding_all_to_all(
@@ -74,9 +77,9 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool this rank's tables for the global batch, and send every pooled vector to the rank that owns its sample.
 
-    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch,
-    sum(D)]`. One kernel does all three, and stores each vector into its owner's output as soon as it is pooled.
-    Collective over `group`. Only one thread per rank may make calls at a time.
+    Equivalent to one `nn.EmbeddingBag` per table, an all-to-all, and a permutation to `[local batch, sum(D)]`. One
+    kernel does all three, and stores each vector into its owner's output as soon as it is pooled. All ranks of `group`
+    must make the call. Only one thread per rank may make calls at a time.
 
     weights: this rank's tables, each `[num_embeddings, embedding_dim]`, contiguous, in fp32, fp16 or bf16, in the order
         of `sharding.local_tables(rank)`. Sums are in fp32.
@@ -91,32 +94,33 @@ def embedding_all_to_all(
         remainder.
     transport: how vectors are sent. "direct" stores each vector into the peer's memory. "put" sends slices of up to
         `slice_size` vectors of a sample (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools
-        everything, calls NCCL's all-to-all, and reorders the columns. "auto" chooses the transport with the shortest
-        predicted time on this GPU (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs that
-        weft has no model of, "auto" is "direct". If ranks are on several hosts, every transport is "serial".
-    slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, the number of vectors that a thread
-        stores in a row. "direct" on GPUs ignores it.
+        everything, calls NCCL's all-to-all, and reorders the columns. "auto" uses the transport with the shortest
+        predicted time on this GPU (`weft.plan.explain`). Similar numbers of samples share one choice. On CPU, and on
+        GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, every transport is
+        "serial".
+    slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, the number of consecutive vectors that
+        a thread stores. "direct" on GPUs ignores slice_size.
     order: "remote_first" pools the samples of peers before this rank's own; "natural" follows the batch.
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on
-        GPUs at the next call). "fatal" refuses the call on every rank before anything is written (on GPUs the host
-        waits for the device). "ignore" does not check.
+        GPUs at the next call). "fatal" refuses the call on every rank before anything is written (on GPUs the CPU waits
+        for the device). "ignore" does not check.
     hash: True to map any 64-bit id to a row, by splitmix64's finalizer modulo the number of rows
         (`weft.embedding.hash_ids`).
     outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With
-        n buffers, the caller may keep n - 1 results while the next is computed. Further results are copied out of the
-        buffers. With 1, keeping a result is an error. A call that a CUDA graph captures keeps its buffer, except for
-        the last free buffer, from which results are copied. "serial" has no such buffers: its results are ordinary
-        tensors.
-    output_dtype: "fp16" or "bf16" rounds each pooled vector, summed in fp32, to that dtype before it is sent: half the
-        bytes of fp32 tables. Gradients are sent in it too. "table": the tables' dtype. On CPU, such calls use transport
-        "serial".
-    update: an optimizer with its states for `weights`. Backward then reduces the gradient of each row that the batch
-        has read, updates the row in place, and returns no gradient. A second backward of the same call raises
-        `WeftError`. Not supported under torch.compile.
+        n buffers, the caller may keep n - 1 results during the next call. If the caller keeps more, results are copied
+        out of the buffers. With 1, keeping a result during the next call is an error. A CUDA graph keeps one buffer for
+        each call that it captured. If only one buffer is free, results are copied from it. "serial" has no such
+        buffers: its results are ordinary tensors.
+    output_dtype: "fp16" or "bf16" rounds each pooled vector, which is summed in fp32, to this dtype before sending.
+        This halves the bytes sent for fp32 tables. Gradients are sent in the same dtype. "table": the tables' dtype. On
+        CPU, such calls use transport "serial".
+    update: an optimizer with its states for `weights`. Backward then reduces the gradients of each row that the batch
+        has read, updates the row in place, and returns no gradient of the tables. A second backward of the same call
+        raises `WeftError`. Not supported under torch.compile.
     sparse: True for sparse COO gradients of tables, with each row once, ascending. Only without `update`. Not supported
         under torch.compile.
-    requires_grad: without `update`, True if tables of other ranks require gradients. Only ranks without tables need it:
-        other ranks see it from their weights.
+    requires_grad: True if tables of other ranks require gradients. Only for ranks without tables, in calls without
+        `update`: other ranks derive it from their weights.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). It applies in
         backward too.
     timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device.
@@ -124,16 +128,16 @@ def embedding_all_to_all(
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype or `output_dtype`, with columns in table
     order. On GPUs it is valid in stream order.
 
-    Backward is collective too. It sends the gradients of pooled vectors to the owners of the tables, which reduce them
-    by row, in fp32, in a fixed order. So equal inputs give equal bits for any number of ranks, unless `update` has
-    `deterministic=False`. Gradients are sums over all samples of all ranks. With `update`, backward updates the tables.
-    Otherwise it returns gradients for tables that require them, in fp16 and bf16 rounded once. Out-of-range ids get no
-    gradients. Second derivatives raise an error.
+    All ranks must run backward too. Backward sends the gradients of pooled vectors to the owners of the tables. The
+    owners reduce them by row, in fp32, in a fixed order. So equal inputs give equal bits for any number of ranks,
+    unless `update` has `deterministic=False`. Gradients are sums over all samples of all ranks. With `update`, backward
+    updates the tables. Otherwise it returns the gradients of tables that require them. fp16 and bf16 gradients are
+    rounded once. Out-of-range ids get no gradients. Second derivatives raise an error.
 
     Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs
         one or two slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead.
-        Each sharding with its options keeps this memory until the group is destroyed, or
-        `weft.nn.ShardedEmbeddingBagCollection.close` frees it. Backward needs the gradients of pooled vectors, sent and
+        Each combination of a sharding and options keeps this memory until the group is destroyed, or until
+        `weft.nn.ShardedEmbeddingBagCollection.close`. Backward needs the gradients of pooled vectors, sent and
         received, up to 40 bytes for each id, and, without `update`, the gradients of tables.
 
     Raises:
@@ -182,8 +186,8 @@ _written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what `a
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None) -> torch.device:
     """Return the device of this rank's call.
 
-    If the arguments do not determine it, return the device of the group's backend. A later check refuses such arguments
-    and notifies the other ranks.
+    If the arguments do not determine the device, return the device of the group's backend. A later check refuses such
+    arguments and notifies the other ranks.
     """
     try:
         like = weights[0] if len(weights) else as_jagged(features).values
@@ -197,8 +201,8 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None
 class _Call(NamedTuple):
     """The arguments of a call.
 
-    keys, stride, whole: as in `JaggedInput`. rank: this rank. The fields from `states` on are a `Training`, and those
-        from `sharding` on a `Form`. Lists of numbers and of strings may be tuples.
+    keys, stride, whole: as in `JaggedInput`. The fields from `states` on are the fields of `Training`. The fields from
+        `sharding` on are those of `Form`.
     """
 
     weights: list[torch.Tensor]
@@ -232,7 +236,7 @@ def form_of(
     plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None,
     training: Training = NOT_TRAINED,
 ) -> _Call:  # fmt: skip
-    """Return the arguments as a `_Call`. The spec's `inputs` checks the other arguments."""
+    """Return the arguments as a `_Call`. `_EmbeddingAllToAll.inputs` checks the other arguments."""
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
     return _Call(weights, values, offsets, of_values, sizes, keys, stride, whole, rank, *training, *plan)  # type: ignore[arg-type]
@@ -245,7 +249,7 @@ def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
 
 
 def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
-    """Check a call, without reading tensor contents on the host. Raise `ValueError` for bad arguments."""
+    """Check a call, without waiting for a GPU to read tensors. Raise `ValueError` for bad arguments."""
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
     jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
@@ -271,7 +275,7 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The index of per-sample weights among the non-table tensors of a call, which follow the tables. The last one is the
+"""The index of per-sample weights among the tensors of a call that follow the tables. The last of these tensors is the
 anchor.
 """
 _TRACKED = 4
@@ -288,13 +292,12 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator. Calls differ in their ids, so it is compiled once per plan, and with transport="auto" once per size
-    bucket.
+    """The operator, compiled once per plan, and with transport="auto" once per size bucket.
 
     With "auto" the planner chooses between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of
-    the size bucket (`weft.plan.nearby`). Without a model of the GPU, on CPU, or with one rank, "auto" is `direct`.
-    Under `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks take the same transport: rank 0
-    plans, and measured times are the slowest rank's.
+    the size bucket (`weft.plan.nearby`). On CPU, with one rank, or without a performance model of the GPU, "auto" is
+    `direct`. Under `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks use the same transport:
+    rank 0 plans, and measured times are the slowest rank's.
     """
 
     name, form = "embedding_all_to_all", _Call
@@ -303,16 +306,17 @@ class _EmbeddingAllToAll(Operator[_Call]):
         "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike",
         "output_dtype": "alike", "update": "own", "sparse": "own", "requires_grad": "own", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
-    """Each rank checks its weights against the sharding. Ranks compare the rest at the first call of a shape. On CPU
-    they compare optimizers, learning rates and sparse at each backward too (`weft.runtime.embedding_backward`).
+    """Each rank checks its weights against the sharding. Ranks compare the other arguments at the first call of a
+    shape. On CPU they also compare optimizers, learning rates and `sparse` at each backward
+    (`weft.runtime.embedding_backward`).
     """
     gradients_of: ClassVar[Mapping[str, str]] = {"weights": "weights", "per_sample_weights": "per_sample_weights"}
     tags = (torch.Tag.cudagraph_unsafe,)  # results are in buffers that later calls reuse
     _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = weakref.WeakKeyDictionary()
-    """Counters of the differentiated calls of each group."""
+    """The number of calls with gradients of each group, so far."""
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        """Replace "auto" by the transport that applies to all batch sizes, if there is one."""
+        """Replace "auto" by a fixed transport if all batch sizes use the same transport."""
         if call.transport != "auto":
             return call
         device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))
@@ -366,7 +370,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def tracked(self, call: _Call) -> list[torch.Tensor | None]:
-        """Return the tensors without the tables and states that an optimizer updates, since they have no gradients."""
+        """Return the tensors that autograd tracks. Tables and states that an optimizer updates have no gradients, so
+        they are left out.
+        """
         if not call.optimizer:
             return self.tensors(call)
         return [call.values, call.offsets, call.per_sample_weights, call.anchor]
@@ -374,8 +380,8 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Save ids, offsets and per-sample weights.
 
-        Save the tables too if per-sample weights need gradients and there is no optimizer. (An optimizer changes the
-        tables while other calls wait for their backward.)
+        Save the tables too if per-sample weights need gradients and there is no optimizer. With an optimizer the saved
+        tables might change before backward.
         """
         is_read = not call.optimizer and wanted[len(call.weights) + _OF_VALUES]
         return [call.values, call.offsets, call.per_sample_weights, *(call.weights if is_read else [])]
@@ -383,7 +389,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def beside(
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
-        """Return the state that backward needs."""
+        """Return the other state that backward needs."""
         number = 0 if inputs is None else next(self._numbers.setdefault(group, itertools.count(1)))
         tables = None
         if call.optimizer:
@@ -443,7 +449,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the size bucket of a call in which a rank has at most `most` samples."""
+    """Return the size bucket of a call. most: the largest number of samples of a rank."""
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 
@@ -458,13 +464,13 @@ def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
             plans.append(p.sent_by(transport))
         if (
             comm.device.type == "cpu" and transport != "direct"
-        ):  # "auto" was "direct" if there was no model at the first call
+        ):  # "auto" was "direct" because there was no model at the first call
             plans.append(p.sent_by("direct"))
     return [one for one in prepared_calls(OPERATOR, comm.group) if one.comm is comm and one.key[0][0] in plans]
 
 
 def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Not collective."""
+    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Ranks do not communicate."""
     if (comm := symm.open_communicator(group, device.type)) is None:
         return []
     executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}
@@ -472,7 +478,9 @@ def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.devic
 
 
 def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
-    """Free the symmetric memory of all calls with the plan `p`, for `ShardedEmbeddingBagCollection.close`. Collective."""
+    """Free the symmetric memory of all calls with the plan `p`, for `ShardedEmbeddingBagCollection.close`. All ranks
+    must make this call.
+    """
     comm = symm.communicator(group, device, deadline_s=deadline_s)
     prepared = calls_with(p, comm)
     executors = {executor for one in prepared for executor in _executors(one)}

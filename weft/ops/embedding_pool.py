@@ -1,7 +1,7 @@
 """`weft.embedding_pool`: pool all tables of one device in one kernel, into an ordinary tensor.
 
-This is the local half of `embedding_all_to_all`, for tables that are not sharded. Benchmarks use it as the baseline:
-`embedding_pool`, then NCCL's all-to-all.
+Use it for tables that are not sharded. It is the local half of `embedding_all_to_all`: benchmarks compare that operator
+with `embedding_pool` followed by NCCL's all-to-all.
 """
 
 from __future__ import annotations

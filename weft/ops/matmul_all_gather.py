@@ -44,19 +44,19 @@ def matmul_all_gather(
 ) -> torch.Tensor:
     """Multiply `x` by `w`, and all-gather the products of all ranks of `group` along `gather_dim`.
 
-    It computes
+    Equivalent to
 
         return all_gather(x @ w, gather_dim)
 
-    and sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
-    If no overlapping schedule is faster, the GEMM runs first, and then the all-gather of NCCL (on CPU gloo). Collective
-    over `group`. Autocast has no effect: inputs are multiplied in their own dtype.
+    but sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
+    If no overlapping schedule is faster, the GEMM runs first, and then the all-gather of NCCL (on CPU gloo). All ranks
+    of `group` must make the call. Autocast has no effect: inputs are multiplied in their own dtype.
 
     x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. The same shape on all ranks.
         Not a DTensor: pass its to_local(). Copied if `x.movedim(gather_dim, 0)` is not contiguous.
     w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
         values.
-    gather_dim: a dimension of the product [..., N]. -1 or the last dimension concatenates columns, as for a
+    gather_dim: a dimension of the product [..., N]. -1 or the last dimension concatenates columns, as in a
         column-parallel layer that gathers its output: the columns of rank r begin at r * N. Any other dimension
         concatenates rows.
     group: a process group, or its name.
@@ -73,13 +73,13 @@ def matmul_all_gather(
     ranks get the same bits, and equal calls give equal bits. Two schedules may round differently, because they may
     split the GEMM into parts of different sizes.
 
-    The first call of a shape is collective set-up, which takes milliseconds to seconds. Make it before you capture a
-    CUDA graph.
+    The first call of a shape sets up memory and kernels on all ranks, which takes milliseconds to seconds. Make it
+    before you capture a CUDA graph.
 
-    Memory: the result, and symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows
-        share the memory of the largest x, as for `weft.all_gather_matmul`. During a call the serial schedule also needs
-        x @ w and, to concatenate columns, memory of the size of the result. Overlapped backward keeps symmetric memory
-        of the size of the peers' parts of the result, and memory of the size of this rank's part.
+    Memory: the result, and symmetric memory of the size of x @ w, which weft keeps for later calls. All calls that
+        differ only in rows share the memory of the largest x, as in `weft.all_gather_matmul`. During a call the serial
+        schedule also needs x @ w and, to concatenate columns, memory of the size of the result. Overlapped backward
+        keeps symmetric memory for the peers' parts of the result, and ordinary memory for this rank's part.
 
     Differentiable once in x and w. All ranks must enable gradients for the same inputs. Gradients are sums over ranks,
     as in the backward of an all-gather. If all ranks compute the same loss from y, as replicated layers do, divide the
@@ -127,12 +127,12 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllGather(Operator[_Call]):
-    """The operator y = all_gather(x @ w). With `own` the part of the sum of grad y over ranks that belongs to this
-    rank's product:
+    """The operator y = all_gather(x @ w). Its gradients are
 
+        own = this rank's part of the sum of grad y over ranks
         grad x = own @ w^T      grad w = x^T @ own
 
-    If both gradients are needed, `weft.ops.matmul_all_gather_gradients` computes them. Otherwise backward is NCCL's
+    If both are needed, `weft.ops.matmul_all_gather_gradients` computes them. Otherwise backward is NCCL's
     reduce-scatter and one GEMM.
     """
 

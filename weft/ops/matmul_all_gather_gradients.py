@@ -1,4 +1,6 @@
-"""The backward pass of `weft.matmul_all_gather` if both x and w need gradients: an operator with its own schedules."""
+"""The backward pass of `weft.matmul_all_gather` if both x and w need gradients. It is an operator with its own
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from weft.runtime.unfused.unpack import below_each_other
 
 
 class _Call(NamedTuple):
-    """The arguments of a call. g: the gradient of the gathered products, concatenated along columns (`columns`) or
-    rows.
+    """The arguments of a call. g: the gradient of the gathered products. columns: True if the products are concatenated
+    along columns.
     """
 
     x: torch.Tensor
@@ -77,7 +79,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
 
 def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn) -> torch.Tensor:
-    """Return the part of the sum of g over ranks that belongs to this rank: the gradient of its product."""
+    """Return this rank's part of the sum of g over ranks: the gradient of this rank's product."""
     if p.world_size == 1:
         return g
     if p.columns:

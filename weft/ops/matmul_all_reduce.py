@@ -1,4 +1,4 @@
-"""`weft.matmul_all_reduce`: a GEMM whose finished rows are reduced by peers while it computes other rows."""
+"""`weft.matmul_all_reduce`: a GEMM whose finished rows are reduced while it computes other rows."""
 
 from __future__ import annotations
 
@@ -62,29 +62,28 @@ def matmul_all_reduce(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply `x` by `w`, and all-reduce the products of all ranks of `group`.
 
-    It computes
+    Equivalent to
 
         y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
 
-    With `norm` it returns `(rms_norm(y, [N], norm, eps), y)`: the input and the residual of a transformer's next layer.
+    With `norm`, return `(rms_norm(y, [N], norm, eps), y)`: the input and the residual of a transformer's next layer.
 
     Finished rows are sent while other rows are computed, and their sums are returned while other rows are reduced. With
     few rows, as in decoding, every rank reduces all rows. The planner chooses a schedule for the shape and the machine.
-    If no overlapping schedule is faster, the GEMM runs first, and then the all-reduce of NCCL (on CPU gloo). Collective
-    over `group`. Autocast has no effect: inputs are multiplied, and sums normalised, in their own dtype.
+    If no overlapping schedule is faster, the GEMM runs first, and then the all-reduce of NCCL (on CPU gloo). All ranks
+    of `group` must make the call. Autocast has no effect: GEMM and norm use the dtype of the inputs.
 
     x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D, with any number of rows. The
-        same shape on all ranks. Not a DTensor: pass its to_local(). Integers and fp8 are refused: products are rounded
-        to x's dtype before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
+        same shape on all ranks. Not a DTensor: pass its to_local(). Integers and fp8 are refused, because products are
+        rounded to x's dtype before they are reduced. Copied if it is not contiguous.
     w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
         values.
     group: a process group, or its name.
     op: "sum", or "avg" (the sum divided by the number of ranks).
-    bias, residual: [N] and [..., N] in x's dtype, added to the sum. The rank that reduces a row adds them before it
-        rounds the row and sends it. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not
-        supported with "avg".
-    norm: [N] in x's dtype, the weight of an RMSNorm. The call then returns the normalised sum too. Not supported with
-        "avg".
+    bias, residual: [N] and [..., N] in x's dtype, added to the sum. They must be equal on all ranks, because one rank
+        adds them to the sum of a row and sends the row to the others. `WEFT_CHECK_CALLS=1` checks this. Not supported
+        with "avg".
+    norm: [N] in x's dtype, the weight of an RMSNorm of the sum. Not supported with "avg".
     eps: the norm's epsilon, at least 0, which is added to the mean square of a row.
     schedule: the name of a schedule, such as "serial" or "two_shot[chunks=2,by=dma,add=gemm]", to use it in forward.
         `weft.plan.explain` lists the names. "autotune" times schedules at the first call of a shape, and caches the
@@ -95,22 +94,22 @@ def matmul_all_reduce(
         supported under torch.compile.
 
     Returns the sum [..., N] in x's dtype, in ordinary memory. On GPUs the result is valid in stream order. With `norm`,
-    returns (the normalised sum, the sum). Each rank normalises the sum after it has been rounded to x's dtype, with its
-    own weight, in fp32 (fp64 inputs in fp64), and rounds once.
+    returns (the normalised sum, the sum). The norm is computed from the sum in x's dtype, with this rank's weight, in
+    fp32 (fp64 for fp64 inputs), and rounded once.
 
     Overlapped schedules reduce in fp32, in an order that depends only on the schedule and the number of ranks. So equal
     calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy the result,
-    or each rank reduces it in the order of ranks. Rows are divided equally among the ranks, except that the last ranks
-    may get fewer rows, or none. Two schedules may differ by rounding. "avg" divides the rounded sum, so in fp16 a
-    product or sum above 65504 overflows before the division.
+    or each rank reduces the row in the order of ranks. Rows are divided equally among the ranks, but the last ranks may
+    get fewer rows, or none. Two schedules may differ by rounding. "avg" divides the rounded sum, so in fp16 a product
+    or sum above 65504 overflows before the division.
 
-    The first call of a shape, and its first backward, are collective set-up, which takes milliseconds to seconds. Make
-    them before you capture a CUDA graph.
+    The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
+    to seconds. Make them before you capture a CUDA graph.
 
-    Memory: the results, and symmetric and other memory that is kept, up to two and a half times the size of the sum.
-        With few rows it is the size of the sum for each rank, at most 256 MiB. Backward also keeps x, w and, with
-        `norm`, the sum. Do not change them in place: write `sum = sum + ...`, not `sum += ...`. Autograd raises an
-        error if they were changed.
+    Memory: the results, and memory that weft keeps for later calls, up to two and a half times the size of the sum,
+        partly symmetric. With few rows it is W times the size of the sum on W ranks, at most 256 MiB. Autograd also
+        saves x, w and, with `norm`, the sum. Do not change them in place: write `sum = sum + ...`, not `sum += ...`.
+        Autograd raises an error if they were changed.
 
     Differentiable once in x, w, bias, residual and norm. All ranks must enable gradients for the same inputs. Gradients
     of x and w are those of the sum of the ranks' losses, as in `torch.distributed.nn.functional.all_reduce`. If all
@@ -119,8 +118,8 @@ def matmul_all_reduce(
     all-reduce.
 
     Backward is a reduce-scatter of the sum's gradient, followed by `all_gather_matmul`, which overlaps. If the number
-    of rows is not divisible by the number of ranks, it is one all-reduce and two GEMMs. The gradient of the norm is
-    computed first: by torch's kernel on GPUs, and by a dozen elementwise kernels on CPU.
+    of rows is not divisible by the number of ranks, backward is one all-reduce and two GEMMs. The gradient of the norm
+    is computed first.
 
     Raises:
 
@@ -147,8 +146,8 @@ def matmul_all_reduce(
             check_tensor("residual", residual)
             if residual.shape[:-1] != x.shape[:-1]:
                 raise ValueError(
-                    f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all dimensions except the "
-                    "last must be equal"
+                    f"residual has shape {tuple(residual.shape)}, but x has {tuple(x.shape)}: pass a residual of shape "
+                    f"{(*x.shape[:-1], *w.shape[-1:])}, like the result"
                 )
             rows = residual.flatten(0, -2)
         added = checked_eps(eps)
@@ -171,13 +170,13 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
         return None
     check_tensor(name, given)
     if given.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(given.shape)}: it must be [N]")
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: pass one dimension, [N]")
     return given.unsqueeze(0)
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices. norm, eps: both or neither. average: True if the caller divides the sum. outer: the
-    dimensions of x (`outer_of`).
+    """The arguments as matrices. norm, eps: both or neither. average: True if the caller of `_Call` divides the sum.
+    outer: the dimensions of x (`outer_of`).
     """
 
     x: torch.Tensor
@@ -191,8 +190,9 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllReduce(Operator[_Call]):
-    """The operator y = all_reduce(x @ w) + bias + residual. With `whole` the sum of grad y over ranks:
+    """The operator y = all_reduce(x @ w) + bias + residual. Its gradients are
 
+        whole = the sum of grad y over ranks
         grad x = whole @ w^T      grad w = x^T @ whole      grad bias = sum of the rows of grad y      grad residual = grad y
 
     grad y includes the gradient through the norm (`through_norm`).
@@ -212,12 +212,12 @@ class _MatmulAllReduce(Operator[_Call]):
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
         if (norm is None) != (eps is None):
-            raise ValueError(f"eps={eps} and norm={norm}: pass both or neither")
+            raise ValueError(f"eps={eps} with norm {'not ' * (norm is None)}given: pass both or neither")
         for name, given, rows in (("bias", bias, 1), ("residual", residual, m), ("norm", norm, 1)):
             if given is None:
                 continue
             if given.shape != (rows, n):
-                raise ValueError(f"{name} has {given.shape[-1]} columns: it must have the N={n} of w")
+                raise ValueError(f"{name} has {given.shape[-1]} columns: pass {n}, as many as w has")
             if given.dtype != x.dtype or given.device != x.device:
                 raise ValueError(
                     f"{name} is {given.dtype} on {given.device} and x is {x.dtype} on {x.device}: use one dtype and device"

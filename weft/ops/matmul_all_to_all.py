@@ -1,8 +1,8 @@
 """`weft.matmul_all_to_all`: MoE combine. Rows are sent back to the ranks of their tokens as the experts' GEMMs finish
 them.
 
-It follows `weft.all_to_all_matmul`, which returns the number of rows for each rank. `weft.runtime.unfused.experts` has
-the unfused implementation.
+Use it after `weft.all_to_all_matmul`, which returns the number of rows for each rank. `weft.runtime.unfused.experts`
+has the unfused implementation.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def matmul_all_to_all(
 ) -> torch.Tensor:
     """Multiply every row by its expert's weights, and send it back to the rank of its token: MoE combine.
 
-    It follows `all_to_all_matmul`. On W ranks with E experts each, it computes
+    Use it after `all_to_all_matmul`. On W ranks with E experts each, the call is equivalent to
 
         y = grouped_mm(h, w_experts, offs=received.sum(0).cumsum(0))
         y = y sorted by source rank, then by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    It sends finished rows while it multiplies other rows, and never sorts rows. The planner chooses a schedule for the
+    but sends finished rows while it multiplies other rows, and never sorts rows. The planner chooses a schedule for the
     shape and the machine. If no overlapping schedule is faster, the GEMMs run first, and then the all-to-all of NCCL
-    (on CPU gloo). Collective over `group`. Autocast has no effect.
+    (on CPU gloo). All ranks of `group` must make the call. Autocast has no effect.
 
-    A GEMM followed by an all-to-all of equal parts is the case of one expert: pass `w[None]`, and `received` [W, 1] and
-    `splits` [W] filled with `len(h) // W`.
+    For one GEMM followed by an all-to-all of equal parts, use one expert per rank: pass `w[None]`, and `received` [W,
+    1] and `splits` [W] filled with `len(h) // W`.
 
     h: [R, K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), sorted by local expert and then by source rank,
-        as `all_to_all_matmul` returns it. R may exceed the number of received rows, as with `max_rows`: further rows
-        are ignored, and their gradients are zero. Copied if not contiguous.
+        as `all_to_all_matmul` returns it. R may exceed the number of received rows, for example with `max_rows`. The
+        extra rows are ignored, and their gradients are zero. Copied if not contiguous.
     w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
         contiguous [E, N, K], which is copied at every call on CPU.
     received: [W, E] int64 (int32 is converted) on h's device: the number of rows from each rank for each local expert,
@@ -74,10 +74,10 @@ def matmul_all_to_all(
         ranks, as passed to `all_to_all_matmul`. The values of received and splits are checked on CPU only. On GPUs a
         check would wait for the device, and wrong values give wrong results.
     group: a process group, or its name (default: the default group of torch.distributed).
-    rows: the number of this rank's tokens, the sum of splits. With it the host never waits, and a CUDA graph can
-        capture the call unless the schedule is "serial". None: weft uses the number from the `all_to_all_matmul` call
-        that got this same splits tensor. Without such a call, the host waits to read it from the device. Pass rows on
-        all ranks or on none.
+    rows: the number of this rank's tokens, the sum of splits. With a number, the CPU never waits, and a CUDA graph can
+        capture the call unless the schedule is "serial". With None, weft uses the number from the `all_to_all_matmul`
+        call that got this same splits tensor. Without such a call, the CPU waits to read the number from the GPU. Pass
+        rows on all ranks or on none.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
     schedule: the name of a schedule, such as "serial" or "combine[chunks=1,by=store]", to use it in forward. "autotune"
@@ -88,22 +88,24 @@ def matmul_all_to_all(
     timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device. Not
         supported under torch.compile.
 
-    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`: sorted by
-    global expert. It is in ordinary memory. On GPUs it is valid in stream order. Every row is one product in fp32,
+    Returns y [rows, N] in h's dtype, in ordinary memory, in the order of this rank's tokens as passed to
+    `all_to_all_matmul`: sorted by global expert. On GPUs it is valid in stream order. Every row is one product in fp32,
     rounded once, so equal calls give equal bits. Under torch.compile without rows, y has a dynamic size, which needs
     `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its first backward, are collective
-    set-up, which takes milliseconds to seconds. Make them before you capture a CUDA graph.
+    The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
+    to seconds. A shape consists of K, N, E, dtype, capacity, and whether `rows` is given. Make them before you capture
+    a CUDA graph.
 
-    Memory: y. For each kept shape (as for `weft.all_to_all_matmul`), symmetric memory of (W - 1) x capacity x N
-        elements. Schedules with by=kernel need as much ordinary memory too. The serial schedule needs twice the
-        received rows, N wide. Backward needs the rows of y's gradient that this rank receives, twice if it has several
-        experts. Overlapped backward also needs as much symmetric memory as overlapped forward.
+    Memory: y, and symmetric memory of (W - 1) x capacity x N elements for each shape that weft keeps (as in
+        `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs
+        memory for twice the received rows, each N wide. Backward needs memory for the rows of y's gradient that this
+        rank receives, and twice as much with several experts. Overlapped backward also needs as much symmetric memory
+        as overlapped forward.
 
     Differentiable once in h and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums over
-    rows, not means. Backward sends the gradient of y to the experts once. If `all_to_all_matmul` overlaps for this
-    shape, its GEMMs overlap with the transfer.
+    rows, not means. Backward sends the gradient of y to the experts once. The transfer overlaps with GEMMs if
+    `all_to_all_matmul` overlaps for this shape.
 
     Only one thread at a time may make calls on a group.
 
@@ -148,13 +150,13 @@ def _combine(
 
 
 _combined = replayed(_combine)
-"""`_combine` with a known number of tokens. Replay needs the number: otherwise calls with equal arguments could differ
-in it.
+"""`_combine` for calls with a known number of tokens. Replay requires it, since calls with equal arguments could differ
+in the number.
 """
 
 
 class _Call(NamedTuple):
-    """The arguments of a call. tokens: this rank's number of tokens, once it is known."""
+    """The arguments of a call. tokens: this rank's number of tokens; None while it is unknown."""
 
     h: torch.Tensor
     w: torch.Tensor
@@ -166,9 +168,11 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllToAll(Operator[_Call]):
-    """The operator. With G the gradients of y, sent to the ranks that multiplied the rows and sorted by expert:
+    """The operator. Its gradients are
 
-    grad h_e = G_e @ w_e^T      grad w_e = h_e^T @ G_e
+        grad h_e = G_e @ w_e^T      grad w_e = h_e^T @ G_e
+
+    where G is grad y, sent to the ranks that multiplied the rows, and sorted by expert.
     """
 
     name, form = "matmul_all_to_all", _Call
@@ -178,7 +182,7 @@ class _MatmulAllToAll(Operator[_Call]):
     }  # fmt: skip
     caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of received rows
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # backward needs the number of received rows on the CPU
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         h, _, received, splits, rows, _, total = call
@@ -198,10 +202,10 @@ class _MatmulAllToAll(Operator[_Call]):
         if rows is not None or total is not None:
             return call._replace(tokens=total if rows is None else rows)
         if splits.dtype != torch.int64 or splits.device != h.device:
-            return call  # refused by a later check
+            return call  # a later check refuses the call
         if h.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "matmul_all_to_all without rows reads the number of tokens on the host, which a CUDA graph cannot "
+                "matmul_all_to_all without rows reads the number of tokens on the CPU, which a CUDA graph cannot "
                 "capture: pass rows"
             )
         known = sizes_of(splits, received)
@@ -232,7 +236,7 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem with `capacity` tokens on each rank. Without capacity, `most` is rounded up."""
+        """Return the problem with `capacity` tokens on each rank. If `capacity` is None, round up `most`."""
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None
@@ -267,8 +271,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call with the problem's number of tokens, the same for each expert. The first call itself may have
-        few tokens.
+        """Return a call for measuring schedules: with the problem's number of tokens, equally many for each expert. The
+        first real call may have few tokens.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
@@ -282,12 +286,12 @@ class _MatmulAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save h for the gradient of the weights. If that is not wanted, save only the number of rows of h."""
+        """Save h for the gradient of the weights. If that gradient is not wanted, save only the number of rows of h."""
         h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
         return [h, call.w, call.received, call.splits]
 
     def beside(self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Any) -> Sizes:
-        """Start copying the tables to the host, where backward needs them."""
+        """Start copying `received` and `splits` to the CPU, for backward."""
         _, _, received, splits = saved
         assert received is not None
         assert splits is not None
@@ -299,11 +303,11 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the gradients.
+        """Return the gradients of h and the weights.
 
-        The dual of this combine is the dispatch. If the dispatch overlaps, grad h is a dispatch of grad y with
-        transposed weights, which also returns the rows of grad y for the gradients of weights. Otherwise NCCL exchanges
-        grad y once for both gradients.
+        grad h is a dispatch (`all_to_all_matmul`) of grad y with transposed weights, if the dispatch overlaps. The
+        dispatch also returns the rows of grad y for the gradients of weights. Otherwise NCCL exchanges grad y once for
+        both gradients.
         """
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None
@@ -325,8 +329,8 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """Return a function that computes grad h by a dispatch; None if that is not predicted to be faster than NCCL
-        and cuBLAS.
+        """Return a function that computes grad h by a dispatch; None if the dispatch is not predicted to be faster than
+        NCCL and cuBLAS.
 
         return_x: True if the function also returns the received rows of grad y.
         """
@@ -365,7 +369,9 @@ def _check_shapes(call: _Call, world: int) -> None:
 
 
 def _check(call: _Call, world: int, rank: int) -> None:
-    """Raise `ValueError` for wrong arguments, including values of tables that the host can read without waiting."""
+    """Raise `ValueError` for wrong arguments. Values of `received` and `splits` are checked only on CPU, where reading
+    does not wait.
+    """
     _check_shapes(call, world)
     h, w, received, splits, rows, *_ = call
     for name, t in (("received", received), ("splits", splits)):

@@ -52,18 +52,17 @@ def matmul_reduce_scatter(
     """Multiply `A` by `B`, reduce the products of all ranks of `group`, and return this rank's part along
     `scatter_dim`.
 
-    It has the signature and the result of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. It computes
+    Same signature and result as `torch.ops.symm_mem.fused_matmul_reduce_scatter`. Equivalent to
 
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
-    and sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
-    If no overlapping schedule is faster, the GEMM runs first, and then the reduce-scatter of NCCL (on CPU gloo).
-    Collective over `group`. Autocast has no effect: inputs are multiplied in their own dtype.
+    but sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
+    If no overlapping schedule is faster, the GEMM runs first, and then the reduce-scatter of NCCL (on CPU gloo). All
+    ranks of `group` must make the call. Autocast has no effect: inputs are multiplied in their own dtype.
 
     A: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its
-        to_local(). Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these
-        dtypes cannot hold sums (for fp8 use `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is
-        not contiguous.
+        to_local(). Integers and fp8 are refused, because products are rounded to A's dtype before they are reduced (for
+        fp8 use `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not contiguous.
     B: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
         values.
     reduce_op: "sum", or "avg" (the sum divided by the number of ranks).
@@ -83,15 +82,15 @@ def matmul_reduce_scatter(
     Returns this rank's part of the sum in A's dtype, in ordinary memory. On GPUs the result is valid in stream order.
     It has the product's shape, with the size of scatter_dim divided by the number of ranks. Overlapped schedules reduce
     in fp32, in an order that depends only on the schedule and the number of ranks, so equal calls give equal bits. The
-    ring rounds its sums at each rank, as NCCL does. Two schedules may differ by rounding. "avg" divides the rounded
-    sum, so in fp16 a product or sum above 65504 overflows before the division.
+    schedule "ring" rounds its sums at each rank, as NCCL does. Two schedules may differ by rounding. "avg" divides the
+    rounded sum, so in fp16 a product or sum above 65504 overflows before the division.
 
-    The first call of a shape, and its first backward, are collective set-up, which takes milliseconds to seconds. Make
-    them before you capture a CUDA graph.
+    The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
+    to seconds. Make them before you capture a CUDA graph.
 
-    Memory: the result, and symmetric and other memory that is kept, up to twice the size of A @ B. All calls that
-        differ only in rows share the memory of the largest A, as for `weft.all_gather_matmul`. During a call the serial
-        schedule also needs A @ B.
+    Memory: the result, and memory that weft keeps for later calls, up to twice the size of A @ B, partly symmetric. All
+        calls that differ only in rows share the memory of the largest A, as in `weft.all_gather_matmul`. During a call
+        the serial schedule also needs A @ B.
 
     Differentiable once in A and B. All ranks must enable gradients for the same inputs. Gradients are sums over ranks.
     Backward is `all_gather_matmul` of the result's gradient.
@@ -135,8 +134,8 @@ def matmul_reduce_scatter(
 class _Call(NamedTuple):
     """The arguments as matrices.
 
-    average: True if the caller divides the sum. outer: the dimensions of A (`outer_of`). To scatter columns, x is B^T,
-        B is A^T, and outer is -1 and the leading dimensions of A.
+    average: True if the caller of `_Call` divides the sum. outer: the dimensions of A (`outer_of`). To scatter columns,
+        x is B^T, B is A^T, and outer is -1 and the leading dimensions of A.
     """
 
     x: torch.Tensor
@@ -146,9 +145,11 @@ class _Call(NamedTuple):
 
 
 class _MatmulReduceScatter(Operator[_Call]):
-    """The operator y = reduce_scatter(x @ B). With `whole` the all-gathered grad y:
+    """The operator y = reduce_scatter(x @ B). Its gradients are
 
-    grad x = whole @ B^T      grad B = x^T @ whole
+        grad x = whole @ B^T      grad B = x^T @ whole
+
+    where whole = all-gather(grad y).
     """
 
     name, form = "matmul_reduce_scatter", _Call

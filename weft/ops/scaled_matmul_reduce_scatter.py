@@ -2,7 +2,7 @@
 others.
 
 This is the fp8 variant of `weft.matmul_reduce_scatter`. Products are sent and reduced in the result's dtype, because
-fp8 cannot hold sums. Scales are not sent: row-wise scales are split like the rows.
+fp8 cannot hold sums. Scales are not sent: the row-wise scales of A are split like its rows.
 """
 
 from __future__ import annotations
@@ -54,42 +54,41 @@ def scaled_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Multiply the fp8 `A` by the fp8 `B` with scales, reduce the products of all ranks, and return this rank's part.
 
-    It has the arguments and the result of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`. It computes
+    Same arguments and result as `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`. Equivalent to
 
         y = torch._scaled_mm(A.flatten(0, -2), B, A_scale, B_scale, bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
         return reduce_scatter(y.view(output_shape), reduce_op, orig_scatter_dim)
 
-    Schedules, memory and first calls are as for `weft.matmul_reduce_scatter`. Collective over `group`. Not
-    differentiable: inputs that require gradients are refused.
+    Schedules, memory and first calls are as for `weft.matmul_reduce_scatter`. All ranks of `group` must make the call.
+    Inputs that require gradients are refused.
 
     A: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16. Copied if `A.movedim(orig_scatter_dim, 0)` is not
         contiguous. For fp32, fp16 and bf16 use `weft.matmul_reduce_scatter`.
     B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
         warning.
-    A_scale: fp32. Either one element, the scale of all of A, or A's shape with a last dimension of 1, a scale for each
-        row.
+    A_scale: fp32. One element scales all of A. A's shape with a last dimension of 1 has a scale for each row.
     B_scale: fp32, one element. With row-wise A_scale it may also be [1, N], a scale for each column.
-    reduce_op: "sum", or "avg" (the sum divided by the number of ranks). Each rank divides its own result, so ranks do
-        not compare reduce_op.
+    reduce_op: "sum", or "avg" (the sum divided by the number of ranks). Each rank divides its own result. weft does not
+        check that reduce_op is equal on all ranks.
     orig_scatter_dim: any dimension of output_shape except the last. Its size must be divisible by the number of ranks.
     scatter_dim_after_maybe_reshape: the same dimension in A: orig_scatter_dim, or 0 if A is flattened to [rows, K] and
         output_shape is not. None: weft determines it.
     group: a process group, or its name.
     output_shape: the shape [..., N] of the whole product, if A is flattened. None: A's shape with N in place of K.
-    bias: [N] in out_dtype, which must then be bfloat16 or float16. It is added to this rank's product, so the sum
+    bias: [N] in out_dtype, which must then be bfloat16 or float16. Each rank adds its bias to its product, so the sum
         contains the biases of all ranks. Pass a bias on all ranks or on none.
     result_scale: must be None. Scale B_scale or the result instead.
-    out_dtype: torch.bfloat16, float16 or float32, the dtype in which products are sent and reduced. None is refused: it
-        means fp8 in torch's op, and fp8 cannot hold sums. With row-wise scales, some GPUs support bfloat16 only.
+    out_dtype: torch.bfloat16, float16 or float32, the dtype in which products are sent and reduced. None is refused: in
+        torch's op it means fp8, which cannot hold sums. With row-wise scales, some GPUs support bfloat16 only.
     use_fast_accum: True for faster, less exact accumulation.
     schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so schedules
         with add=gemm, the ring and tracked GEMMs are not available.
 
     Returns this rank's part of the sum in out_dtype. Its shape is output_shape with the size of orig_scatter_dim
-    divided by the number of ranks. That dimension is the outermost in memory. Overlapped schedules reduce in fp32 the
-    products that were rounded to out_dtype, and round the sum once. "avg" divides the rounded sum. On CPU the call
-    computes in fp32 and is meant for tests. On GPUs it runs cuBLAS and then NCCL, unless a schedule is pinned or
-    "autotune" is requested.
+    divided by the number of ranks. That dimension is the outermost in memory. Overlapped schedules round products to
+    out_dtype, reduce them in fp32, and round the sum once. "avg" divides the rounded sum. On CPU the call computes in
+    fp32 and is meant for tests. On GPUs it runs cuBLAS and then NCCL, unless a schedule is pinned or "autotune" is
+    requested.
 
     Memory: as for `weft.matmul_reduce_scatter`, with products in out_dtype.
 
@@ -134,7 +133,7 @@ def scaled_matmul_reduce_scatter(
 def _scattered(
     A: torch.Tensor, B: torch.Tensor, orig_scatter_dim: int, after: int | None, output_shape: Sequence[int] | None
 ) -> tuple[torch.Tensor, int]:
-    """Return (A with the product's leading dimensions, the scattered dimension). Raise `ValueError` for wrong
+    """Return (A with the leading dimensions of the product, the dimension to scatter). Raise `ValueError` for wrong
     dimensions.
     """
     of_A = checked_dimension(A, 0 if after is None else after, names=("A", "scatter_dim_after_maybe_reshape"))
@@ -177,7 +176,7 @@ class _Call(NamedTuple):
     """The arguments as matrices.
 
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's name of the result's dtype. average: True if
-        the caller divides the sum. outer: the dimensions of A in the order of the product's (`outer_of`).
+        the caller of `_Call` divides the sum. outer: the leading dimensions of the product (`outer_of`).
     """
 
     x: torch.Tensor

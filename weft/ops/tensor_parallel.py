@@ -6,9 +6,8 @@ A block needs one all-reduce in forward and one in backward. Each is fused with 
     row-parallel       y = all-reduce(x @ w^T) + b + residual, optionally    no collective
                        with its RMSNorm, from this rank's input features
 
-All ranks continue with the same y, so the incoming gradient is complete and equal on every rank. DTensor has this
-convention for replicated tensors. weft's operators have another one: their gradients are those of the sum of the ranks'
-losses.
+All ranks continue with the same y, so the incoming gradient is complete and equal on every rank, as for DTensor's
+replicated tensors. (weft's operators differ: their gradients are those of the sum of the ranks' losses.)
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3, functions f
     and g.
@@ -57,8 +56,8 @@ def row(
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the gathered output y [..., N] of a column-parallel layer with one weight and no bias. It is equal on all
-    ranks.
+    """Return the gathered output y [..., N] of a column-parallel layer with one weight and no bias. All ranks get the
+    same y.
     """
     require_plain_by(_COLUMNS, group, x, weight)
     return _GatheredColumns.apply(x, weight, group)

@@ -1,9 +1,7 @@
-"""Styles for `torch.distributed.tensor.parallel.parallelize_module`, with the names, arguments and layouts of torch's
-styles.
+"""Drop-in replacements for the styles of `torch.distributed.tensor.parallel`, whose collectives overlap with GEMMs.
 
-A model whose imports are changed to these styles overlaps its collectives with GEMMs.
-
-`docs/tensor_parallel.md` lists the layouts that overlap. For all other layouts torch's code runs.
+Names, arguments and layouts are torch's: change only the imports, and pass the styles to `parallelize_module`.
+`docs/tensor_parallel.md` lists the layouts that overlap. All other layouts run torch's code.
 """
 
 from torch.distributed.tensor.parallel import PrepareModuleOutput, SequenceParallel

@@ -6,8 +6,8 @@
     y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
 
 Weights are shards of `nn.Linear` weights. As in torchtitan, forward saves this rank's columns of the gathered x, for
-the gradient of the weight. (`weft.all_gather_matmul` saves this rank's rows, which have the same size.) Backward
-gathers the columns during the GEMM that multiplies them. So both collectives of backward are fused with GEMMs:
+the gradient of the weight. (`weft.all_gather_matmul` saves this rank's rows, which have the same size.) Both
+collectives of backward are fused with GEMMs:
 
     grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
 """
@@ -57,9 +57,9 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise `ValueError` for a bias with a wrong shape or device, before the call's collective, and notify peers.
+    """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers.
 
-    Ranks also compare whether a bias is given.
+    Ranks also check that all of them have a bias, or none.
     """
     compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
@@ -72,7 +72,7 @@ def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bi
 
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return y + bias, after the last collective of `of`. An error here makes the group fail."""
+    """Return y + bias, after the last collective of the function `of`. An error here makes the group fail."""
     if bias is None or torch.compiler.is_compiling():
         return y if bias is None else y + bias
     try:

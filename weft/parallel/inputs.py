@@ -2,8 +2,8 @@
 
 In torchtitan's Llama, torch's `PrepareModuleInput` redistributes the attention's input to Replicate before wq, wk and
 wv. No GEMM runs during that all-gather. With weft's style the input stays sharded: a DTensor with the same value and
-shape. The first `ColwiseLinear` that receives it gathers it during its own GEMM, and stores the result on the DTensor
-for the other layers. The amount of communication is that of torch's styles, and backward reduce-scatters the sum of all
+shape. The first `ColwiseLinear` that receives the input gathers it during its own GEMM, and stores the result on the
+DTensor for the other layers. Communication is as much as with torch's styles: backward reduce-scatters the sum of all
 gradients once.
 """
 
@@ -24,19 +24,19 @@ class PrepareModuleInput(TorchPrepareModuleInput):
     """torch's `PrepareModuleInput`, with the all-gather moved into the first linear layer, where it overlaps with a
     GEMM.
 
-    Arguments and layouts are torch's. If linears below the module are parallelized by `weft.parallel.ColwiseParallel`,
-    an input that goes from Shard(d) to Replicate stays a DTensor with Shard(d). The module's code sees the same shape,
-    and gets the same values from any operation on DTensors.
+    Arguments and layouts are torch's. If linear layers inside the module use `weft.parallel.ColwiseParallel`, an input
+    that torch would redistribute from Shard(d) to Replicate stays a DTensor with Shard(d). The module's code sees the
+    same shape, and operations on the DTensor give the same values.
 
     Use torch's style if the module's code
 
     - calls `to_local()` on the input, which would return only this rank's part,
-    - changes the input before its linears, since each linear would then gather, or
-    - calls some of its linears with and others without gradients, autocast or activation checkpointing.
+    - changes the input before its linear layers, since each layer would then gather it again, or
+    - calls some of its linear layers with gradients, autocast or activation checkpointing, and others without.
 
-    Under torch.compile, do not change the input in place between linears.
+    Under torch.compile, do not change the input in place between linear layers.
 
-    In all other cases, and with `use_local_output=True`, torch's code runs.
+    If no linear layer inside the module uses `ColwiseParallel`, and with `use_local_output=True`, torch's code runs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -44,7 +44,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
         leaving.__dict__ = self.__dict__
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Searched in each call: layers may be parallelized after the module, and hooks cannot keep state under
+            # Search in each call: layers may be parallelized after the module, and hooks cannot keep state under
             # torch.compile.
             gathering = any(isinstance(layer, ColwiseLinear) for layer in module.modules())
             style = leaving if gathering and not self.use_local_output else self
@@ -57,7 +57,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """The style that leaves inputs sharded, for a `ColwiseLinear` to gather."""
+    """The style that leaves inputs sharded, so that a `ColwiseLinear` can gather them."""
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if not (type(input_layout) is Shard and desired_layout == Replicate()):

@@ -46,15 +46,15 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class ColwiseParallel(TorchColwiseParallel):
     """torch's `ColwiseParallel`, whose collectives overlap with GEMMs.
 
-    Arguments, layouts and the sharded parameters are torch's. weft all-gathers the input of an `nn.Linear` that is
-    sharded along any dimension except the last: by `input_layouts=Shard(1)`, or as a DTensor. If several layers receive
-    the same input, put `weft.parallel.PrepareModuleInput` on the module around them. Then the first layer gathers for
-    all.
+    Arguments, layouts and the sharded parameters are torch's. If the input of an `nn.Linear` is sharded along any
+    dimension except the last (by `input_layouts=Shard(1)`, or as a DTensor), its all-gather overlaps with the GEMM. If
+    several layers receive the same input, use `weft.parallel.PrepareModuleInput` for the module around them. Then the
+    first layer gathers the input for all of them.
 
-    A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. It overlaps if
-    the input is an ordinary tensor. If the input is a DTensor, torch adds the gradients of all layers that use it, and
-    all-reduces the sum. With a replicated input, `output_layouts=Replicate()` and no bias, weft also gathers the
-    output.
+    A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. The all-reduce
+    overlaps if the input is an ordinary tensor. If the input is a DTensor, torch adds the gradients of all layers that
+    use it, and all-reduces the sum without overlap. With a replicated input, `output_layouts=Replicate()` and no bias,
+    weft also gathers the output.
 
     torch's code runs
 
@@ -106,7 +106,7 @@ class _DividedLinear(nn.Linear):
     """An `nn.Linear` whose parameters are DTensors."""
 
     is_collective: ClassVar[bool]
-    """True if every forward is collective."""
+    """True if every forward needs all ranks."""
 
     @property
     def group_name(self) -> str:
@@ -206,7 +206,7 @@ class RowwiseLinear(_DividedLinear):
 
 
 def shared(x: DTensor) -> DTensor:
-    """Mark `x`, so that the first layer that gathers it stores the result on it, for other layers that receive it."""
+    """Mark `x`. The first layer that gathers it then stores the result on `x`, for other layers with the same input."""
     setattr(x, _WHOLE, None)
     return x
 
@@ -214,8 +214,8 @@ def shared(x: DTensor) -> DTensor:
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
     """Return the conditions under which a layer gathers `x`. A gathered tensor is reused only under equal conditions.
 
-    It must not be reused with gradients if it was gathered without, in another dtype, after x was changed in place, or
-    in the recomputation of activation checkpointing.
+    The conditions are: gradients enabled, the autocast dtype, the version of x (changed by in-place operations), and
+    the recomputation of activation checkpointing.
     """
     kind, traced = x.device.type, torch.compiler.is_compiling()
     hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -240,7 +240,7 @@ def _dimension(placement: Placement, ndim: int) -> int:
 
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
-    """True if weft supports the layer with this input.
+    """True if weft can run the layer with this input.
 
     sequence: the layout of the input or output. features: the number of features along which the weight is sharded.
     """

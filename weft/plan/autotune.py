@@ -1,8 +1,9 @@
 """Autotuning: run the most promising candidates, and choose the fastest by the slowest rank's times.
 
-Candidates alternate, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median. Times are
-cached in memory and on disk. The key consists of the machine, the versions, and the schedules of builders outside weft, because
-those change without a version. Cached times are used only if all ranks have them, because all ranks must measure or none.
+Candidates alternate, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median. Times
+are cached in memory and on disk. The key consists of the machine, the versions, and the schedules of builders outside
+weft, because those change without a version. Cached times are used only if all ranks have them, because either all
+ranks must measure, or none.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the `count` candidates with the fastest predictions, and also serial and gather.
+    """Return the `count` candidates with the fastest predictions, and the candidates of `_ALWAYS`.
 
-    Candidates that `choice` may not take are omitted."""
+    Candidates that `choice` excludes are omitted.
+    """
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
     fastest = sorted(usable, key=lambda row: row.predicted_us or 0.0)[:count]
@@ -54,11 +56,11 @@ def autotune(
     mode: Mode = "queued",
     rounds: int = 3,
 ) -> dict[str, float]:
-    """Measure candidates. Return {name: time in us} for `choose(..., measured=...)`. It is a collective call.
+    """Measure candidates. Return {name: time in us} for `choose(..., measured=...)`. All ranks must make this call.
 
     Args:
-        run: a collective function that runs a candidate and returns its time on this rank in us.
-        agree: a collective function that returns the maximum of each number over all ranks.
+        run: a function that all ranks call together. It runs a candidate and returns the time on this rank in us.
+        agree: a function that all ranks call together. It returns the maximum of each number over all ranks.
         machine: the key of the cache, such as `weft.plan.machine.machine_name()` or the device's name.
         rounds: how often each candidate runs.
     """
@@ -81,7 +83,7 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Return cached times, {candidate: us}, that this or another process has measured with the installed versions."""
+    """Return cached times, {candidate: us}, that any process has measured on this machine with the installed versions."""
     if not _known and not store.any_of("autotune"):  # the common case is fast: without cached times, no key is computed
         return {}
     key = _key(problem, machine, mode)
@@ -98,7 +100,9 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
 
 
 def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
-    """Return the times that `autotune` cached; empty without a file. Raise `UnreadableError` for a broken or edited file."""
+    """Return the times that `autotune` cached; empty without a file. Raise `UnreadableError` for a broken or edited
+    file.
+    """
     content = store.read(path)
     if content is None:
         return {}
@@ -112,9 +116,11 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """Return cached times of existing candidates for `choose(..., measured=...)`; None if serial was not measured.
+    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`; None if serial was not
+    measured.
 
-    If no graph was timed, mode "graph" uses the times of "queued" calls: the work is the same, and the host is ahead in both.
+    If no graph was timed, mode "graph" uses the times of "queued" calls: the work is the same, and in both modes the
+    CPU does not delay the device.
     """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:
@@ -127,12 +133,12 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
-    """True if the builder of `candidate` is not part of `weft.builders`, so that weft's version does not identify it."""
+    """True if the builder of `candidate` is a user's, so that weft's version does not identify it."""
     return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
 
 
 def candidates_from_outside(problem: Problem) -> list[Candidate]:
-    """Return the candidates of `problem` whose builders are not part of `weft.builders`."""
+    """Return the candidates of `problem` with users' builders."""
     builders = tuple(name for name, function in builders_of(type(problem)) if _is_outside(function))
     return candidates(problem, builders) if builders else []
 
@@ -153,7 +159,7 @@ def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _made_outside(problem: Problem, builders: tuple[tuple[str, Callable[..., Schedule]], ...]) -> str:
-    """Return a digest of the schedules of builders outside `weft.builders`; "" if there are none."""
+    """Return a digest of the schedules of users' builders; "" if there are none."""
     made = []
     for candidate in candidates_from_outside(problem):
         with contextlib.suppress(NotApplicableError):

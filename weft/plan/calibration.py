@@ -1,9 +1,10 @@
-"""Calibration: measurement of the numbers of a machine file on this machine. They are saved with the installed versions.
+"""Calibration: measurement of the numbers of a machine file on this machine. The numbers are saved with the installed
+    versions.
 
     GEMMs         on a grid of sizes, a coarse one first, then finer ones while time remains. The model corrects its formula by its
                   errors at the nearest grid points
     transfers     copies by copy engine and by kernel, and NCCL's all-gather, for several sizes. The model interpolates
-    other         launches, signals, the host time of a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
+    other         launches, signals, the CPU time of a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
 
 This module does not depend on the device: `calibrate` gets all times from a `Measure`.
 """
@@ -28,11 +29,11 @@ from weft.sim.machines import disturbance, share_held
 from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
-"""The maximum time of one GEMM: on a GPU about 15 TFLOP, short enough to be repeated within the budget."""
+"""The longest GEMM that is measured, in us: about 15 TFLOP on a GPU, and still repeatable within the budget."""
 _MOST_BYTES = 4 << 30
 _AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
-_ROWS = ((1024, 4096), (8192, 2048))  # (rows, bytes of each)
+_ROWS = ((1024, 4096), (8192, 2048))  # (rows, bytes per row)
 _CUBES = (8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -44,34 +45,38 @@ class Measure(Protocol):
 
     machine: str
     world_size: int
-    copy_units: int  # programs of the kernel that schedules copy with
+    copy_units: int  # number of programs of the copy kernel in schedules
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the beginning, equal on all ranks."""
+        """Return the seconds since the measurement began, equal on all ranks."""
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Return the time of [m, k] @ [k, n] by cuBLAS, on random data, launch included."""
+        """Return the time of [m, k] @ [k, n] by cuBLAS on random data, including the launch."""
 
     def launch_us(self) -> float:
         """Return the time from the end of a kernel to the start of the next, averaged over many empty kernels."""
 
     def host_step_us(self) -> float:
-        """Return the host's time to issue one step of a schedule."""
+        """Return the CPU time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
         """Return the time of a copy of `count` bytes to a peer by copy engine, one of several in a row, while all ranks copy."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the time of a two-dimensional copy: `rows` rows of `row_bytes` bytes, from rows that are twice as wide."""
+        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        """Return the time of a copy by weft's copy kernel, with its launch. put: store to a peer; otherwise load from a peer."""
+        """Return the time of a copy by weft's copy kernel, including the launch. put: store to a peer; otherwise load
+        from a peer.
+        """
 
     def all_gather_us(self, count: int) -> float:
         """Return the time of an NCCL all-gather in which every rank receives `count` bytes from its peers."""
 
     def signal_us(self, remote: bool) -> float:
-        """Return the time from a set of a signal to the end of the wait for it, by another lane or, if `remote`, by a peer."""
+        """Return the time from a set of a signal to the end of the wait. remote: another rank waits; otherwise another
+        lane of this rank.
+        """
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
@@ -92,16 +97,18 @@ class Calibration:
     host_step_us: float
     copy_units: int = 1
     copies: tuple[tuple[int, float], ...] = ()  # bytes, us
-    copy_rows: tuple[tuple[int, int, float], ...] = ()  # rows, bytes of each, us
+    copy_rows: tuple[tuple[int, int, float], ...] = ()  # rows, bytes per row, us
     puts: tuple[tuple[int, float], ...] = ()
     gets: tuple[tuple[int, float], ...] = ()
     all_gathers: tuple[tuple[int, float], ...] = ()  # bytes received, us
     signal_local_us: float = 0.0
     signal_remote_us: float = 0.0
-    beside: tuple[tuple[str, float, float], ...] = ()  # by, time over the time alone, bytes/us
+    beside: tuple[tuple[str, float, float], ...] = ()  # kind of copy, GEMM's time over its time alone, copies' bytes/us
 
     def apply(self, model: Model) -> Model:
-        """Return `model` with these numbers. Raise `ValueError` if they belong to another number of ranks, or are implausible."""
+        """Return `model` with these numbers. Raise `ValueError` if the numbers belong to another number of ranks, or
+        are implausible.
+        """
         if model.world_size != self.world_size:
             raise ValueError(
                 f"the calibration is for {self.world_size} ranks, but the model has {model.world_size}: calibrate "
@@ -157,8 +164,8 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    Raises `ValueError` if it was made with other versions than the installed ones, `UnreadableError` if its file is broken. Both
-    name the fix.
+    Raises `ValueError` if the calibration was made with other versions than the installed versions, and
+    `UnreadableError` if its file is broken. Both texts give the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 
@@ -171,10 +178,10 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure the numbers of `base` on this machine. It is a collective call; all ranks get the same numbers.
+    """Measure the numbers of `base` on this machine. All ranks must make this call, and get the same numbers.
 
     Args:
-        base: the model from the machine file. It predicts which sizes take less than 20 ms.
+        base: the model from the machine file, used to skip GEMMs that take more than 20 ms.
         budget_s: the time in seconds after which no GEMM is started. The coarse grid is always measured.
         say: a function that is called with the name of the next measurement.
     """
@@ -201,8 +208,9 @@ def calibrate(
 def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
     """Return (m, n, k, dtype) of the points of a grid.
 
-    Sizes grow by a factor of 4 at level 0 and of 2 at level 1; level 2 adds sizes of 1.5 times those. GEMMs that take more than
-    20 ms or 4 GiB are omitted. Points are shuffled, so that an unfinished level covers the whole range of sizes.
+    Sizes grow by a factor of 4 at level 0, and by a factor of 2 at level 1. Level 2 adds 1.5 times the sizes of level
+    1. GEMMs that take more than 20 ms or 4 GiB are omitted. Points are shuffled, so that an unfinished level covers the
+    whole range of sizes.
     """
     axes = (_axis(16, 32768, level), _axis(256, 32768, level), _axis(256, 16384, level))
     points = [
@@ -267,9 +275,10 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """Measure the slowdown of a GEMM by concurrent copies, for the largest cubic GEMM within 20 ms.
+    """Measure how much concurrent copies slow down a GEMM: the largest GEMM with M = N = K that takes at most 20 ms.
 
-    Return (the field `Calibration.beside`, {GEMM: its time alone})."""
+    Return (the field `Calibration.beside`, {GEMM: its time alone}).
+    """
     say("a GEMM concurrent with copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])
     cube = (size, size, size, dtype)

@@ -1,6 +1,7 @@
 """The choice of a schedule: the fastest candidate on the machine's model, if it is clearly faster than serial.
 
-Times are predicted (`weft.plan.predict`). If measured times are given (`weft.plan.autotune`), only measured times are compared.
+Times are predicted (`weft.plan.predict`). If the caller passes measured times (`weft.plan.autotune`), only measured
+times are compared.
 """
 
 from __future__ import annotations
@@ -24,24 +25,36 @@ CLEARLY, CLEARLY_US = 0.03, 3.0
 times of about a hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
 
 CLEARLY_OWN = 0.08
-"""The same fraction for schedules whose GEMMs are weft's kernels. On H100s these take 0.92 to 1.09 times as long as torch's. One
-schedule that was predicted to be 6% faster was 7% slower (1152x49024x38784 with 8 experts)."""
+"""The same fraction for schedules whose GEMMs are weft's kernels. On H100s these kernels take 0.92 to 1.09 times as
+long as torch's. One schedule that was predicted to be 6% faster than serial was 7% slower (1152x49024x38784 with 8
+experts).
+"""
 
 CLEARLY_CHUNKED = 0.35
-"""The same fraction for `chunked` of matmul_all_reduce. Its copies to peers run concurrently with its copies from peers, which the
-model does not predict well. On H100s it took 1.2 to 1.55 times its predicted time on two shapes
-(benchmarks/results/h100-never-slower.jsonl). So the planner takes it only for a large predicted gain."""
+"""The same fraction for `chunked` of matmul_all_reduce, so that the planner chooses it only for a large predicted gain.
+
+Its copies to peers run concurrently with its copies from peers, which the model does not predict well. On H100s it took
+1.2 to 1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl).
+"""
 
 SPARED = 0.05
-"""The largest fraction of serial's time that may be lost by a wrong prediction, if the choice is made for its host time."""
+"""The largest fraction of serial's time that a wrong prediction may cost, if a schedule is chosen for its short CPU
+time.
+"""
 
 ALIKE, ALIKE_US = 0.03, 3.0
-"""Predictions that differ by less than this fraction or this time in us count as equal. Among equal schedules the planner prefers,
-in this order: no host wait for sizes, no staging (`Row.stages`), fewest GEMMs, fewest steps, copies without compute units."""
+"""Predictions that differ by less than this fraction or this time in us count as equal.
+
+Among equal schedules the planner prefers, in this order: no CPU wait for sizes, no staging (`Row.stages`), fewest
+GEMMs, fewest steps, copies without compute units.
+"""
 
 _KEPT = 256
-"""The capacity of the cache of choices. It is larger than the number of shapes of a model. It is limited, because a service may
-call every sequence length, and each choice may keep its own `Model` alive (`weft.plan.gemms`)."""
+"""The capacity of the cache of choices, larger than the number of shapes of a model.
+
+A limit is needed because a service may call every sequence length, and each choice may keep its own `Model` alive
+(`weft.plan.gemms`).
+"""
 
 
 class NoOverlapWarning(UserWarning):
@@ -84,11 +97,12 @@ def choose(
 
     Args:
         mode: "queued", "graph" or "single".
-        pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the pick of FiCCO's
-            heuristic for the model's machine, if it supports `problem`. "autotune" pins nothing.
+        pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the
+            schedule that FiCCO's heuristic chooses for the model's machine, if it supports `problem`. "autotune" pins
+            nothing.
         measured: {candidate: time in us}, including serial. Only these candidates are considered.
         among: the names of the candidates to consider. Default: all.
-        near: the choice also applies to nearby sizes, which the warning then says.
+        near: True if the choice also applies to nearby sizes. The warning then mentions this.
 
     Warn (`NoOverlapWarning`), once per process, if serial is chosen although there are other candidates. Raise `ValueError` for
     an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not support `problem`.
@@ -123,7 +137,7 @@ def decide(
     among: frozenset[str] | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Choice:
-    """Choose like `choose`, but without the cache, without a warning, and regardless of `weft.plan.use`."""
+    """Choose like `choose`, but without the cache, without a warning, and independent of `weft.plan.use`."""
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
     measured = measured or {}
@@ -139,7 +153,7 @@ def decide(
     rows = [replace(row, measured_us=measured.get(row.candidate.name)) for row in rows]
     chosen, reason = _best(rows, mode, bool(measured))
     if mode == "graph" and chosen.reads_on_host:
-        reason += "; it cannot be captured in a graph, nor can any other candidate: the host reads sizes"
+        reason += "; it cannot be captured in a graph, nor can any other candidate: the CPU reads sizes"
     serial = next((row for row in rows if row.candidate.name == "serial"), None)
     reason += _too_busy_for(rows, chosen, serial) if mode == "queued" and not measured else ""
     rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
@@ -183,14 +197,14 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         best, among = _simplest(timed, fastest, measured)
         return best, (
             f"{best.candidate.name} {among}: {in_us(best.us or 0.0)} {how}; serial, {in_us(serial.us)}, cannot be "
-            "captured, because the host reads sizes"
+            "captured, because the CPU reads sizes"
         )
     needed_us = _needed_us(fastest, serial, mode)
     sparing = [row for row in timed if row is not serial and _spares_host(row, serial)]
     if mode == "queued" and not measured and serial.us - fastest.us < needed_us and sparing:
         best = min(sparing, key=_simplicity)
         return best, (
-            f"{best.candidate.name} takes as long as serial, {in_us(best.us or 0.0)} {how}, and uses less host time: about "
+            f"{best.candidate.name} takes as long as serial, {in_us(best.us or 0.0)} {how}, and uses less CPU time: about "
             f"{best.host_us:.0f} us per call instead of {serial.host_us:.0f}"
         )
     if fastest is serial:
@@ -224,9 +238,9 @@ def _clearly(row: Row) -> float:
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return the microseconds by which `row` must beat serial.
 
-    If only serial waits on the host for sizes, serial is not the safe choice: in a loop of calls the device waits for the host,
-    which it does not if the caller knows the sizes. On H100s this took 7% (1204x14336x30336 with 32 experts). The margin is then
-    smaller by serial's host time.
+    If only serial waits on the CPU for sizes, serial is not the safe choice: in a loop of calls the device waits for
+    the CPU. On H100s these waits took 7% (1204x14336x30336 with 32 experts). The margin is then smaller by serial's CPU
+    time.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -241,7 +255,7 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
     reasons = {
         "certainly take longer": any(row.why_not.startswith(AT_LEAST) for row in rows),
         "round at every step": any(row.rough for row in rows),
-        "keep the host busy longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
+        "keep the CPU busy longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
         "cannot be captured": mode == "graph" and any(row.reads_on_host for row in rows if row is not serial),
     }
     held = [reason for reason, holds in reasons.items() if holds]
@@ -249,7 +263,9 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
 
 
 def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
-    """Return a note on the fastest candidate that was rejected for its host time; "" if it is not faster than the choice."""
+    """Return a note on the fastest candidate that was rejected for its CPU time; "" if it is not faster than the
+    choice.
+    """
     if serial is None or chosen.us is None:
         return ""
     faster = [
@@ -259,24 +275,26 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
         return ""
     best = min(faster, key=lambda row: row.us or 0.0)
     return (
-        f"; {best.candidate.name}, {in_us(best.us or 0.0)}, would keep the host busy for {best.host_us:.0f} us per call"
+        f"; {best.candidate.name}, {in_us(best.us or 0.0)}, would keep the CPU busy for {best.host_us:.0f} us per call"
     )
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the host time of `row` exceeds its own device time and serial's device and host time.
+    """True if the CPU time of `row` exceeds its own device time, and also serial's device time and CPU time.
 
-    In a loop of such calls the host would never be ahead of the device, so the loop would be slower than one of serial calls.
+    In a loop of such calls the CPU would always delay the device, so the loop would be slower than a loop of serial
+    calls.
     """
     longest_us = max(serial.us or 0.0, serial.host_us, row.us or 0.0)
     return row is not serial and not row.reads_on_host and row.host_us > longest_us
 
 
 def _spares_host(row: Row, serial: Row) -> bool:
-    """True if `row` is predicted to be no slower than serial, and to take clearly less host time.
+    """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    False if a prediction error of `CLEARLY_US` could make it slower than serial by more than `SPARED`. If weft's kernels compute
-    its GEMMs, the error may be larger: then serial's host time must be more than half of its device time.
+    False if a prediction error of `CLEARLY_US` could make `row` slower than serial by more than `SPARED`. If weft's
+    kernels compute the GEMMs of `row`, the error may be larger: then serial's CPU time must be more than half of its
+    device time.
     """
     assert row.us is not None
     assert serial.us is not None
@@ -285,7 +303,7 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (the simplest of the rows whose predictions equal the fastest within the margin, a phrase that says so)."""
+    """Return (the simplest row among those predicted to be as fast as `fastest`, a phrase with this reason)."""
     if measured:
         return fastest, "is the fastest"
     least_us = fastest.us or 0.0
@@ -309,11 +327,11 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
     if measured and row.measured_us is None:
         return "not measured"
     if mode == "graph" and row.reads_on_host and not chosen.reads_on_host:
-        return "cannot be captured, because the host reads sizes"
+        return "cannot be captured, because the CPU reads sizes"
     if row.rough:
         return "rounds at every step: larger rounding error"
     if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
-        return f"keeps the host busy for {row.host_us:.0f} us per call"
+        return f"keeps the CPU busy for {row.host_us:.0f} us per call"
     if row.us < chosen.us and chosen is serial:
         return "not clearly faster than serial"
     if row.us < chosen.us:
@@ -328,8 +346,8 @@ _warned = False
 def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
     """Warn (`NoOverlapWarning`), once per process, that `problem` takes the serial schedule although other schedules exist.
 
-    mode: None if the choice is the same in all modes. reason: the reason of the choice. near: the choice was made for sizes near
-    `problem`, which itself may never have been called.
+    mode: None if the choice is the same in all modes. reason: the reason of the choice. near: True if the choice was
+        made for sizes near `problem`, which itself may never have been called.
     """
     global _warned
     if _warned or env.quiet() or not problem.has_work:

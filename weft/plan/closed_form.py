@@ -1,19 +1,19 @@
-"""A closed-form chooser for FiCCO's schedules: formulas of the machine's numbers, without simulation or thresholds.
+"""A closed-form model of FiCCO's schedules: formulas of the machine's numbers, without simulation or thresholds.
 
 A rank sends the pieces of its shard one after the other, so piece s has arrived on all peers after s + 1 copies:
-
 
     arrived(s) = (s + 1) copy + signal        copy = latency + the longer of (engine, fullest link)
     end(0) = own shard's GEMM (hetero) or 0
     end(s + 1) = max(end(s), arrived(s)) + step(s)
     time = the later of the last end and the last arrival
 
-`step(s)` is the time of the step's GEMMs by the wave model (`Model.matmul`), and of its gathers and scatters. Until the last
-piece has arrived, steps take `slowdown` times as long, because of the resources that copies use. All numbers are from the machine
-file; none is fitted to schedules or GEMMs.
+`step(s)` is the time of the step's GEMMs by the wave model (`Model.matmul`), plus the time of its gathers and scatters.
+Until the last piece has arrived, steps take `slowdown` times as long, because copies use the same resources. All
+numbers are from the machine file; none is fitted to schedules or GEMMs.
 
-The formulas do not include the memory bandwidth that copies and GEMMs share, or the credits between calls. On eight MI300X, their
-times differ from the simulator's by up to 7%, and the ratios of two schedules by less. docs/studies/ficco.md compares the picks.
+The formulas do not include the memory bandwidth that copies and GEMMs share, or the credits between calls. On eight
+MI300X, the formulas' times differ from the simulator's by up to 7%, and ratios of two schedules differ by less.
+docs/studies/ficco.md compares the choices.
 
 Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.
 """
@@ -50,7 +50,7 @@ _EIGHT = tuple(
 
 
 def closed_form_pick(problem: AllGatherMatmul, model: Model) -> str:
-    """Return the name of the FiCCO schedule that is fastest by the formulas. Raise `ValueError` like `closed_form_us`."""
+    """Return the name of the FiCCO schedule that is fastest by the formulas. Raise the errors of `closed_form_us`."""
     times = closed_form_us(problem, model)
     return min(times, key=lambda name: times[name])
 
@@ -96,7 +96,9 @@ def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
 
 
 class _Clock:
-    """The clock of a rank's compute lane. Until `busy_until`, when the copies end, work takes `slowdown` times as long."""
+    """The time of a rank's compute lane. Until `busy_until`, the end of the copies, work takes `slowdown` times as
+    long.
+    """
 
     def __init__(self, busy_until: float, slowdown: float) -> None:
         self.now, self.busy_until, self._slowdown = 0.0, busy_until, slowdown
@@ -112,7 +114,7 @@ class _Clock:
 def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
     """Return (time of a copy of `count` bytes to all peers at once, slowdown of concurrent GEMMs).
 
-    rows: the number of rows of a two-dimensional copy, for which the engine needs additional time; 0 for a contiguous copy.
+    rows: the number of rows of a two-dimensional copy, each of which takes additional time; 0 for a contiguous copy.
     """
     (direct,) = (one for one in algorithms(model.wiring.of(world), "all_gather") if one.name == "direct")
     us = max(model.transfer_us("copy", count), world * count * direct.us_per_byte) + rows * model.copy_row_us
@@ -122,7 +124,9 @@ def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, fl
 
 
 def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, update: bool) -> float:
-    """Return the total time of a GEMM for each weight, with launches. update: the GEMMs accumulate."""
+    """Return the total time of GEMMs [m, k] @ [k, width] for each width, with launches. update: True if the GEMMs
+    accumulate.
+    """
     us = 0.0
     for n in widths:
         out_us = m * n * ITEM_BYTES[dtype] / model.hbm_bytes_per_us
@@ -133,5 +137,5 @@ def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, u
 
 
 def _moves_us(model: Model, counts: Sequence[int]) -> float:
-    """Return the total time of copying kernels within a GPU, one after the other. counts: the bytes of each."""
+    """Return the total time of copy kernels within a GPU, one after the other. counts: the bytes of each copy."""
     return sum(model.launch_us + 2 * count / model.hbm_bytes_per_us for count in counts)

@@ -1,6 +1,6 @@
 """A comparison of all schedules of a problem on a machine, with serial and with a lower bound.
 
-A plan simulates only schedules that may be the fastest (`weft.plan.predict`). A comparison simulates every schedule.
+`weft.plan.choose` simulates only schedules that may be the fastest. A comparison simulates every schedule.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Comparison:
     """Sentences on the sources of the model's numbers."""
     bound: Bound
     rows: tuple[Compared, ...]
-    """The schedules, the fastest first; last those without a time."""
+    """The schedules, the fastest first. Schedules without a time are last."""
     schedules: dict[str, Schedule] = field(repr=False)
-    """{name: simulated schedule}; empty if one rank of a torus represents all."""
+    """{name: simulated schedule}; empty if one rank of a torus represents all ranks."""
 
     def simulated(self, name: str) -> Simulated:
         """Return one run of the schedule `name`, with its timeline. Raise `ValueError` if it was not simulated."""
@@ -117,13 +117,13 @@ def comparison(
     """Simulate the schedules of `op`, and return their times.
 
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
-    schedules: the names of the schedules to simulate in addition to serial. Default: all that calls may take.
-    written: the names of further schedules to simulate, whose traces the caller will write.
+    schedules: the names of the schedules to simulate in addition to serial. Default: all schedules that calls may use.
+    written: the names of schedules whose traces the caller will write. They are simulated too.
 
-    More than `MOST_RANKS` ranks are simulated for embeddings on a torus only (`weft.sim.orbits`).
+    More than `MOST_RANKS` ranks are supported only for embeddings on a torus (`weft.sim.orbits`).
 
-    `ScheduleError` if no schedule fits in memory; otherwise the errors of `explain`, and `ValueError` for an unknown schedule. All
-    arguments are checked before anything is built or simulated.
+    Raise `ScheduleError` if no schedule fits in memory, `ValueError` for an unknown schedule, and the errors of
+    `explain`. All arguments are checked before anything is built or simulated.
     """
     schedules, written = _names("schedules", schedules), _names("written", written)
     machine, model, notes, problem = problem_on_machine(

@@ -45,19 +45,24 @@ LEGEND = (
     "the time with concurrent work / the time alone. 1 is no loss"
 )
 HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
-IN_A_ROW = "measured us: time per call of calls in a row, with the host ahead of the device, unless graphs were timed"
+IN_A_ROW = "measured us: time per call of calls that the CPU launches ahead of the GPU, unless graphs were timed"
 _SHOWN = 10
 MOST_RANKS = 256
-"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all. For this number of ranks, building
-and simulating all candidates takes minutes; for more it would also take gigabytes."""
+"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all. So simulating all
+candidates for this number of ranks takes minutes. For more ranks it would also take gigabytes.
+"""
 MOST_OF_A_TORUS = 1 << 16
-"""The maximum number of ranks of a torus, which one rank represents (`weft.sim.orbits`). 16,384 take seconds."""
+"""The maximum number of ranks of a torus, of which only one rank is simulated (`weft.sim.orbits`). 16,384 ranks take
+seconds.
+"""
 _EXACT_RANKS, _NEARLY = 8, 1.02
-"""For more than `_EXACT_RANKS` ranks, an uneven size is rounded up to an even one, if that is at most `_NEARLY` times as large. A
-few ranks then represent all."""
+"""For more than `_EXACT_RANKS` ranks, an uneven size is rounded up to an even size, if the even size is at most
+`_NEARLY` times as large. A few ranks then represent all.
+"""
 _MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
-"""The maximum number of ranks if ranks differ, so that each must be simulated: {operator: maximum}, and the maximum for other
-operators (one NVLink domain)."""
+"""The maximum number of ranks if ranks differ, so that each rank must be simulated: {operator: maximum}, and the
+maximum for other operators (one NVLink domain).
+"""
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,20 @@ class Explanation:
     notes: tuple[str, ...]
     """Sentences on the sources of the model's numbers."""
     heuristic: str | None
-    """The candidate that FiCCO's static heuristic picks; None if it does not cover this operator."""
+    """The schedule that FiCCO's static heuristic chooses; None if the heuristic does not cover this operator."""
     measured_here: frozenset[MatmulShape] = frozenset()
-    """The GEMMs that this process has measured on such a machine."""
+    """The GEMMs that this process has measured on the machine."""
 
     @property
     def only_asked_for(self) -> bool:
-        """True if calls on GPUs take the choice only if it is pinned or with "autotune", because it was never timed on GPUs."""
+        """True if the choice was never timed on GPUs. Calls on GPUs then use it only if it is pinned or with
+        "autotune".
+        """
         return not self.choice.problem.tried_on_gpus and self.choice.candidate.name != "serial"
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The names of the table's columns. If there are no GEMMs, there are no columns for losses."""
+        """The names of the table's columns. Columns for losses exist only if there are GEMMs."""
         return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
 
     @property
@@ -86,7 +93,7 @@ class Explanation:
         return self.choice.row(self.choice.candidate.name).losses is not None
 
     def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
-        """Return the table's rows: the `shown` fastest candidates, serial, the choice and the heuristic's pick.
+        """Return the table's rows: the `shown` fastest candidates, serial, the choice and the heuristic's choice.
 
         shown: None for all candidates with a time.
         """
@@ -206,16 +213,18 @@ def explain(
 
     Args:
         op: the name of an operator, such as "all_gather_matmul".
-        M, N, K: its sizes. `weft plan OP --help` defines them.
+        M, N, K: the operator's sizes. `weft plan OP --help` defines them.
         ranks: the number of ranks.
-        hw: the name or path of a machine file. Default: this machine's, or h200 if it has none.
-        topology: the name or path of a topology file, which describes the links. Default: the machine file's.
+        hw: the name or path of a machine file. Default: the file of this machine, or h200 if there is none.
+        topology: the name or path of a topology file, which describes the links. Default: the topology in the machine
+            file.
         dtype: the dtype of the operands.
         mode: "queued", "graph" or "single".
         options: the operator's own options. `weft plan OP --help` lists them.
 
-    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option. Raise it also for a size below 1, if M
-    or `experts` is not divisible by `ranks`, and for mode "graph" with unbounded experts, which a graph cannot capture.
+    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, for a size below 1, and if M
+    or `experts` is not divisible by `ranks`. Also for mode "graph" if experts have no `max_rows`, because a graph
+    cannot capture such calls.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
@@ -249,9 +258,10 @@ def problem_on_machine(
     op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None, mode: Mode,
     most: int = MOST_RANKS, **options: Any,
 ) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
-    """Return the machine, its model, notes on the sources of its numbers, and the problem. Refuse what `explain` refuses.
+    """Return the machine, its model, notes on the sources of its numbers, and the problem. Raise the errors of
+    `explain`.
 
-    most: the number of ranks that can be simulated if all do the same.
+    most: the largest number of ranks if all ranks do the same.
     """
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
@@ -293,8 +303,9 @@ def machine_and_model(
 ) -> tuple[Machine, Model, tuple[str, ...]]:
     """Return (machine, model, notes on the sources of its numbers).
 
-    The model comes from the best source (`weft.plan.source`), with the GEMMs that this process has measured on such a machine.
-    Raises `ValueError` for an unknown machine or topology, or a number of ranks that the topology does not support.
+    The model comes from the best source (`weft.plan.source`), and includes the GEMMs that this process has measured on
+    the machine. Raises `ValueError` for an unknown machine or topology, or a number of ranks that the topology does not
+    support.
     """
     notes = []
     _require_name("hw", hw, known_machines())

@@ -1,18 +1,17 @@
-"""Measurement of GEMMs in this process: which GEMMs to measure, for how long, and the known times.
+"""Measurement of GEMMs in this process: which GEMMs to measure, and for how long.
 
-Without measurements, the model computes the time of a GEMM by a formula, corrected at measured grid points. Between grid points
-it is wrong by up to 30%. So on GPUs, the first call with weights of a new shape times their GEMMs with the call's rows, half of
-them, a quarter, and so on (`ladder`, `measure`). All ranks use the slowest rank's times (`learn`). The choices for all sizes with
-such weights are made with a model that includes these times (`informed`).
+Without measurements, the model computes the time of a GEMM by a formula, corrected at measured grid points. Between
+grid points the formula is wrong by up to 30%. So on GPUs, the first call with weights of a new shape times their GEMMs
+with the call's rows, with half the rows, a quarter, and so on (`ladder`, `measure`). All ranks use the slowest rank's
+times (`learn`). The choices for all sizes with these weights use a model that includes the times (`informed`).
 
-"autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). Another schedule may then become the
-fastest whose GEMMs have not been timed. So there is a second round.
+"autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). With these times, a
+schedule whose GEMMs were not timed may be predicted to be the fastest. So there is a second round.
 
-Schedules are chosen for sustained work, but an idle GPU starts at a higher clock, which its power limit lowers after 10 to 20 ms.
-So if any GEMM is long, the longest is timed first, after a warm-up of 15 ms, and the others follow within a millisecond. In
-sustained
-work the clock is lower still: long GEMMs, and the pieces into which they are cut, are assumed to take `Model.sustained` times the
-measured time.
+Schedules are chosen for sustained work. An idle GPU starts at a higher clock, which its power limit lowers after 10 to
+20 ms. So if any GEMM is long, the longest GEMM is timed first, after a warm-up of 15 ms, and the others follow within a
+millisecond. In sustained work the clock is even lower: long GEMMs, and the pieces into which they are cut, are assumed
+to take `Model.sustained` times the measured time.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ Timer = Callable[[MatmulShape, int, int], float]
 """A function (shape, number of warm-up calls, number of timed calls) -> us per call, of calls queued back to back."""
 
 BUDGET_US = 60_000.0
-"""The device time for the measurements of one shape of weights, in us. GEMMs that would exceed it are skipped."""
+"""The device time for the measurements of one shape of weights, in us. GEMMs beyond it are skipped."""
 _ENOUGH_US = 3000.0  # the time to measure one GEMM
 _LONG_US = 200.0  # shorter GEMMs do not reach the power limit
 _WARM_US = 15_000.0
 _SUSTAINED_US = 300.0  # GEMMs from this length on are slowed by `Model.sustained`, shorter GEMMs by a proportional part
 _MOST_CALLS = 50
 _SCHEDULES = 6  # number of schedules whose GEMMs are measured: the fastest predictions that add GEMMs
-_WITHIN = 1.5  # the limit, as a multiple of the fastest prediction: errors for GEMMs do not make up for more
+_WITHIN = 1.5  # the limit, as a multiple of the fastest prediction: prediction errors of GEMMs are smaller
 _MOST = 12
-_LEAST_ROWS = 32  # the fewest rows of a ladder: with fewer rows, a GEMM's time is that of reading its weights
+_LEAST_ROWS = 32  # the fewest rows of a ladder: with fewer rows, reading the weights takes as long as the GEMM
 
 _times: dict[str, dict[MatmulShape, float]] = {}
 _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}
@@ -48,7 +47,7 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
     """Return the undivided GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
 
-    The times for all sizes of the family are derived from these. Return () if weft's own kernels compute the GEMMs.
+    Times for all sizes of the problem family are derived from these. Return () if weft's own kernels compute the GEMMs.
     """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
@@ -73,7 +72,7 @@ def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
     for row in rows:
         if schedules == _SCHEDULES or (row.us or 0.0) > _WITHIN * (rows[0].us or 0.0):
             break
-        # Only GEMMs that are parts of the undivided GEMMs. Users' builders may have others, with concatenated operands.
+        # Measure only parts of the undivided GEMMs. Users' builders may have other GEMMs, with concatenated operands.
         new = {(m, n, k, d) for m, n, k, d in row.matmuls if m <= most_m and n <= most_n and k <= most_k} - found.keys()
         if new and len(found) + len(new) <= _MOST:
             schedules += 1
@@ -86,8 +85,8 @@ def measure(
 ) -> tuple[dict[MatmulShape, float], float]:
     """Return ({GEMM: time in us}, remaining budget in us). GEMMs that exceed the budget are skipped.
 
-    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3 ms. If any
-    GEMM is long, the first one warms up for 15 ms.
+    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3
+    ms. If any GEMM is long, the first GEMM warms up for 15 ms.
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0
@@ -112,14 +111,14 @@ def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None
 
 
 def measured_here(machine: str) -> Mapping[MatmulShape, float]:
-    """Return {GEMM: time in us} of those that this process has measured on GPUs of this name."""
+    """Return {GEMM: time in us} of the GEMMs that this process has measured on GPUs with this name."""
     return _times.get(machine, {})
 
 
 def informed(model: Model, machine: str) -> Model:
     """Return `model` with the times that this process has measured.
 
-    It returns the same object until new times are measured, because choices are cached by model object.
+    The function returns the same object until new times are measured, because choices are cached by model object.
     """
     here = measured_here(machine)
     if not here:
@@ -132,11 +131,12 @@ def informed(model: Model, machine: str) -> Model:
 
 
 def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
-    """Return the times of GEMMs in sustained work. The pieces of a long GEMM are slowed like the GEMM, because they run back to
-    back."""
+    """Return the times of GEMMs in sustained work. Pieces of a long GEMM run back to back, so they are slowed like the
+    GEMM.
+    """
     alike: dict[
         tuple[object, ...], list[tuple[int, float]]
-    ] = {}  # for GEMMs that differ in one size: (that size, time)
+    ] = {}  # for GEMMs that differ only in one size: (this size, time)
     for shape, us in known.items():
         for place, size in enumerate(shape[:3]):
             alike.setdefault((place, *shape[:place], *shape[place + 1 :]), []).append((size, us))

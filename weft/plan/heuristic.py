@@ -1,21 +1,20 @@
-"""FiCCO's static heuristic: it picks a schedule from the shape and the machine's peak rate, without a cost model.
-
+"""FiCCO's static heuristic, which chooses a schedule by the shape and the machine's peak rate, without a cost model.
 
     M <= K                  uniform-fused-2D
     2MNK < threshold        uniform-fused-1D
     2MNK > 5 threshold      hetero-unfused-1D
     between                 hetero-fused-1D
 
-2MNK is the paper's combined metric: op-to-byte ratio times memory traffic. The paper's threshold is the machine's op-to-byte
-ratio times its memory bandwidth, which is the peak rate. The metric is in FLOP and the threshold in FLOP/s; the paper does not
-give the time that converts one to the other. In weft it is `heuristic.threshold` in the machine file. So the heuristic compares
-the GEMM's time at the peak rate with a fixed time.
+2MNK is the paper's combined metric: op-to-byte ratio times memory traffic. The paper's threshold is the machine's
+op-to-byte ratio times its memory bandwidth, which is the peak rate. The metric is in FLOP and the threshold in FLOP/s,
+and the paper does not give the time that converts between them. weft takes this time from `heuristic.threshold` in the
+machine file. So the heuristic compares the GEMM's time at the peak rate with a fixed time.
 
-`schedule="heuristic"` runs the pick (`pick_here`). If there is no pick, or the pick does not support the problem, the planner's
-choice applies.
+`schedule="heuristic"` runs the chosen schedule (`pick_here`). If the heuristic chooses none, or its choice does not
+support the problem, the planner's choice applies.
 
-M is the number of gathered rows. For experts it is the number of tokens of all ranks, counted once for each of their experts; all
-ranks are assumed to receive equally many. N is the number of columns that one GPU computes.
+M is the number of gathered rows. For experts, M is the number of tokens of all ranks, counted once for each of their
+experts. All ranks are assumed to receive equally many. N is the number of columns that one GPU computes.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C and figure 12(a).
 """
@@ -28,17 +27,17 @@ from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, P
 from weft.hw import Machine, load_machine, machine_of
 
 _ABOVE = 5.0
-"""The multiple of the threshold above which the pick is hetero-unfused-1D."""
+"""The multiple of the threshold above which the heuristic chooses hetero-unfused-1D."""
 
 _PAPERS = "mi300x"
 """The paper's machine. Its threshold is used for unknown machines, such as CPUs."""
 
 
 def static_pick(problem: Problem, machine: Machine) -> str | None:
-    """Return the name of the picked schedule; None if the heuristic does not cover this operator.
+    """Return the name of the chosen schedule; None if the heuristic does not cover this operator.
 
-    As in the paper, it has W steps for W ranks and copies by copy engine. If the host does not read sizes, it copies by kernel.
-    The picked schedule may not support the problem; `pick_here` checks this.
+    As in the paper, the schedule has W steps for W ranks, and copies by copy engine. If sizes are not read on the CPU,
+    it copies by kernel. The schedule may not support the problem; `pick_here` checks this.
     """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops
@@ -56,7 +55,9 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
 
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
-    """Return (pick for the machine of this name, ""), or (None, reason) if there is no pick or it does not support `problem`."""
+    """Return (schedule for the machine of this name, ""), or (None, reason) if the heuristic has no choice that
+    supports `problem`.
+    """
     try:
         pick = static_pick(problem, _machine(machine_name))
     except KeyError as error:  # machine files have no rate for fp64, which CPU ranks may use
@@ -76,7 +77,9 @@ def _machine(name: str) -> Machine:
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:
-    """Return the datasheet's FLOP/s for `dtype`, or bf16's, scaled by the ratio of measured matmul rates."""
+    """Return the datasheet's FLOP/s for `dtype`. If the datasheet lacks the dtype, scale bf16's by the ratio of
+    measured matmul rates.
+    """
     if f"compute.{dtype}_dense" in machine.quantities:
         return machine[f"compute.{dtype}_dense"].si
     size = "best" if f"compute.{dtype}_matmul_best" in machine.quantities else "8192"

@@ -1,4 +1,6 @@
-"""The name of this machine and the installed versions: measured numbers are valid only for these. It does not import torch."""
+"""The name of this machine and the installed versions. Measured numbers are valid only for these. The module does not
+import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Choices that nearby sizes share, so that a new M with known weights costs a table lookup or a few simulations.
+"""Choices that nearby sizes share. A new M with known weights then costs a table lookup or a few simulations.
 
 The sizes of a problem family (`Problem.family`) are grouped into buckets of half an octave. A schedule is chosen for the middle
 size of each bucket. If serial is faster than this schedule at the first size that is called, a schedule is chosen for that size
 instead.
 
-For the first bucket of a family all candidates are considered. For other buckets, only the fastest candidates of the first bucket
-are considered, and those that are promising at any size (`Problem.worth_running`).
+For the first bucket of a family all candidates are considered. For other buckets, only two groups of candidates are
+considered: the fastest of the first bucket, and those that are promising at any size (`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.sim import Mode, Model
 T = TypeVar("T")
 
 CONTENDERS = 2
-"""The number of schedules that are considered at other sizes: for each mode, the fastest at the first size."""
+"""The number of schedules of the first size that are considered at other sizes: the fastest, for each mode."""
 LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256
@@ -44,7 +44,8 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If a long schedule is clearly the fastest, it is planned for one mode only, because modes differ by a few microseconds per run.
+    If a long schedule is clearly the fastest in one mode, the other modes are not planned, because modes differ by only
+    a few microseconds per run.
     """
     found: list[Choice] = []
     for mode in modes:
@@ -75,15 +76,15 @@ def octave_of(size: float) -> int:
 
 
 def typical(problem: Problem) -> Problem:
-    """Return the problem at the middle of this size bucket, for which the choice is made."""
+    """Return the problem at the middle of this size bucket, for which the schedule is chosen."""
     return problem.resized(2 ** (octave(problem) / _PER_OCTAVE))
 
 
 def between(known: Mapping[int, T], here: int) -> T | None:
     """Return the choice of the nearest planned buckets below and above `here`, if both are the same; otherwise None.
 
-    Between two buckets with the same choice the choice does not change. The reason: if the times of two schedules are linear in
-    the number of rows, the faster one changes at most once.
+    If the times of two schedules are linear in the number of rows, the faster schedule changes at most once. So the
+    choice is the same between two buckets with the same choice.
     """
     below = max((one for one in known if one <= here), default=None)
     above = min((one for one in known if one >= here), default=None)
@@ -97,8 +98,8 @@ def names_near(
 ) -> tuple[str, ...]:
     """Return the name of the schedule for `problem` in each of `modes`.
 
-    base: the model without the GEMMs that this process has timed; it is the key of the cache, so choices stay valid when more
-    GEMMs are timed. itself: choose for exactly this size, not for its bucket.
+    base: the model without the GEMMs that this process has timed. It is the cache key, so choices stay valid when more
+        GEMMs are timed. itself: True to choose for exactly this size, not for its bucket.
     """
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
@@ -126,7 +127,8 @@ def names_near(
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
     """Return the name of the schedule for `problem`: that of `choice`, made for the middle size of the bucket.
 
-    If serial is faster than that at this size, return the choice for this size."""
+    If serial is faster than the chosen schedule at this size, choose for this size instead.
+    """
     name = choice.candidate.name
     if name == "serial" or problem == choice.problem:
         return name

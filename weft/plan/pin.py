@@ -1,15 +1,14 @@
-"""Pinning: calls take the schedule that the user names.
-
+"""Pinning: calls use the schedule that the user names.
 
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"):
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
-A pin applies to this thread (or asyncio task) until the block ends. It does not apply to autograd's backward, which runs in other
-threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names, in which numbers may be changed
-(`weft.builders.named`).
+A pin applies to this thread (or asyncio task) until the block ends. It does not apply to autograd's backward, which
+runs in other threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names. Numbers in a name may
+be changed (`weft.builders.named`).
 
-Two rules may be given in place of a name: "autotune" takes the schedule that is fastest by measurement, and "heuristic" takes the
-pick of FiCCO's static heuristic.
+Two rules may replace a name: "autotune" uses the schedule that is measured to be the fastest, and "heuristic" uses the
+schedule of FiCCO's static heuristic.
 """
 
 from __future__ import annotations
@@ -21,10 +20,14 @@ from contextvars import ContextVar
 from weft.words import kind
 
 AUTOTUNE = "autotune"
-"""A rule instead of a schedule's name: measure at the first call of a shape (`weft.operator.select`), and cache the times."""
+"""A rule instead of a schedule's name: measure at the first call of a shape (`weft.operator.select`), and cache the
+times.
+"""
 
 HEURISTIC = "heuristic"
-"""A rule instead of a schedule's name: take the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""
+"""A rule instead of a schedule's name: use the schedule of FiCCO's static heuristic for the shape
+(`weft.plan.heuristic`).
+"""
 
 _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 
@@ -33,9 +36,9 @@ _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 def use(schedule: str | None) -> Iterator[None]:
     """Pin `schedule` for all operators called in the block. None pins nothing.
 
-    "autotune" takes the schedule that is fastest by measurement. "heuristic" takes the pick of FiCCO's heuristic; if the pick
-    cannot run, a warning gives the reason, and the planner chooses. Operators raise `ValueError` if they have no schedule of
-    this name. Embeddings support only "autotune"; pin their transport by `transport=`.
+    "autotune" uses the schedule that is measured to be the fastest. "heuristic" uses the schedule of FiCCO's heuristic;
+    if that schedule cannot run, a warning gives the reason, and the planner chooses. Operators raise `ValueError` if
+    they have no schedule of this name. Embeddings support only "autotune"; pin their transport with `transport=`.
     """
     token = _pinned.set(schedule)
     try:
@@ -49,7 +52,8 @@ pinned_around: Callable[[], str | None] = _pinned.get
 
 
 def pinned(given: object = None) -> str | None:
-    """Return an operator's `schedule` argument or, if that is None, the schedule of the innermost enclosing `use`.
+    """Return an operator's `schedule` argument. If the argument is None, return the schedule of the innermost enclosing
+    `use`.
 
     Raise `ValueError` if the argument is not a string.
     """
@@ -62,5 +66,5 @@ def pinned(given: object = None) -> str | None:
 
 
 def names_schedule(pinned: str | None) -> bool:
-    """True if `pinned` is a schedule's name: neither None nor a rule."""
+    """True if `pinned` is the name of a schedule, not None and not a rule."""
     return pinned not in (None, AUTOTUNE, HEURISTIC)

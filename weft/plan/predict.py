@@ -1,14 +1,14 @@
 """Predictions: the time of each candidate on the model of a machine.
 
-A prediction depends on the mode. "queued": one of several consecutive runs. "graph": the same, but collectives and the end of a
-run take longer. "single": a run on idle devices, with the host time of each step. If the host reads sizes in every run, a run
-takes at least the host time to issue it.
+A prediction depends on the mode. "queued": one of several consecutive runs. "graph": the same, but collectives and the
+end of a run take longer. "single": a run on idle devices, with the CPU time of each step. If the CPU reads sizes in
+every run, a run takes at least the CPU time to issue it.
 
-Every schedule is built, but not every schedule is simulated. A run takes at least as long as the steps of any lane, each alone.
-A single run takes at least the host time of all steps. Schedules are simulated in the order of this lower
-bound. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far. Equal schedules with different names are
-simulated once. The schedules of the latest problem are cached, because a problem is usually planned several times: for calls and
-for graphs, before and after its GEMMs are measured.
+Every schedule is built, but not every schedule is simulated. A run takes at least as long as the steps of any lane,
+each timed alone. A single run takes at least the CPU time of all steps. Schedules are simulated in the order of this
+lower bound. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far. Equal schedules with
+different names are simulated once. The schedules of the latest problem are cached, because a problem is usually planned
+several times: for calls and for graphs, before and after its GEMMs are measured.
 """
 
 from __future__ import annotations
@@ -45,18 +45,22 @@ SAME_AS = "the same schedule as "
 HOPELESS = 2.5
 """Schedules whose lower bound exceeds this multiple of the fastest prediction are not simulated."""
 HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
-"""The limits for more than `_MANY_RANKS` ranks, whose simulations take long: the multiple of the fastest prediction that can be
-chosen, and the distance from it in us. Both are above the margins within which the planner prefers simpler schedules."""
+"""The limits for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the fastest time that can be
+chosen, and a difference from it in us. Both are above the margins within which the planner prefers simpler schedules.
+"""
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""A function that is called before each piece of work: (its name, fraction of all work that was done since the last call)."""
+"""A function that is called before each piece of work: (name of the work, fraction of all work done since the last
+call).
+"""
 
 
 @dataclass(frozen=True)
 class Row:
     """The results for a candidate.
 
-    If it has no predicted time, `why_not` has the reason: there is no schedule, or it cannot be the fastest."""
+    If there is no predicted time, `why_not` has the reason: the candidate has no schedule, or cannot be the fastest.
+    """
 
     candidate: Candidate
     predicted_us: float | None = None
@@ -72,19 +76,21 @@ class Row:
     copies_by_kernel: int = 0
     """The number of copies by kernel on copy lanes."""
     reads_on_host: bool = False
-    """True if the host reads sizes from the device during the run. A CUDA graph cannot capture such a run."""
+    """True if the CPU reads sizes from the device during the run. A CUDA graph cannot capture such a run."""
     stops_host: bool = False
-    """True if the host waits for these sizes before it issues later steps, so that the device's queue runs empty."""
+    """True if the CPU waits for these sizes before it issues later steps, so that the device's queue runs empty."""
     dynamic: int = 0
     """The number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False
-    """True if partial sums are rounded to 16 bits or fewer, so that the error is larger than that of one GEMM. Such a schedule is
-    only taken if pinned. False if serial rounds partial sums too."""
+    """True if partial sums are rounded to 16 bits or fewer, and serial's are not. The error is then larger than that of
+    one GEMM, so such a schedule is used only if it is pinned.
+    """
     stages: bool = False
-    """True if kernels send or signal while they compute, by tiles or by stores in peers' memory. Predictions are least accurate
-    for such schedules."""
+    """True if kernels send or signal while they compute, by tiles or by stores in peers' memory. Predictions are least
+    accurate for such schedules.
+    """
     own_gemms: bool = False
-    """True if weft's kernels compute the GEMMs. Then the comparison with serial, which uses cuBLAS, is less certain."""
+    """True if weft's kernels compute the GEMMs. The comparison with serial, which uses cuBLAS, is then less certain."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The distinct cuBLAS GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
@@ -96,12 +102,12 @@ class Row:
 
     @property
     def host_us(self) -> float:
-        """Return the approximate host time to issue a run, in us.
+        """The approximate CPU time to issue a run, in us.
 
-        The unit is the host time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes, each step (such as a
-        signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more. These numbers were fitted to
-        about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl). Steps with dynamic sizes are issued from Python
-        and cost `Model.host_late_us`.
+        The unit is the CPU time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes, each step
+        (such as a signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more. These
+        numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl). Steps with
+        dynamic sizes are issued from Python and cost `Model.host_late_us`.
         """
         if self.model is None:
             return 0.0
@@ -113,7 +119,7 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """The decomposition and contention losses, and the exposed communication, of a queued run; None if it has no GEMMs."""
+        """The decomposition and contention losses, and the exposed communication, of a queued run; None without GEMMs."""
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         if not gemms_us(self.problem, self.model):
@@ -123,7 +129,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A step without the offsets of its regions: everything that determines its cost."""
+    """A step without the offsets of its regions: the properties that determine its cost."""
 
     step: Step
     operands: tuple[Operand, ...]
@@ -131,9 +137,10 @@ class _Priced:
 
 @dataclass(frozen=True)
 class _Built:
-    """A candidate with its schedule, or without, with the reason in `row.why_not`.
+    """A candidate with its schedule. Without a schedule, `row.why_not` has the reason.
 
-    lanes: for each lane of a rank, {step: number of occurrences}. even: True if sizes are known to be equal on all ranks.
+    lanes: for each lane of a rank, {step: number of occurrences}. even: True if sizes are known to be equal on all
+        ranks.
     """
 
     row: Row
@@ -150,8 +157,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound in us for all schedules: the time of the undivided GEMMs.
 
-    The predicted times of smaller GEMMs may sum to less, because small GEMMs are measured at a higher clock. In a run they are
-    not faster.
+    Small GEMMs are measured at a higher clock, so the predicted times of smaller GEMMs may sum to less. In a run they
+    are not faster.
     """
     return gemms_us(problem, model, launches=False)
 
@@ -174,8 +181,8 @@ def predicted_rows(
 ) -> tuple[list[Row], dict[str, Schedule]]:
     """Return (a row for each candidate, {name: schedule}).
 
-    needed: the names of candidates to simulate in any case. among: the names of candidates to consider; default: all. every:
-    simulate all candidates that fit in memory, even if they cannot be the fastest.
+    needed: the names of candidates to simulate in any case. among: the names of candidates to consider; default: all.
+    every: True to simulate all candidates that fit in memory, even if they cannot be the fastest.
     """
     built = [
         replace(one, row=replace(one.row, why_not=why), schedule=None)
@@ -203,10 +210,10 @@ _kept: dict[tuple, list[_Built]] = {}
 def _built(
     problem: Problem, progress: Progress, needed: frozenset[str] = frozenset(), among: frozenset[str] | None = None
 ) -> list[_Built]:
-    """Build the candidates in `among` (default: all that calls may take) and in `needed`.
+    """Build the candidates in `among` (default: all that calls may use) and in `needed`.
 
-    If candidates have equal schedules, only the first keeps its schedule. Schedules of builders outside weft are checked, because
-    the simulator computes times even for inconsistent steps.
+    If candidates have equal schedules, only the first keeps its schedule. Schedules of users' builders are checked,
+    because the simulator computes times even for inconsistent steps.
     """
     outside = {
         name for name, function in builders_of(type(problem)) if not function.__module__.startswith("weft.builders.")
@@ -256,7 +263,8 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
-    # Rank 0 is enough: ranks differ at most in empty steps. The bodies of tiles are omitted, because evaluating them takes long.
+    # Look only at rank 0: ranks differ at most in empty steps. Omit the bodies of tiles, because evaluating them takes
+    # long.
     counts = _Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
@@ -315,7 +323,8 @@ class _Counts:
                 if not substitute(cast(Tiles, step).extent, values):
                     continue
                 self.grouped += any(inner.multiplies for inner in step.inner)
-            # `copies_by` and `multiplies` are tested first for speed: `decisive` is slower, and most steps are copies or GEMMs.
+            # Test `copies_by` and `multiplies` first for speed: most steps are copies or GEMMs, and `decisive` is
+            # slower.
             elif step.copies_by or step.multiplies or step.decisive:
                 if (priced := self._priced(step, values)) is None:
                     continue
@@ -368,14 +377,15 @@ def _times(
 ) -> dict[str, float | str]:
     """Return {name: time in us, or the reason for not simulating the candidate}.
 
-    A candidate that a CUDA graph can capture is compared with the best capturable candidate, any other with the best of all.
+    A candidate that a CUDA graph can capture is compared with the best capturable candidate. Other candidates are
+    compared with the best of all.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
     bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
     few = problem.world_size <= _MANY_RANKS
     best, best_captured = float("inf"), float("inf")
-    most_host_us = 0.0  # the largest host time that a choice may have; known after serial, which is simulated first
+    most_host_us = 0.0  # the largest CPU time that a choice may have; known after serial, which is simulated first
     times: dict[str, float | str] = {}
     for number, name in enumerate(
         sorted(bounds, key=lambda name: (name not in needed, name != "serial", bounds[name])), 1
@@ -389,7 +399,8 @@ def _times(
             continue
         host_us = replace(one.row, model=model).host_us if mode == "queued" and not one.row.reads_on_host else 0.0
         if not few and host_us > max(hopeless, most_host_us) and name not in needed:
-            times[name] = f"{AT_LEAST} {in_us(host_us)} of the host"  # it is slower than the best, or than its host
+            # slower than the best candidate, or than its own CPU time
+            times[name] = f"{AT_LEAST} {in_us(host_us)} of the host"
             continue
         times[name] = us = predict(schedule, model, mode, least)
         if name == "serial":
@@ -405,22 +416,25 @@ def _times(
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
     """Return a lower bound on the time of a run, in us.
 
-    It is the longest lane's steps, each alone, or for many ranks the bytes on the links, if that is longer. For a single run it
-    is at least the host time of all steps."""
+    The bound is the time of the longest lane's steps, each alone. For many ranks it is at least the time of the bytes
+    on the links, and for a single run at least the CPU time of all steps.
+    """
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
     return max(host_us, _lanes_us(built, model))
 
 
 _MANY_RANKS = 8
-"""For more ranks than this, lower bounds also include the bytes on links. This then saves more simulation time than it costs."""
+"""The number of ranks above which lower bounds include the bytes on links. This saves more simulation time than it
+costs.
+"""
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
     """Return a lower bound: the longest lane's steps, each alone, or the busiest kind of resource.
 
-    Latencies of copies by kernel are not included, because one kernel may do several copies. Each rank has one resource of each
-    kind. If all ranks move the same number of bytes, the load of one rank on all resources of a kind is also the average load of
-    one such resource.
+    Latencies of copies by kernel are not included, because one kernel may do several copies. Each rank has one resource
+    of each kind. If all ranks move the same number of bytes, the total load of one rank on all resources of a kind
+    equals the average load of one resource.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

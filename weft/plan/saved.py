@@ -1,4 +1,4 @@
-"""Loading of dataclasses of measured numbers from JSON files, with a check of each field."""
+"""Load dataclasses of measured numbers from JSON files, with a check of each field."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def load(
 ) -> S | None:
     """Return the `kind` that was saved for this machine and number of ranks; None if there is no file.
 
-    what: such as "calibration"; part of the file's name and of error texts. checks: a check for each field. fix: the end of error
-    texts.
+    what: the kind of file, such as "calibration", for the file's name and error texts. checks: a check for each field.
+    fix: the advice at the end of error texts.
 
     Raise `UnreadableError` if the file is broken or another machine's, and `ValueError` if other versions are installed now.
     """

@@ -1,8 +1,8 @@
 """Self-calibration: measurements of up to two seconds, for GPUs with neither a machine file nor a calibration.
 
-A measured number is used only if it is between half and twice the derived number (`weft.hw.derived`). On a busy machine a
-measurement may be many times too slow, and the numbers are saved. So a number outside this range is dropped and reported.
-`weft plan calibrate` drops nothing. `weft.operator.self_calibrate` runs the measurements when a group first chooses a schedule.
+A measured number is used only if it is between half and twice the derived number (`weft.hw.derived`). Other numbers are
+dropped and reported, because on a busy machine a measurement may be many times too slow. `weft plan calibrate` drops
+nothing. `weft.operator.self_calibrate` runs the measurements when a group first chooses a schedule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AGAIN = "the next first call of a group measures again"
 
 
 class ProbeSizes(NamedTuple):
-    """The sizes to measure: bytes of a copy, and GEMMs."""
+    """The sizes to measure: the bytes of copies, and the sizes of GEMMs."""
 
     copy_bytes: int
     gemms: tuple[MatmulShape, ...]
@@ -56,7 +56,7 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """The measured numbers. None: there was no time to measure it. `apply` inserts them into a model."""
+    """The measured numbers. None: not measured for lack of time. `apply` inserts the numbers into a model."""
 
     machine: str
     world_size: int
@@ -72,7 +72,7 @@ class SelfCalibration:
     host_step_us: float | None = None
 
     def apply(self, base: Model) -> Applied:
-        """Return `base`, a model of derived numbers, with those measured numbers that are close to the derived numbers."""
+        """Return `base`, a model of derived numbers, with the measured numbers that are close to the derived numbers."""
         model, used, dropped = base, list[str](), list[str]()
         for number in self._numbers(base):
             text = f"{number.name} stays at the derived {number.derived:.3g} {number.unit}"
@@ -105,14 +105,14 @@ class SelfCalibration:
         for name, field in (
             ("a signal to a peer", "signal_remote_us"),
             ("a signal between streams", "signal_local_us"),
-            ("a step on the host", "host_step_us"),
+            ("the launch of a step", "host_step_us"),
         ):
             us = getattr(self, field)
             yield _Number(name, "us", us, getattr(base, field), _setting(**{field: us}))
 
 
 def _bandwidth(name: str, rate: float | None, derived: float, into: Callable[[Model], Model]) -> _Number:
-    """Return a number in GB/s. rate, derived: in bytes/us."""
+    """Return a bandwidth in GB/s as a `_Number`. rate, derived: in bytes/us."""
     return _Number(name, "GB/s", None if rate is None else rate * 1e-3, derived * 1e-3, into)
 
 
@@ -133,7 +133,9 @@ def sizes_for(base: Model) -> ProbeSizes:
 
 
 def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> SelfCalibration:
-    """Measure, the most important numbers first. Start no measurement after `budget_s` seconds. It is a collective call."""
+    """Measure, the most important numbers first. Start no measurement after `budget_s` seconds. All ranks must make
+    this call.
+    """
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}
     asked: dict[Any, Callable[[], float]] = {
@@ -174,7 +176,8 @@ def save(found: SelfCalibration) -> None:
 def find(machine: str, world_size: int) -> SelfCalibration | None:
     """Return the numbers that this or another process has measured with `world_size` ranks; None if there are none.
 
-    Raise `ValueError` if they were measured with other versions, and `UnreadableError` if the file is broken or another machine's.
+    Raise `ValueError` if the numbers were measured with other versions, and `UnreadableError` if the file is broken or
+    another machine's.
     """
     here = _known.get((machine, world_size))
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)

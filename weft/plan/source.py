@@ -1,4 +1,4 @@
-"""The source of a machine's model: the first of this list that exists and is usable.
+"""The choice of the source for a machine's model: the first in this list that exists and is usable.
 
 - calibration: by `weft plan calibrate`, with the same machine, number of ranks and installed versions
 - machine file: `weft/hw/*.toml`

@@ -1,4 +1,6 @@
-"""JSON files of measured numbers in `weft.env.cache_dir()`. They are replaced atomically: readers never see a partial file."""
+"""JSON files of measured numbers in `weft.env.cache_dir()`. Files are replaced atomically, so readers never see a
+partial file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def _stem(*names: object) -> str:
 
 
 def ranks_of(what: str, machine: str) -> list[int]:
-    """Return the numbers of ranks with a file `path_of(what, machine, ranks)`."""
+    """Return the numbers of ranks for which a file `path_of(what, machine, ranks)` exists."""
     name = re.compile(rf"{_stem(what, machine)}-([1-9]\d{{0,5}})\.json")
     try:
         with os.scandir(env.cache_dir()) as files:
@@ -39,7 +41,7 @@ def ranks_of(what: str, machine: str) -> list[int]:
 
 
 def any_of(what: str) -> bool:
-    """True if there is any file `path_of(what, ...)`. It is fast, because every first call of a shape calls it."""
+    """True if any file `path_of(what, ...)` exists. The test is fast, because every first call of a shape needs it."""
     try:
         folder = os.fspath(env.cache_dir())
         return what in _kinds_in(folder, os.stat(folder).st_mtime_ns)

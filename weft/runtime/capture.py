@@ -6,7 +6,7 @@ import torch
 
 
 def is_captured(device: torch.device) -> bool:
-    """True if a CUDA graph is being captured, so that work that is enqueued now becomes part of it."""
+    """True if a CUDA graph is being captured, so that work enqueued now becomes part of the graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -16,7 +16,7 @@ _OF_GRAPHS: list[torch.Tensor] = []
 def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`. If a CUDA graph is being captured, keep the tensor until the process ends.
 
-    For small tables that caches may drop, since every replay of the graph reads them.
+    Use it for small tables that caches may drop, since every replay of the graph reads them.
     """
     if is_captured(tensor.device) and not any(tensor is one for one in _OF_GRAPHS):
         _OF_GRAPHS.append(tensor)
@@ -24,7 +24,7 @@ def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise `ValueError` if a CUDA graph is being captured. Call this before setting something up."""
+    """Raise `ValueError` if a CUDA graph is being captured. Call this before any set-up."""
     if is_captured(device):
         raise ValueError(
             "the first call of embedding_all_to_all with new tables, features or batch sizes allocates memory and loads kernels: "

@@ -3,9 +3,9 @@
 Synchronous collectives call methods of the process group. `torch.distributed`'s functions call the same methods after
 their own checks. For small calls on GPUs, these checks and torch's log of collectives take as long as NCCL's launch.
 
-gloo waits for the timeout of its process group, half an hour, and cannot cancel a collective. So `finish` checks the
-clock and the group while it waits. A collective that it gives up on is kept until the process ends: gloo's threads may
-still write to its tensors, and destroying the group would wait for these threads.
+gloo's timeout is that of its process group, half an hour by default, and gloo cannot cancel a collective. So `finish`
+checks the clock and the group while it waits. An abandoned collective is kept until the process ends: gloo's threads
+may still write to its tensors, and destroying the group would wait for these threads.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
 def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object) -> None:
     """Wait for `work`, a collective on CPU that all ranks have begun.
 
-    what: its name. held: the tensors that it reads and writes. Raise `DeadlineError` after `deadline_s` seconds, or the
-        group's error if the group fails meanwhile. After an error the group is unusable.
+    what: the collective's name. held: the tensors that it reads and writes. Raise `DeadlineError` after `deadline_s`
+        seconds, or the group's error if the group fails meanwhile. After an error the group is unusable.
     """
     until, group = time.monotonic() + deadline_s, comm.group
     try:
@@ -131,5 +131,7 @@ def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *h
 
 
 def leave(*held: object) -> None:
-    """Keep objects until the process ends, even beyond interpreter exit: gloo's threads may use them at any time."""
+    """Keep objects until the process ends, even beyond interpreter exit, because gloo's threads may use them at any
+    time.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

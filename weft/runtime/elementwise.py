@@ -12,7 +12,7 @@ import torch
 
 
 class Elementwise(NamedTuple):
-    """One operation. call: returns a new tensor. into: writes into `out=`."""
+    """One operation. call: a function that returns a new tensor. into: a function that writes into `out=`."""
 
     call: Callable[..., torch.Tensor]
     into: Callable[..., torch.Tensor]

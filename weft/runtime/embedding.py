@@ -1,4 +1,4 @@
-"""The executors of embedding_all_to_all on a communicator. All calls with the same plan share one."""
+"""The executors of embedding_all_to_all on a communicator. All calls with the same plan share an executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
 
 
 def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
-    """Return the executor of `plan`, whose transport is fixed, on `communicator`. Collective if it has to be made.
+    """Return the executor of `plan`, whose transport is fixed, on `communicator`. All ranks must make the first call
+    together, which makes the executor.
 
     The caller has compared the plans of all ranks.
     """

@@ -5,13 +5,12 @@ by row.
     received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
     rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
-Before the exchange, each rank copies the parts of `grad` for each owner together. CPU ranks also synchronise, and
-compare the number of the forward call, its batch sizes and the learning rate. If ranks run backward of different calls,
-or would update differently, they raise an error with the difference before anything is written. GPU hosts do not
-synchronise.
+Before the exchange, each rank reorders `grad` by owner. CPU ranks also synchronise, and compare the number of the
+forward call, its batch sizes and the learning rate. If ranks run backward of different calls, or would update
+differently, they raise an error with the difference before anything is written. GPU ranks do not synchronise.
 
-Only ids and samples determine the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
-number of ranks, any placement of tables, and any delays.
+The order of sums depends only on ids and samples (csrc/embedding_backward.hpp). So equal inputs give equal bits, for
+any number of ranks, any placement of tables, and any delays.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ def gradients(
     of: ForwardCall, jagged: JaggedInput, weights: Sequence[torch.Tensor], grad: torch.Tensor, wanted: tuple[bool, bool],
     group: dist.ProcessGroup, turn: Turn,
 ) -> tuple[list[torch.Tensor] | None, torch.Tensor | None]:  # fmt: skip
-    """Return the gradients of tables and of per-sample weights. With an optimizer, update the tables and return None
-    for them.
+    """Return the gradients of tables and of per-sample weights. With an optimizer, update the tables, and return None
+    in place of their gradients.
 
-    weights: the tables, for gradients of per-sample weights. wanted: True for wanted gradients of (tables, or an
-        update; per-sample weights).
+    weights: the tables, for gradients of per-sample weights. wanted: (True for gradients of tables or an update, True
+        for gradients of per-sample weights).
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -89,8 +88,8 @@ def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Yield the gradients of the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`, and
-    None.
+    """Yield (the gradients of the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`;
+    None).
 
     With `WEFT_PUSH_GRADIENTS`, the gradients are in memory that peers write, and are valid only inside the context. The
     second value is then a tensor on the device: 1 if all gradients have arrived, else 0.
@@ -110,9 +109,7 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Return a context that collects the gradients of all backwards in a list, which it yields, instead of updating the
-    tables.
-    """
+    """Collect the gradients of all backward calls in a list, instead of updating the tables. Yield the list."""
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(
@@ -129,7 +126,7 @@ def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
 def update_collected(
     update: FusedUpdate, collected: list[Collected], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:  # fmt: skip
-    """Update the tables once, by the gradients of several backwards. Collective.
+    """Update the tables once, with the gradients of several backward calls. All ranks must make this call.
 
     CPU ranks compare the calls and the learning rate, which may have changed since the last backward.
     """
@@ -149,7 +146,9 @@ def update_collected(
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
-    """Raise `ValueError` if tables or states have changed since forward: kernels could access memory beyond them."""
+    """Raise `ValueError` if tables or states have changed since forward, because kernels could access memory beyond
+    them.
+    """
     try:
         if of.tables is not None:
             _require_tables(of, of.tables)
@@ -162,9 +161,7 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
 
 
 def _require_tables(of: ForwardCall, tables: Tables) -> None:
-    """Raise `ValueError` unless tables and states are valid. Known layouts, which are read natively, are not checked
-    again.
-    """
+    """Raise `ValueError` unless tables and states are valid. Layouts that were valid before are not checked again."""
     layout = layout_of([*tables.tensors, tables.step])
     known = of.plan.intact_tables.setdefault(of.rank, [])
     for one in known:
@@ -181,7 +178,7 @@ def _require_tables(of: ForwardCall, tables: Tables) -> None:
 def _update(
     call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
 ) -> None:
-    """Update the tables, which have been checked. ok: on the device, 0 to leave the tables unchanged."""
+    """Update the tables, which have been checked. ok: a tensor on the device; if it is 0, the tables stay unchanged."""
     of, tables = call.of, call.of.tables
     assert tables is not None
     device = device_code(call.received.device)
@@ -202,7 +199,8 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor by which gradients get a norm of at most `clip_norm`, as float64 []. Collective.
+    """Return the factor that gives the gradients a norm of at most `clip_norm`, as float64 []. All ranks must make this
+    call.
 
     squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is
         that of `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
@@ -221,14 +219,16 @@ def scale_of_norm(
 def _require_finite(
     of: ForwardCall, received: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device.
-    Collective.
+    """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. The CPU waits for the device.
+    All ranks must make this call.
     """
     refuse_nonfinite(nonfinite_tables(of.plan.sharding, of.rank, received), group, received.device, deadline_s)
 
 
 def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
-    """Return texts with the tables and features of `rank` whose gradients are infinite or NaN. Waits for the device."""
+    """Return texts with the tables and features of `rank` whose gradients are infinite or NaN. The CPU waits for the
+    device.
+    """
     column, bad = 0, list[str]()
     finite = received.isfinite().all(0).tolist()
     for slot in sharding.local_slots(rank):
@@ -239,7 +239,7 @@ def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Ten
 
 
 def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
-    """Raise `RefusedError` on every rank if any rank has found bad gradients. Collective."""
+    """Raise `RefusedError` on every rank if any rank has found bad gradients. All ranks must make this call."""
     said = f"gradients are infinite or NaN: {'; '.join(bad)}" if bad else None
     comm = symm.communicator(group, device)
     everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
@@ -266,9 +266,9 @@ def to_owners(
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Start to sort the ids of a forward call for its backward, on GPUs.
+    """Start to sort the ids of a forward call for its backward.
 
-    The sort runs after forward, concurrently with later work.
+    On GPUs the sort runs after forward, concurrently with later work.
     """
     if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
@@ -284,9 +284,9 @@ def device_code(device: torch.device) -> ModuleType:
 
 
 def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None:
-    """Synchronise the ranks in backward of the same call. Raise on every rank if they differ."""
+    """Synchronise the ranks in backward. Raise on every rank if ranks run the backward of different calls."""
     tables = counted(len(of.plan.sharding.tables), "table")
-    # Without the rest of the plan: backward depends neither on the transport nor on how it was chosen.
+    # Do not compare the rest of the plan: backward does not depend on the transport.
     details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
     compare_ranks(comm, Topic(f"backward of embedding_all_to_all of {tables}", details), of, deadline_s)
 

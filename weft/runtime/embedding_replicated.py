@@ -1,13 +1,13 @@
-"""Backward of data-parallel tables. Every rank has the tables, pools its own samples, and gets the sum of all ranks'
-gradients.
+"""Backward of data-parallel tables. Every rank has all these tables, pools its own samples, and gets the sum of all
+ranks' gradients.
 
     dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
     parts      all ranks' values for a range of elements, by all_to_all_single; summed in the order of ranks
     reduced    the sums of all ranges, by all_gather
 
-So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. It depends on the number
-of ranks, since each rank sums its own samples first. As for other tables, only rows that at least one rank has read are
-updated.
+So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. The bits depend on the
+number of ranks, since each rank sums its own samples first. As for other tables, only rows that at least one rank has
+read are updated.
 
 The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
 """
@@ -35,7 +35,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Spans:
-    """For each slot, the first position and the end of its ids, on the host."""
+    """For each slot, the begin and the end of its ids, on the CPU."""
 
     of_slot: tuple[tuple[int, int], ...]
 
@@ -67,7 +67,7 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
 
 
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
-    """Return the sum of all ranks' `flat`, with the same bits on every rank. Collective."""
+    """Return the sum of all ranks' `flat`, with the same bits on every rank. All ranks must make this call."""
     world = group.size()
     if world == 1:
         return flat
@@ -89,7 +89,7 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
 def compare(
     of: ForwardCall, what: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Compare optimizers and learning rates across CPU ranks. Collective."""
+    """Compare optimizers and learning rates across CPU ranks. All ranks must make this call."""
     if device.type == "cpu" and group.size() > 1:
         of = replace(of, checked=of.checked._replace(batch_sizes=()))  # batch sizes differ between ranks
         compare_ranks(symm.communicator(group, device), Topic(what, of.plan.sharding.written), of, deadline_s)
@@ -105,7 +105,9 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[tor
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
-    """Update each row that a rank has read. flat: the sum of all ranks' gradients. The caller has counted this update."""
+    """Update each row that any rank has read. flat: the sum of all ranks' gradients. The caller has counted this
+    update.
+    """
     tables = of.tables
     assert tables is not None
     tables.require_intact(of.plan.sharding, of.rank)

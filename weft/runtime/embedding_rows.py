@@ -1,7 +1,7 @@
 """Updates of tables by gradients of rows: each id has its own gradient, as in backward of unpooled embeddings.
 
-They use the code that updates pooled tables, by calls in which every bag has one id. The gradients of equal ids are
-summed in the given order, in float32.
+The updates use the code for pooled tables, with one id in each bag. The gradients of equal ids are summed in the given
+order, in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class RowGradients(NamedTuple):
 def update_rows(
     given: Sequence[RowGradients], tables: Tables, factor: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Update the rows of all ids. tables: the tables of `given`, in order. Collective if the optimizer clips by norm."""
+    """Update the rows of all ids. tables: the tables of `given`, in order. If the optimizer clips by norm, all ranks
+    must make this call.
+    """
     prepared = []
     for places in _similar(given, tables):
         of, jagged, grads = _call([given[place] for place in places], factor, _some(tables, places, given), False)
@@ -54,10 +56,10 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Return groups of tables with similar numbers of ids. Each group is one call, whose arrays have space for the
+    """Return groups of tables with similar numbers of ids. Each group becomes one call, whose arrays have space for the
     largest number.
 
-    With stochastic rounding each table is a group: its random bits must not depend on other tables.
+    With stochastic rounding each table is its own group, because its random bits must not depend on other tables.
     """
     groups: dict[int, list[int]] = {}
     is_stochastic = tables.optimizer.rounding == "stochastic"
@@ -79,7 +81,7 @@ def gradient_of_table(
 def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
     """Return the sums of gradients with equal `inverse`, [count, columns], in float32 and in the given order.
 
-    inverse: [n], each number below `count` at least once. Waits for the device.
+    inverse: [n], each number below `count` at least once. The CPU waits for the device.
     """
     rows = (
         1 << max(0, count - 1).bit_length()
@@ -94,8 +96,8 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Return a call in which slot t has a bag for each id of `given[t]`, its input, and its gradients [most ids, all
-    columns].
+    """Return a call in which slot t has a bag for each id of `given[t]`, the call's input, and its gradients [most ids,
+    all columns].
     """
     counts, device = [one.ids.numel() for one in given], given[0].ids.device
     most, grads = max(counts), given[0].grads
@@ -117,8 +119,8 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return some of the tables. For a single table, the seed depends on its index, because its index in the call is
-    always 0.
+    """Return some of the tables. For a single table, add its index to the seed, because its index in the call is always
+    0.
     """
     optimizer = tables.optimizer
     if len(places) == 1:

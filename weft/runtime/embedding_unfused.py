@@ -1,6 +1,6 @@
 """embedding_all_to_all without overlap, on CPU and GPUs: one pooling kernel, all_to_all_single, a column permutation.
 
-It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it:
+This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it:
 
     pooled    [global batch, columns of this rank's tables]
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
@@ -44,7 +44,7 @@ _NAME = "all_to_all of pooled vectors"
 
 
 class EmbeddingAllToAllUnfused(Executor):
-    """The executor of a plan with transport "serial" on a communicator. It keeps no memory."""
+    """The executor of a plan with transport "serial" on a communicator. The executor keeps no memory."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
@@ -142,9 +142,9 @@ def pool_alone(
 ) -> Callable[[], None] | None:  # fmt: skip
     """Pool all tables of `plan`, whose world size is 1, into `out` [global batch, columns], of `plan.output_dtype`.
 
-    Return a function that warns of bad indices. On GPUs return None: the call itself warns of bad indices in earlier
-    calls. rank: the rank to name in warnings. widest: the largest number of columns of a feature block pooled
-    elsewhere. It determines the kernel, so that sums have the same bits for any placement of tables.
+    Return a function that warns of bad indices. On GPUs return None: there each call warns of bad indices in earlier
+    calls. rank: the rank to name in warnings. widest: the largest number of columns of a feature block that another
+    kernel pools. It affects the choice of the kernel, so that sums have the same bits for any placement of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

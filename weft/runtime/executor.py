@@ -1,11 +1,11 @@
 """The interface of executors. An executor prepares a schedule for one rank of a group, runs it many times, and is
 closed once.
 
-    weft.runtime.null   passes through the steps in a valid order, but executes none
+    weft.runtime.null   visits the steps in a valid order, but executes none
     weft.runtime.cpu    runs each lane on a thread, in memory that processes share
     weft.runtime.cuda   runs each lane on a stream, with copy engines
 
-The constructor is collective: ranks compare schedules, all raise if the schedule does not match a rank, and they
+All ranks must construct an executor together. They compare schedules, raise if the schedule does not match a rank, and
 allocate memory. An executor refuses step kinds that it does not implement, and names the step. `weft.runtime.unfused`
 is not an executor: it runs the steps of the serial schedule as torch calls, and keeps no memory.
 """
@@ -33,28 +33,32 @@ class Executor(ABC):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Any]:
-        """Run the schedule once, on every rank. Return the outputs that were passed as functions, by name.
+        """Run the schedule once. All ranks must make this call. Return the outputs that were passed as functions, by
+        name.
 
-        tensors: every input and output buffer by name. An output with a dynamic number of rows is a function from that
-            number to a tensor.
-        deadline_s: the longest wait for another rank, in seconds. timeline: gets a span for every step of this rank.
-        like_before: True if only the addresses of the tensors differ from an earlier run. Then they need not be
+        tensors: every input and output buffer by name. An output with a dynamic number of rows is a function that
+            returns a tensor with the given number of rows.
+        deadline_s: the longest wait for another rank, in seconds. timeline: receives a span for every step of this
+            rank.
+        like_before: True if only the addresses of the tensors differ from an earlier run. The tensors then need not be
             checked.
 
         Bad tensors are refused before anything is written.
         """
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
-        """Load the kernels for a run with such tensors, before a graph captures the run. Nothing runs. Not collective."""
+        """Load the kernels for a run with such tensors, before a graph captures the run. Nothing runs. Ranks do not
+        communicate.
+        """
         return
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the error that was found since the last run, if any. Do not wait."""
+        """Raise the error that was found since the last run, if any. Does not wait for the device."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release all memory. Idempotent, not collective. No run may be in progress."""
+        """Release all memory. Each rank may close on its own, but not during a run. Repeated calls have no effect."""
 
     @property
     def was_captured(self) -> bool:
@@ -63,7 +67,7 @@ class Executor(ABC):
 
     @property
     def stale(self) -> bool:
-        """True if the shared memory has grown since, so that a new executor should be made for it."""
+        """True if the shared memory has grown since, so that a new executor should be made in the larger memory."""
         return False
 
     @property

@@ -13,7 +13,8 @@ from weft.schedule import Schedule
 from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, Any]
-"""The tensors of a call, by buffer. An output with a dynamic number of rows is a function from that number to a tensor.
+"""The tensors of a call, by buffer. An output with a dynamic number of rows is a function that returns a tensor with
+the given number of rows.
 """
 
 
@@ -21,7 +22,7 @@ Tensors: TypeAlias = dict[str, Any]
 def executor(
     schedule: Schedule, comm: Communicator, p: Problem | None = None, name: str = "", what: str = ""
 ) -> Executor:
-    """Make an executor for `schedule`, a candidate for `p`. Collective.
+    """Make an executor for `schedule`, a candidate for `p`. All ranks must make this call.
 
     name: the candidate's name if weft's own builder made it, "" otherwise. On GPUs, executors of one problem family
         with the same name share memory, and ranks compare only the first of their schedules. On CPU, all executors of a

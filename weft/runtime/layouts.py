@@ -1,4 +1,6 @@
-"""Layouts of tensors, read in one native call. With torch's API, each property of each tensor takes a Python call."""
+"""Layouts of tensors, read in one native call, because torch's API needs a Python call for each property of each
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def _made() -> _core.LayoutReader | None:
 
 
 READER = _made()
-"""The native reader; None if properties can only be read with torch's API."""
+"""The native reader; None if only torch's API can read the properties."""
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:

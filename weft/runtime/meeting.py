@@ -8,10 +8,10 @@ ranks are known to make the same call:
     topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group ends
     a rank does not arrive    `DeadlineError` or `PeerLostError`. The group ends
 
-All calls of a group use one rendezvous, whichever operator makes them. So the n-th call of one rank is compared with
-the n-th call of every peer.
+All operators of a group use the same rendezvous. So the n-th call of one rank is compared with the n-th call of every
+peer.
 
-GPU hosts do not synchronise, because a rendezvous would take longer than the call (`weft.operator.together`).
+GPU ranks do not synchronise, because a rendezvous would take longer than the call (`weft.operator.together`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
 _EXTRA = 16  # bytes that a call may publish for its peers
 _NOTHING = bytes(_EXTRA)
-_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers that the call carries
+_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which ranks compare with the call
 _LAYERS_AT = 1 + _EXTRA
 _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 _DIGEST = 16
@@ -52,10 +52,11 @@ T = TypeVar("T")
 
 
 class Topic:
-    """The call that a rank is about to make, which is compared with its peers' calls.
+    """The call that a rank is about to make. Ranks compare their topics.
 
-    text: for error texts; truncated if it is too long. details: compared too. difference: a collective function that
-        returns how details differ, for ranks with equal texts. hint: advice if only sizes differ.
+    text: a description for error texts; truncated if it is too long. details: further text to compare. difference: a
+        function that all ranks call together if texts are equal but details differ. It returns the difference. hint:
+        advice if only sizes differ.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Topic:
 
 
 class Meeting:
-    """The rendezvous of all calls on `communicator`, which is on CPU. The constructor is collective.
+    """The rendezvous of all calls on `communicator`, which is on CPU. All ranks must construct it.
 
     Only one thread at a time may make calls.
     """
@@ -120,7 +121,7 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """End the group on this rank. Every rank has read the same payloads and does so too."""
+        """Make the group fail on this rank. Every rank has read the same payloads and does the same."""
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
@@ -132,13 +133,13 @@ class Meeting:
         )
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Gather the options of layers and call `disagree`. Every rank does so, because all have read the same
+        """Gather the options of layers and call `disagree`. Every rank does the same, because all have read the same
         fingerprints.
         """
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
-        """End the group and raise `DisagreementError`, for an error that every rank finds."""
+        """Make the group fail and raise `DisagreementError`, for an error that every rank finds."""
         self.comm.end(text)
         raise DisagreementError(
             f"{text}. Make the same calls in the same order on every rank{hint and '; '}{hint}. The ranks are out "
@@ -157,7 +158,7 @@ def _refusals(payloads: list[bytes]) -> str:
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
     """Return a `difference` for a topic, which shows the details of each rank.
 
-    For details of several lines "name: value", it shows the first line that differs.
+    If details have several lines "name: value", it shows the first line that differs.
     """
     return lambda: _difference(comm, details)
 
@@ -192,7 +193,7 @@ _meetings: dict[Communicator, Meeting] = {}
 
 
 def meeting_of(comm: Communicator) -> Meeting:
-    """Return the rendezvous of a communicator. Collective at the first use of a communicator."""
+    """Return the rendezvous of a communicator. All ranks must make the first call together."""
     return of_communicator(_meetings, comm, Meeting)
 
 
@@ -207,8 +208,8 @@ def published_on(group: dist.ProcessGroup) -> int:
 def of_communicator(known: dict[Communicator, T], comm: Communicator, make: Callable[[Communicator], T]) -> T:
     """Return the entry of `comm`, and make it if there is none.
 
-    When an entry is made, drop the entries of closed communicators. An entry may refer to its communicator, so nothing
-    else would free it.
+    When an entry is made, drop the entries of closed communicators. Nothing else would free them, because an entry may
+    refer to its communicator.
     """
     found = known.get(comm)
     if found is None:

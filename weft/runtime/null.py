@@ -1,8 +1,8 @@
-"""The null executor: it runs any schedule on any machine without effect, and returns the order of its steps.
+"""The null executor: runs any schedule on any machine without effect, and returns the order of its steps.
 
-It is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch and no memory. It
-finds schedules that would hang. Its timeline is the order that signals impose, with which the timelines of other
-executors must agree.
+The null executor is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch
+and no memory. It finds schedules that would hang. Its timeline shows the order that signals impose; timelines of other
+executors must agree with it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class NullSchedule(Executor):
         """Check the tensors' shapes, and append this rank's steps to `timeline`.
 
         tensors: every input and output buffer by name. Only their shapes are used. deadline_s: must be positive;
-            otherwise unused. timeline: gets the rank's steps in order. A step lasts from one integer to the next, and
-            the next run continues from there.
+            otherwise unused. timeline: receives the rank's steps in order. A step lasts from one integer to the next,
+            and the next run continues from the last integer.
         """
         if deadline_s is not None and deadline_s <= 0:
             raise ValueError(f"deadline_s={deadline_s} must be positive")

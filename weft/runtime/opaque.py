@@ -1,7 +1,7 @@
 """Functions that torch.compile must not trace, and operators that it must not remove.
 
 If a function of a compiled program runs eagerly (after a graph break, or after too many recompilations), Dynamo still
-compiles the functions that it calls. Executors use addresses and native handles, which Dynamo would treat as constants.
+compiles the functions that it calls. Dynamo would treat the addresses and native handles in executors as constants.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.fx
 P = ParamSpec("P")
 T = TypeVar("T")
 looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-"""Returns None if no compiled function runs on this thread. Disabling Dynamo takes longer than a launch, so it is done
-only if needed.
+"""A function that returns None if no compiled function runs on this thread. Disabling Dynamo takes longer than a
+launch, so weft disables it only if needed.
 """
 
 
@@ -30,8 +30,8 @@ def frames_are_looked_at() -> bool:
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function` wrapped so that Dynamo calls it without tracing it or the functions that it calls.
 
-    If Dynamo does not trace this thread's frames, the wrapper costs almost nothing. It does not load Dynamo, which
-    takes seconds.
+    If Dynamo does not trace this thread's frames, the wrapper costs almost nothing. The wrapper does not load Dynamo,
+    which takes seconds.
     """
 
     untraced: Callable[P, T] | None = None
@@ -43,7 +43,7 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal untraced
-        # In this order: if Dynamo traces this function unexpectedly, it knows `is_compiling`.
+        # Keep this order: if Dynamo traces this function unexpectedly, it knows `is_compiling`.
         if not torch.compiler.is_compiling() and not frames_are_looked_at():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -58,8 +58,8 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 def never_left_out(name: str) -> None:
     """Mark an operator of weft as having side effects for torch.compile, because peers wait for its calls.
 
-    Otherwise torch.compile would remove a call with unused or empty results on this rank only. It may still merge two
-    calls with equal arguments. Ordered effects (of `torch.library`) would keep both calls, but they prevent the
-    compilation of backward (pytorch's issue 172248) and the reuse of memory.
+    Otherwise torch.compile would remove a call with unused or empty results, on this rank only. torch.compile may still
+    merge two calls with equal arguments. Ordered effects (of `torch.library`) would keep both calls, but they prevent
+    the compilation of backward (pytorch's issue 172248) and the reuse of memory.
     """
     torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)

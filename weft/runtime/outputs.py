@@ -2,12 +2,12 @@
 
 A lent tensor stays valid as long as the user keeps it or any view of it. After that, the buffer is offered to the peers
 again. The offer is made in the order of this rank's stream (GPU) or program (CPU), so earlier work on the old contents
-runs first. (As with any tensor, if another stream reads it, make the stream of the next call wait for that stream
-before you drop it.)
+runs first. (If another stream reads the tensor, make the stream of the next call wait for that stream before you drop
+the tensor.)
 
-With `count` buffers, a user may keep `count - 1` results while the next one is computed. Further results are copied out
-of the last free buffer, which takes a pass over the result and is counted in `copied`. With `count=1` results are never
-copied, and keeping one across the next call is an error.
+With `count` buffers, a user may keep `count - 1` results while the next result is computed. Further results are copied
+out of the last free buffer; `copied` counts these copies. With `count=1` results are never copied, and keeping a result
+across the next call is an error.
 
 A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use.
 So the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out,
@@ -30,7 +30,7 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """A lease that exists as long as the storage of the lent tensor, and keeps its memory mapped."""
+    """A lease that exists as long as the storage of the lent tensor, and keeps the tensor's memory mapped."""
 
     __slots__ = ("free", "memory", "slot")
 
@@ -63,14 +63,14 @@ class OutputPool:
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
         """Make each buffer at least `slot_bytes` large. Return True if the pool grew.
 
-        Collective if it has to grow. Then it calls `quiesce` first. deadline_s: the longest wait for a peer in that
-        case.
+        All ranks must make this call. If the pool has to grow, call `quiesce` first. deadline_s: the longest wait for a
+        peer in this case.
         """
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False
         wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
         wanted = -(-wanted // _GRANULE) * _GRANULE
-        # Results that the user keeps hold the old memory mapped, and peers no longer write there. If there is not
+        # Results that the user keeps hold the old memory mapped, and peers no longer write to it. If there is not
         # enough memory, this raises and nothing changes.
         with set_up_within(deadline_s):
             quiesce()
@@ -128,8 +128,8 @@ class OutputPool:
                 self._shared.add(slot)
             else:
                 free = self._dropped
-        # The lease refers to the memory, not to the region, which the communicator closes. It also refers to the
-        # present list of free buffers: after growth, old buffers return to a list that is not used any more.
+        # The lease refers to the memory, not to the region, which the communicator closes. The lease also refers to the
+        # current list of free buffers: after growth, old buffers return to a list that is no longer used.
         lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._comm.device, lease)
@@ -148,7 +148,9 @@ class LendingExecutor(Executor):
 
     @property
     def was_captured(self) -> bool:
-        """True: users may keep results and graphs may be replayed, so the memory is kept until a collective close."""
+        """True: users may keep results and graphs may be replayed, so the memory is kept until all ranks close the
+        executor.
+        """
         return True
 
     @property

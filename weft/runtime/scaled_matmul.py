@@ -1,6 +1,6 @@
 """An fp8 GEMM with scales: out = (a * scale_a) @ (b * scale_b) + bias.
 
-On GPUs it is `torch._scaled_mm`: products of fp8 numbers are summed in fp32, scaled, added to the bias, and rounded
+On GPUs this is `torch._scaled_mm`: products of fp8 numbers are summed in fp32, scaled, added to the bias, and rounded
 once. On CPU an fp32 matmul computes the same, for tests and development. It makes fp32 copies of both operands, and
 does not use torch's `_scaled_mm` for CPU.
 """

@@ -49,7 +49,7 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
-    """Check that all ranks run the same schedule, before anything is allocated. Collective.
+    """Check that all ranks run the same schedule, before anything is allocated. All ranks must make this call.
 
     On every rank, raise `DisagreementError` if the schedules differ, or `ScheduleError` if a step needs memory of a
     rank that is not mapped.
@@ -67,7 +67,7 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
 
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text with the first step of this rank that needs memory which is not mapped; "" if there is none."""
+    """Return a text with the first step of this rank that needs memory which is not mapped; "" if all memory is mapped."""
     return "" if comm.all_mapped else needs_far(schedule, comm.rank, comm.hosts)
 
 

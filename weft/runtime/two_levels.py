@@ -10,8 +10,8 @@ shard of n bytes on each rank:
     all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
                     2 (H - 1) / H times the matrix.
 
-So each byte crosses a link between hosts once per host. In an all-gather by a ring of all W = H L ranks, each host
-would send (W - 1) n bytes. gloo's reduce-scatter is an all-reduce, which sends twice as much.
+So each byte is sent to each host only once. In a ring all-gather of all W = H L ranks, each host would send (W - 1) n
+bytes. gloo's reduce-scatter is an all-reduce, which sends twice as much.
 
 Sums are in fp32 (fp64 for fp64), and are rounded to the dtype of the matrix once per level. `weft.runtime.within_host`
 defines the order of accesses to shared memory. weft makes its own gloo groups for rails.
@@ -51,12 +51,12 @@ _known: dict[Communicator, TwoLevels] = {}
 def two_levels_for(
     schedule: Schedule, lanes: Iterable[Lane], rows: Iterable[tuple[int, ...]], comm: Communicator
 ) -> TwoLevels | None:
-    """Return the two levels of `comm`, with memory for the collectives of `lanes`; None if they cannot be used.
-    Collective.
+    """Return the two-level collectives of `comm`, with memory for the collectives of `lanes`; None if two levels cannot
+    be used. All ranks must make this call.
 
-    They cannot be used if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a host has
-    too little memory. rows: for each collective, the number of rows of each rank's shard. Raise `DeadlineError` on
-    every rank if ranks cannot connect within the deadline of set-up.
+    Two levels cannot be used if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a
+    host has too little memory. rows: for each collective, the number of rows of each rank's shard. Raise
+    `DeadlineError` on every rank if ranks cannot connect within the deadline of set-up.
     """
     if comm.all_mapped or not (per_host := ranks_per_host(comm.hosts)):
         return None
@@ -76,7 +76,7 @@ def two_levels_for(
 
 
 def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str], per_host: int) -> int:
-    """Return the bytes of shared memory that the step needs on each rank; 0 if two levels do not support it."""
+    """Return the bytes of shared memory that the step needs on each rank; 0 if two levels do not support the step."""
     if step.op not in ("all_gather", "reduce_scatter", "all_reduce") or len(set(rows)) > 1:
         return 0
     whole = step.src if step.op != "all_gather" else step.dst
@@ -87,8 +87,8 @@ def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return the number of ranks on each host. Return 0 unless several hosts have the same number, at least two, of
-    consecutive ranks.
+    """Return the number of ranks on each host. Return 0 unless there are several hosts with the same number, at least
+    two, of consecutive ranks.
 
     hosts: the host of each rank.
     """
@@ -123,9 +123,7 @@ class TwoLevels:
         comm._holders.add(self)
 
     def _connect(self, name: str, store: dist.Store, deadline_s: float) -> None:
-        """Make the rail's group without registering it in torch, since that would be collective over all ranks of the
-        job.
-        """
+        """Make the rail's group without registering it in torch, since registration would involve all ranks of the job."""
         own = dist.PrefixStore(f"{name}/{self.index}", store)
         gloo = dist.ProcessGroupGloo(own, self.host, self.n_hosts, datetime.timedelta(seconds=deadline_s))
         gloo._set_default_timeout(_LONG)
@@ -219,7 +217,7 @@ def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tens
 def _until(deadline_s: float, comm: Communicator, connect: Callable[[], None]) -> str:
     """Call `connect` on a thread, and wait for it until the deadline. Return "" or the error.
 
-    The process that serves the store may be stopped, and torch waits for it without a limit.
+    The thread is needed because torch waits without a limit if the process that serves the store is stopped.
     """
     errors = [f"no answer within {deadline_s:g} s"]
 

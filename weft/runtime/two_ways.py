@@ -42,7 +42,7 @@ class TwoWays:
             self._taken[bucket] = False
 
     def takes_other(self, size: int) -> bool:
-        """Return True if the next call of this size shall use the second implementation."""
+        """True if the next call of this size must use the second implementation."""
         bucket = size.bit_length()
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 

@@ -1,5 +1,5 @@
-"""Rounds in which the ranks of a host read each other's memory. In a round each rank publishes bytes, reads those of
-its peers, and releases them.
+"""Rounds in which the ranks of a host read each other's memory. In a round each rank publishes bytes, reads its peers'
+bytes, and releases them.
 
 Memory order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers'
 bytes. It sets with release order, and waits with acquire order. It reads in round k when every counter is at least 2 k
@@ -30,9 +30,7 @@ class WithinHost:
         self._counters: list[int] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve `nbytes` for each rank, the same on all ranks. Collective if the memory has to grow. Call it between
-        rounds.
-        """
+        """Reserve `nbytes` for each rank, the same on all ranks, between rounds. All ranks must make this call."""
         if nbytes <= self.nbytes:
             return
         region = self.comm.allocate(_START + nbytes, what="collectives within a host")
@@ -56,16 +54,16 @@ class WithinHost:
         self._await(deadline_s, what)
 
     def release(self) -> None:
-        """Tell peers that this rank has read their memory, so that they may write it again."""
+        """Notify peers that this rank has read their memory, so that they may write to it again."""
         self._advance()
 
     def exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, deadline_s: float, what: str
     ) -> None:  # fmt: skip
-        """Copy sent[i] to rank number i of this host, and the tensor that it sends to this rank into received[i].
+        """Copy sent[i] to rank number i of this host, and the tensor that rank i sends to this rank into received[i].
 
-        Tensors are contiguous. If they are larger than the reserved memory, they pass through it in several rounds. Each rank
-        writes the bounds of its tensors first, so all ranks know the number of rounds.
+        Tensors are contiguous. If they are larger than the reserved memory, they are copied in several rounds. Each
+        rank writes the bounds of its tensors first, so all ranks know the number of rounds.
         """
         mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
         received[mine].copy_(sent[mine])
@@ -106,7 +104,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy the bytes that both have of a stream. dst_at, src_at: where they begin in it."""
+    """Copy the bytes that both pieces of a stream of bytes contain. dst_at, src_at: the offsets of the pieces in the
+    stream.
+    """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:
         dst[start - dst_at : end - dst_at].copy_(src[start - src_at : end - src_at])

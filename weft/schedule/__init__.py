@@ -1,6 +1,6 @@
 """The schedule language: a schedule lists what each rank computes, copies, signals and waits for, on which lane.
 
-It does not import torch. `weft.builders` defines the problems of the operators and builds schedules for them.
+This package does not import torch. `weft.builders` defines the problems of the operators and builds schedules for them.
 """
 
 import sys

@@ -6,9 +6,9 @@ variables such as `RANK`, and evaluated for each rank:
     peer = (RANK + 1) % 4
     value(peer, rank=3) == 0;  str(peer) == "(rank + 1) % 4";  Expr("(rank + 1) % 4") == peer
 
-JSON files contain the text of an expression. Use `lookup((5, 3, 8), RANK)` for numbers without a formula, such as the rows of
-uneven shards. Use `total("counts", 0, RANK)` for sizes that are known only at run time: it is the sum of the first `RANK`
-elements of this rank's buffer `counts`.
+JSON files contain the text of an expression. Use `lookup((5, 3, 8), RANK)` for numbers without a formula, such as the
+rows of uneven shards. For sizes that are known only at run time, use for example `total("counts", 0, RANK)`: the sum of
+the first `RANK` elements of this rank's buffer `counts`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Expr:
         self._compiled: tuple[CodeType, frozenset[str]] | None = None
 
     def _code(self) -> tuple[CodeType, frozenset[str]]:
-        # Compiled on demand: a large schedule has many expressions that are only evaluated for all ranks at once.
+        # Compile on demand: a large schedule has many expressions that are only evaluated for all ranks at once.
         if self._compiled is None:
             self._compiled = _compiled(self.text)
         return self._compiled
@@ -75,9 +75,9 @@ class Expr:
     def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
         """Evaluate for arrays of values; return an array, or an int if no value is an array.
 
-        known: a cache of subexpressions' results for the same `values`, keyed by the `id` of the AST node; this call adds to it.
-        Expressions with common parts, such as sums over the same ranks, then evaluate these parts once. The expressions must
-        outlive `known`, because ids are reused.
+        known: a cache of subexpressions' results for the same `values`, keyed by the `id` of the AST node. This call
+            adds to the cache, so that expressions with common parts, such as sums over the same ranks, evaluate these
+            parts once. The expressions must outlive `known`, because ids are reused.
         """
         return nodes.evaluated_over(self._node, values, known)
 
@@ -139,9 +139,9 @@ class Expr:
         )
 
     def __eq__(self, other: object) -> bool:
-        # Comparing an expression with a number must not raise, because comparing steps compares their fields. So the
-        # body of
-        # `if RANK == 1:` never runs. `require_index` refuses the bool that such a comparison returns.
+        # Comparing an expression with a number must not raise, because comparing steps compares their fields. So `RANK
+        # == 1` is False, and the body of `if RANK == 1:` never runs. `require_index` refuses a bool that comes from
+        # such a comparison.
         return isinstance(other, Expr) and self.text == other.text
 
     def __hash__(self) -> int:
@@ -157,7 +157,7 @@ class Expr:
         return Expr, (self.text,)  # code objects cannot be pickled, but schedules are sent to other processes
 
 
-@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
+@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
 def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
     return compile(text, "<expr>", "eval"), _names_in(text)
 
@@ -165,9 +165,9 @@ def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
 _NAME = re.compile(r"\b[^\W\d]\w*")
 
 
-@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
+@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
 def _names_in(text: str) -> frozenset[str]:
-    # Reading the names from compiled code would take milliseconds for a sum over hundreds of ranks.
+    # Search the text: reading the names from compiled code would take milliseconds for a sum over hundreds of ranks.
     return frozenset(_NAME.findall(text)) - {"sum"}
 
 
@@ -181,7 +181,7 @@ def _substitute(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
     return rest if rest.variables() else int(rest)
 
 
-_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # for the reason at `_joined`
+_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # the reason is at `_joined`
 
 
 Index: TypeAlias = int | Expr
@@ -199,8 +199,9 @@ INDEX_TYPES = frozenset({int, Expr})
 def require_index(index: Index, what: str) -> None:
     """Raise `TypeError` unless `index` is an integer or an `Expr`.
 
-    A bool is refused too: it usually comes from `RANK == 1`, which Python evaluates to False for all ranks while the schedule is
-    being written."""
+    A bool is refused too. It usually comes from `RANK == 1`, which is False on all ranks, because Python evaluates it
+    while the schedule is being built.
+    """
     if isinstance(index, bool):
         raise TypeError(
             f"{what}={index} must be an integer or an expression, not a bool. Python evaluates a comparison such as RANK == 1 "
@@ -222,7 +223,7 @@ def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
     return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
 
 
-@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
+@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
 def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
     part = ast.Slice(_node_of(first), _node_of(end), None if step == 1 else ast.Constant(step))
     held = ast.Subscript(ast.Name(buffer, ast.Load()), part, ast.Load())
@@ -239,7 +240,7 @@ def lookup(table: Sequence[int], index: Index) -> Index:
     return _looked_up(tuple(table), index)
 
 
-@lru_cache(maxsize=1 << 13)  # for the reason at `_joined`
+@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
 def _looked_up(table: tuple[int, ...], index: Expr) -> Expr:
     return Expr(ast.Subscript(_tuple(table), index._node, ast.Load()))
 
@@ -283,7 +284,7 @@ def _sum(part: int | Sequence[int]) -> int:
 _GLOBALS = {"__builtins__": {}, "sum": _sum}
 
 
-@lru_cache(maxsize=1 << 12)  # all ranks have the same expressions
+@lru_cache(maxsize=1 << 12)  # all ranks use the same expressions
 def _period_of(expression: Expr, name: str) -> int:
     return nodes.period_of(expression._node, name) if name in expression.text else 1
 

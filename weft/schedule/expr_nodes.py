@@ -25,14 +25,14 @@ MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 <<
 
 
 class PrefixSums:
-    """The contents of a buffer, row by row, with cached suffix sums, so that the sum of any slice takes constant time."""
+    """The contents of a buffer, row by row, with cached sums, so that the sum of any slice takes constant time."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """Return the sum of the slice `part`, not the slice: `sum(buffer[first:end])` then adds no elements."""
+        """Return the sum of the slice `part` instead of the slice. `sum(buffer[first:end])` then adds no elements."""
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
@@ -62,7 +62,7 @@ class Total(NamedTuple):
 
 
 def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts: dict[int, Any] | None = None) -> Any:
-    """Evaluate an AST for arrays of values. parts: the cache that `Expr.evaluated_over` calls `known`."""
+    """Evaluate an AST for arrays of values. parts: the cache `known` of `Expr.evaluated_over`."""
     match node:
         case ast.Name(id=name):
             return values[name]
@@ -111,7 +111,7 @@ def _name(node: ast.expr) -> str:
 
 
 def known_bound(node: ast.expr | None) -> ast.expr:
-    """Return `node`, the bound of a slice. Bounds are never omitted."""
+    """Return `node`, the bound of a slice. The type is Optional only in Python's AST: bounds are never omitted."""
     assert node is not None  # check refuses slices without both bounds
     return node
 

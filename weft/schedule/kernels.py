@@ -1,15 +1,14 @@
 """Tile kernels: descriptions of the GPU kernels that run all tiles of a step (`weft.schedule.steps.Tiles`).
 
-A `Tiles` step contains its work twice. Its body lists the steps of one tile: `verify` checks them, the simulator times them, and
-CPU processes run the tiles one after the other. Its `kernel` is a `TileKernel` with the parameters of a GPU kernel; the executor
-finds the implementation by the type of `kernel`. The builder must make body and kernel agree.
-tests/unit/test_tile_kernels.py
-checks every builder.
+A `Tiles` step contains its work twice. Its body lists the steps of one tile: `verify` checks these steps, the simulator
+times them, and CPU processes run them tile by tile. Its `kernel` is a `TileKernel` with the parameters of a GPU kernel;
+the executor finds the implementation by the type of `kernel`. The builder must make body and kernel agree.
+tests/unit/test_tile_kernels.py checks every builder.
 
-To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as fields. To
-run it, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`). The GPU
-executor refuses kernels without an entry. The simulator assumes that the tiles run as fast as those of weft's own kernels,
-unless `weft.sim.costs.rates` has an entry.
+To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
+fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
+`weft.runtime.cuda.compile.emit_tiles`). The GPU executor refuses kernels without an entry. The simulator assumes that
+the tiles run as fast as tiles of weft's own kernels, unless `weft.sim.costs.rates` has an entry.
 """
 
 from __future__ import annotations
@@ -41,9 +40,11 @@ class TileKernel:
         return self.kind
 
     def continues(self, before: TileKernel | None) -> bool:
-        """True if one launch may run the tiles of `before`, the kernel of the previous step, and then these tiles.
+        """True if one launch may run the tiles of `before`, the kernel of the previous step, and then the tiles of this
+        kernel.
 
-        Only signals may be between the two steps. before: None if the previous step has no tiles."""
+        Only signals may be between the two steps. before: None if the previous step has no tiles.
+        """
         return type(before) is type(self)
 
 
@@ -53,11 +54,11 @@ class GroupedMatmul(TileKernel):
 
     The kernel reads the rows from where the exchange stored them, without sorting them (`weft.kernels.grouped_matmul`).
 
-    counts, tokens, inbox, weights, y: names of buffers. experts: the number of experts of each rank. slot_rows: the number of
-    inbox rows that are reserved for each other rank. first_source, n_sources: the kernel multiplies the rows of `n_sources`
-    ranks; the first of them is `first_source` ranks after this rank (0 is this rank). first_expert, n_experts: the range of
-    local experts. first_k, n_k: the range of k, which indexes the columns of tokens and the rows of weights. adds: accumulate
-    into y.
+    counts, tokens, inbox, weights, y: names of buffers. experts: the number of experts of each rank. slot_rows: the
+        number of inbox rows that are reserved for each peer. first_source, n_sources: the kernel multiplies the rows of
+        `n_sources` ranks; the first of them is `first_source` ranks after this rank (0 is this rank). first_expert,
+        n_experts: the range of local experts. first_k, n_k: the range of k, which indexes the columns of tokens and the
+        rows of weights. adds: True to accumulate into y.
     """
 
     kind: ClassVar[str] = "grouped_matmul"
@@ -78,18 +79,41 @@ class GroupedMatmul(TileKernel):
 
 
 @dataclass(frozen=True, slots=True)
+class SortedMatmul(TileKernel):
+    """Grouped GEMM over rows sorted by expert, with one group for each local expert.
+
+    Rows of several source ranks share a tile, so it has fewer tiles than `GroupedMatmul` if each source rank sends few rows.
+
+    counts, x, weights, y: names of buffers. The other fields are as in `GroupedMatmul`.
+    """
+
+    kind: ClassVar[str] = "sorted_matmul"
+    counts: str
+    x: str
+    weights: str
+    y: str
+    experts: int
+    first_expert: int
+    n_experts: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
-    It is the reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`). It uses all of k, and does not accumulate.
+    The reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`), always with all of k, and without accumulation. If a launch
+    multiplies the rows of all source ranks, and each sends few rows (`few_rows`), rows of several source ranks share a tile.
 
-    counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the rows from each rank for each local expert, its
-    second half the rows of this rank for each expert of each rank. h, weights, y, outbox: names of buffers. Products for this
-    rank are stored in y, products for another rank in that rank's slot of the outbox of rank `at`. The other fields are as in
-    `GroupedMatmul`.
+    counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
+        local expert. Its second half has the number of this rank's rows for each expert of each rank.
+    h, weights, y, outbox: names of buffers. Products for this rank are stored in y. Products for a peer are stored in the
+        peer's slot of the outbox of rank `at`.
+    The other fields are as in `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"
+    few_rows: ClassVar[int] = 192
+    """The largest mean number of rows of a (source rank, expert) for which they share tiles."""
     counts: str
     h: str
     weights: str
@@ -109,19 +133,20 @@ class TrackedMatmul(TileKernel):
     """A GEMM that signals finished tiles while it runs, and may store tiles in peers' memory
     (`weft.kernels.tracked_matmul`).
 
-    The body of its step is one matmul or addmm, followed by sets. A signal is set as soon as all tiles that set it are stored.
+    The body of the step is one matmul or addmm, followed by sets. A signal is set as soon as all tiles that set it are
+    stored.
 
     rows, cols: the largest tile; powers of two. If there are fewer tiles than compute units, several units share a
-    tile: each
-    computes a part of k of at least `least_part`, and the last unit to finish stores the tile.
+        tile. Each unit computes a part of k of at least `least_part`, and the last unit to finish stores the tile.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
-    """The smallest K for which the planner may select this kernel. For a smaller K, storing a tile in a peer's memory takes
-    longer than multiplying it. (With K = 512 on two H100, GEMM + all-gather reaches 0.79 of the speed of NCCL and cuBLAS, and
-    GEMM + reduce-scatter 0.84.)"""
+    """The smallest K for which the planner may select this kernel. For a smaller K, storing a tile in a peer's memory
+    takes longer than computing the tile. (With K = 512 on two H100, GEMM + all-gather reaches 0.79 of the speed of NCCL
+    and cuBLAS, and GEMM + reduce-scatter 0.84.)
+    """
     rows: int = 128
     cols: int = 256
 
@@ -138,7 +163,9 @@ class LibraryGroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """A kernel that sorts rows by expert; its input is sorted by source rank."""
+    """A kernel that sorts rows by expert; its input is sorted by source rank. Each tile copies an expert's rows.
+
+    On GPUs the copies of one step read at most two buffers and write one."""
 
     kind: ClassVar[str] = "permute"
 

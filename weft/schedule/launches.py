@@ -1,9 +1,10 @@
 """Launches: which consecutive steps of a lane become one kernel or one stream operation on GPUs.
 
-This file is the only definition. The GPU compiler issues launches, `verify` finds the launches that poll on compute units, and
-the simulator charges launch overhead once per launch.
+All parts of weft use this definition: the GPU compiler issues launches, `verify` finds the launches that poll on
+compute units, and the simulator charges launch overhead once per launch.
 
-A copy by kernel polls and sets flags itself. So the signals between ranks around it become part of its launch:
+A copy by kernel polls and sets flags itself. So its launch includes the signals between ranks before and after the
+copy:
 
     sets_before  sets before the waits. They are included only if the rank has a single lane: otherwise they would be delayed
                  until the launch, which may be queued behind a wait of another lane
@@ -76,15 +77,18 @@ class Launch(NamedTuple):
 
     @property
     def anchor(self) -> int:
-        """The position at which the host issues the launch: the position of its last step that is not a set.
+        """The position at which the CPU issues the launch: the position of its last step that is not a set.
 
-        All steps that the launch waits for have been issued by then."""
+        All steps that the launch waits for have earlier positions.
+        """
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield for each step True if it runs in a kernel that an earlier step has started, so it costs no launch."""
+        """Yield for each step True if the step runs in a kernel that an earlier step has started, and so costs no
+        launch.
+        """
         for place in range(self.first, self.last + 1):
             yield (
                 self.continues
@@ -107,20 +111,21 @@ def launches(
 ) -> list[Launch]:
     """Return the launches of a lane, in order.
 
-    steps: the lane's steps, with loops unrolled. crossing: for each step, True if it is a signal between ranks. lane: the number
-    of the lane. alone: the rank has no other lane. held: buffers whose contents are known only at run time.
-    dynamic_units: the
-    compute units that a copy holds if its size depends on `held`. may_answer(first, end): returns True if the sets in
-    steps[first:end] may be issued as late as the last of these steps. tiles_go_on: assume that a tile kernel also sets the
-    signals after its step, and computes the tiles of the next step if `TileKernel.continues`. The simulator assumes this. The
-    GPU compiler does not: it launches a kernel for each step, and the stream sets the signals.
+    steps: the lane's steps, with loops unrolled. crossing: for each step, True if it is a signal between ranks. lane:
+        the number of the lane. alone: True if the rank has no other lane. held: buffers whose contents are known only
+        at run time. dynamic_units: the compute units that a copy holds if its size depends on `held`. may_answer(first,
+        end): returns True if the sets in steps[first:end] may be issued as late as the last of these steps.
+        tiles_go_on: assume that a tile kernel also sets the signals after its step, and computes the tiles of the next
+            step if `TileKernel.continues`. Only the simulator assumes this: the GPU compiler launches a kernel for each
+            step, and the stream sets the signals.
     """
     found: list[Launch] = []
     kernel: TileKernel | None = None  # the persistent kernel of the previous launch
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
-        """Return the first position from `at` on that is not a signal of this kind. Unless `local`, signals within a
-        rank end it."""
+        """Return the first position from `at` on that is not a signal of this kind. If not `local`, a signal within a
+        rank also ends the search.
+        """
         while at < len(steps) and (local or crossing[at]) and isinstance(steps[at], kind):
             at += 1
         return at
@@ -202,8 +207,8 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
     """Return the maximum number of compute units for one copy by kernel with a dynamic size, on a lane of this resource.
 
-    Copies on copy lanes run concurrently with GEMMs, so all copy lanes together get `DYNAMIC_COPY_UNITS`. A copy on a compute
-    lane gets `COPY_UNITS`.
+    Copies on copy lanes run concurrently with GEMMs, so all copy lanes together get only `DYNAMIC_COPY_UNITS`. A copy
+    on a compute lane gets `COPY_UNITS`.
     """
     if resource == "compute":
         return COPY_UNITS

@@ -1,4 +1,4 @@
-"""Limits on the numbers of a schedule from a file, so that no file can use up all memory or time.
+"""Limits on the numbers of a schedule from a file, so that a bad file cannot use up memory or time.
 
 | number | limit |
 |---|---|
@@ -57,7 +57,9 @@ def check_sizes(schedule: Schedule) -> None:
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
     """Return the number of steps after unrolling loops.
 
-    A loop counts as one step, and each iteration as at least one step, because even an empty iteration takes time to unroll."""
+    A loop counts as one step, and each iteration as at least one step, because even empty iterations take time to
+    unroll.
+    """
     count = 0
     for i, step in enumerate(steps):
         count += 1

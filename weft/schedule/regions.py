@@ -1,8 +1,8 @@
 """Buffers, regions of buffers, and the accesses of steps to regions.
 
-Buffers are two-dimensional: rows x columns. A region is a rectangle of a buffer. It is in the memory of the step's own rank
-unless `at` gives another rank; the buffer must then be symmetric. All numbers may be expressions of the rank. Sizes and offsets
-may also depend on contents of buffers (`weft.schedule.expr`).
+Buffers are two-dimensional: rows x columns. A region is a rectangle of a buffer, in the memory of the step's own rank
+or of the rank `at`. The buffer of another rank must be symmetric. All numbers may be expressions of the rank. Sizes and
+offsets may also depend on contents of buffers (`weft.schedule.expr`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Buffer:
     """A matrix of rows x cols on every rank.
 
     role:
-        input, output  a tensor of the caller, another one in every run. Only its own rank can access it
+        input, output  the caller's tensor, which may change from run to run. Only its own rank can access it
         symmetric      persistent memory with the same size on all ranks. All ranks can access it
         scratch        persistent memory that only its own rank can access
     """
@@ -71,8 +71,9 @@ class Region:
 class Norm:
     """An RMSNorm of the rows that a step writes: out = row / sqrt(mean(row^2) + eps) * weight. weight: `[1, cols]`.
 
-    It reads the rows after they have been rounded to their dtype, computes in fp32 (fp64 for fp64), and rounds once. Raise
-    `ValueError` unless eps is finite and at least 0."""
+    The norm reads the rows after rounding to their dtype, computes in fp32 (fp64 for fp64), and rounds once. Raises
+    `ValueError` unless eps is finite and at least 0.
+    """
 
     out: Region
     weight: Region
@@ -99,9 +100,11 @@ def checked_eps(eps: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The expected contents of a buffer that determines sizes at run time: for each rank, the numbers row by row.
+    """The expected contents of a buffer whose numbers determine sizes at run time: for each rank, the numbers row by
+    row.
 
-    Simulation, verification and printing compute the sizes from these numbers."""
+    Simulation, verification and printing use the expected contents in place of the actual contents.
+    """
 
     buffer: str
     expected: tuple[tuple[int, ...], ...]
@@ -118,8 +121,9 @@ class Signals:
 class Access(NamedTuple):
     """An access of a step to a region.
 
-    updates: the step adds to the elements, each addition atomic. Several steps may update an element concurrently. But reads and
-    other writes of the element must be ordered with every update."""
+    updates: True if the step adds to the elements atomically. Several steps may update an element concurrently, but
+        reads and other writes of the element must be ordered with every update.
+    """
 
     region: Region
     reads: bool

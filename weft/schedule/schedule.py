@@ -1,12 +1,11 @@
 """The schedule: the steps of every rank, in order, on lanes. A lane is a queue on one resource of the rank.
 
-A schedule does not depend on an executor. GPUs and CPU processes run it (`weft.runtime`), the simulator predicts its time
-(`weft.sim`), `weft.schedule.verify` checks it, and `weft.schedule.text` stores it as JSON. It is written once for all
-ranks:
-a number that differs between ranks is an expression of the rank.
+A schedule does not depend on an executor. GPUs and CPU processes run it (`weft.runtime`), the simulator predicts its
+time (`weft.sim`), `weft.schedule.verify` checks it, and `weft.schedule.text` stores it as JSON. A schedule is written
+once for all ranks: a number that differs between ranks is an expression of the rank.
 
-The steps of a lane run in order. Only signals order steps of different lanes or ranks, with two exceptions. A lane starts a run
-after its rank has been called. The run ends on a rank when all lanes of the rank have ended.
+The steps of a lane run in order. Only signals order steps of different lanes or ranks. Apart from signals, the lanes of
+a rank start when the rank is called, and the run ends on the rank when all its lanes have ended.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -85,12 +84,12 @@ class Schedule:
 
     @property
     def reads_on_host(self) -> bool:
-        """True if the host reads sizes from the device during a run. Such a run cannot be captured in a CUDA graph."""
+        """True if the CPU reads sizes from the device during a run. Such a run cannot be captured in a CUDA graph."""
         return not self._reads <= {"device"}
 
     @property
     def stops_host(self) -> bool:
-        """True if the host waits for sizes before it issues later steps."""
+        """True if the CPU waits for sizes before it issues later steps."""
         return "host" in self._reads
 
     @cached_property
@@ -106,16 +105,18 @@ class Schedule:
         return walk(step for lane in self.lanes for step in lane.steps)
 
     def map_steps(self, change: Callable[[Step], Step | None]) -> Schedule:
-        """Return a copy of the schedule with each step replaced by `change(step)`, or removed if that is None.
+        """Return a copy of the schedule with each step replaced by `change(step)`, or removed if the result is None.
 
-        `change` is called for the steps inside loops, not for the loops themselves. A `Tiles` step is passed as a whole."""
+        `change` is called for the steps inside loops, not for the loops themselves. A `Tiles` step is passed as a whole.
+        """
         return replace(self, lanes=tuple(replace(one, steps=map_steps(one.steps, change)) for one in self.lanes))
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
         """Return the lanes of one rank with all expressions evaluated, loops unrolled, and steps on empty regions removed.
 
-        A `Tiles` step keeps its body, in which the tile's index is the only variable. With `expected`, sizes that depend on
-        contents of buffers are computed from the expected contents. Without it they stay expressions, as executors need them.
+        A `Tiles` step keeps its body, in which the tile's index is the only variable. With `expected`, sizes that
+        depend on contents of buffers are computed from the expected contents. Otherwise these sizes stay expressions,
+        for executors.
         """
         expected = expected or not self.contents
         known = _known_lanes(self)
@@ -131,7 +132,8 @@ class Schedule:
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
         """Return the buffers of one rank with their sizes evaluated.
 
-        Without `expected`, sizes that depend on contents of buffers stay expressions."""
+        expected: as in `of_rank`.
+        """
         expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}
         return tuple(
@@ -171,7 +173,8 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
     """Return the cache of `of_rank` for this schedule object.
 
-    Only the cache of the latest schedule is kept: one schedule is checked, ordered and run before the next."""
+    Only the cache of the latest schedule is kept: usually one schedule is checked, ordered and run before the next.
+    """
     global _last
     of, known = _last
     if of is None or of() is not schedule:
@@ -243,7 +246,9 @@ class Draft:
         return made
 
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
-        """Return the lane `name`; create it at the first call. The host issues lanes in the order in which they were created."""
+        """Return the lane `name`; create it at the first call. The CPU issues lanes in the order in which they were
+        created.
+        """
         _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
 
@@ -366,7 +371,7 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """Return what is wrong with an operand, and the fix; "" if the operand is valid. wanted: the type of its field."""
+    """Return the error in an operand and the fix; "" if the operand is valid. wanted: the type of its field."""
     if wanted == "Norm | None":
         if given is None:
             return ""

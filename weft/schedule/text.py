@@ -39,7 +39,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def fingerprint(schedule: Schedule) -> str:
-    """Return a hash of the schedule. Ranks compare it to find out if their schedules are equal."""
+    """Return a hash of the schedule. Ranks compare it to check that their schedules are equal."""
     # `to_json` is slower: its `indent` makes json use Python code in place of C.
     return hashlib.sha256(json.dumps(schedule, default=_values).encode()).hexdigest()
 
@@ -142,7 +142,7 @@ def _one_of(known: Collection[str], found: Any, where: str) -> str:
 
 
 def _expect(kind: type, found: Any, where: str) -> Any:
-    if kind is float and type(found) is int:  # a float field may have been given an int, such as 0
+    if kind is float and type(found) is int:  # a float field may contain an int, such as 0
         return float(found)
     if type(found) is not kind:
         raise ValueError(f"{where}: {found!r} is not of type {kind.__name__}")

@@ -3,7 +3,7 @@
     compute   the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank; without GEMMs, of its pooling
     links     for each collective of the serial schedule, the bytes that a rank must send / the bandwidth of all links that leave
               it. For an all-to-all, the time of the link with the most bytes, because all schedules use the same routes
-    bound     the larger of both
+    bound     the larger of the two
 
 Latencies, launches and memory traffic are not included.
 """
@@ -36,7 +36,9 @@ def bound(problem: Problem, model: Model) -> Bound:
 
 
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
-    """Return the lower bound, given the problem's lowered serial schedule. gemms_us: the time of its GEMMs, each alone."""
+    """Return the lower bound for the problem of `serial`, its lowered serial schedule. gemms_us: the time of its GEMMs,
+    each alone.
+    """
     works = [
         (origin.step, task)
         for lane in serial.lanes

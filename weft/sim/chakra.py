@@ -7,14 +7,15 @@ A trace is a folder:
     network.yml       the topology, for ASTRA-sim's analytical network
     system.json       the collectives' algorithm for each dimension of the topology
 
-A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8 bytes, unless
-it follows a copy to the same rank: then the copy's message is enough. Waits are dependencies. Times in traces are whole
-microseconds, so all times, including the network's, are multiplied by `Trace.scale`. ASTRA-sim's cycles divided by the scale are
-nanoseconds.
+A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8
+bytes. A signal that follows a copy to the same rank needs no message of its own. Waits are dependencies. Times in
+traces are whole microseconds, so all times, including the network's, are multiplied by `Trace.scale`. ASTRA-sim's
+cycles divided by the scale are nanoseconds.
 
 Kernels that access peers' memory while they compute cannot be exported, because Chakra has no node for them.
 
-The protobuf wire format is written here directly, without a dependency: messages with their length, fields with their number.
+This module writes the protobuf wire format itself, without a dependency: messages with their length, fields with their
+number.
 Schema: `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size of each rank's input, as in
 ASTRA-sim.
 """
@@ -39,7 +40,7 @@ from weft.sim.vectorised import values_of_ranks
 _VERSION = "0.0.4"
 _COMP, _SEND, _RECV, _COLL = 4, 5, 6, 7  # node types
 _COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "exchange": 6, "reduce_scatter": 7}
-_GROUP = "1"  # the group of all ranks; ASTRA-sim takes "0" as no group
+_GROUP = "1"  # the group of all ranks; ASTRA-sim interprets "0" as no group
 _SIGNAL_BYTES = 8
 _STEPS = 100  # times are scaled until the shortest is at least this many microseconds, but at most by `_MOST_SCALE`
 _MOST_SCALE = 1000
@@ -82,7 +83,7 @@ class Trace:
 
 
 def chakra_trace(schedule: Schedule, model: Model, name: str = "weft") -> Trace:
-    """Return the trace of one run of `schedule`. Each computation takes as long as it takes alone on `model`.
+    """Return the trace of one run of `schedule`. Computations have the times that they take alone on `model`.
 
     Raise `ScheduleError` if a kernel accesses peers' memory, and `ValueError` if ASTRA-sim does not support the topology.
     """

@@ -12,9 +12,9 @@ bytes to each of its peers in this phase. A round begins when the previous round
     tree (all-reduce)    2 log2 W         S towards the root, and S back
     by dimension         of each line     direct or ring along the first dimension, then along the next with the remaining bytes
 
-The fastest algorithm is used, because the libraries select theirs too. An all-to-all is always direct. On a torus its routes
-follow the dimensions. The library's measured rate (`collective.all_gather` of a machine file) is an upper limit for all
-algorithms.
+The fastest algorithm is used, because NCCL and RCCL also choose the fastest. An all-to-all is always direct. On a torus
+its routes follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an
+upper limit for all algorithms.
 
 Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007. Bruck,
 Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997
@@ -46,9 +46,9 @@ class Phase(NamedTuple):
 class Algorithm:
     """The cost of an algorithm on a topology whose links are otherwise idle. Bytes count all shards together.
 
-    latency_us: the sum of the latencies of all rounds. us_per_byte: the time per byte. links: for each rank of the topology's
-    period, the links that its data uses, as (kind, distance of the link's rank, time per byte). sent: the bytes that a rank
-    sends, per byte.
+    latency_us: the sum of the latencies of all rounds. us_per_byte: the time per byte. links: for each rank of the
+        topology's period, the links that its data uses, as (kind, distance of the link's rank, time per byte). sent:
+        the bytes that a rank sends per byte of all shards.
     """
 
     name: str
@@ -121,7 +121,9 @@ def _tree(world: int) -> Iterator[Phase]:
 
 
 def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
-    """Yield the phases of a reduce-scatter along each dimension. The last dimension, often the slowest, has the fewest bytes."""
+    """Yield the phases of a reduce-scatter along each dimension. The last dimension, often the slowest, carries the
+    fewest bytes.
+    """
     stride, left = 1, 1.0
     for size in dims:
         if size == 1:
@@ -140,8 +142,8 @@ def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
 def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     """Return the cost of the algorithm with these phases.
 
-    The ranks of the topology's period represent all others, so the traffic on all links of a kind is summed on one link. In a
-    tree every rank sends other amounts. Then all ranks are evaluated, and each link gets the mean load.
+    The ranks of the topology's period represent all others, so the traffic on all links of a kind is summed on one
+    link. In a tree, ranks send different amounts. So all ranks are evaluated, and each link gets the mean load.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)
@@ -171,7 +173,8 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
 def least_us(topology: Topology, op: Op, count: float) -> float:
     """Return a lower bound on the time in us: the bytes that a rank must send / the bandwidth of all links that leave it.
 
-    For a reduce-scatter a rank sends W - 1 sums of a shard, for an all-gather it receives W - 1 shards, for an all-reduce both.
+    In a reduce-scatter a rank sends W - 1 sums of a shard. In an all-gather it receives W - 1 shards. An all-reduce
+    does both.
     """
     if "leaving" not in topology.known:
         rates = dict.fromkeys(range(topology.ranks), 0.0)

@@ -1,9 +1,10 @@
 """The cost of one step on a model: its time alone, and how much of each resource it uses.
 
-A step first takes `latency_us` without using resources. Then it works, for `work_us` if nothing else runs. At full speed it uses
-a fraction of each resource; at half speed, half of it. The resources are each rank's "hbm", "compute" and "engine" (all its copy
-engines), and links (`weft.hw.topology`). A transfer uses a fraction of each link on its route. Costs name resources by their
-distance from the step's rank, so that ranks with the same steps have the same costs.
+A step first takes `latency_us` without using resources. Then it works, for `work_us` if nothing else runs. At full
+speed a step uses a fraction of each resource. At half speed it uses half of this fraction. The resources are each
+rank's "hbm", "compute" and "engine" (all its copy engines), and links (`weft.hw.topology`). A transfer uses a fraction
+of each link on its route. Costs name resources by their distance from the step's rank, so that ranks with the same
+steps have the same costs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
-from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
@@ -27,7 +28,7 @@ How: TypeAlias = Literal["share", "hold", "disturb"]
 
 
 class Use(NamedTuple):
-    """The use of one resource by a step. amount: the fraction of the resource that it uses at full speed.
+    """The use of one resource by a step. amount: the fraction of the resource that the step uses at full speed.
 
     how:
         share    divided max-min fairly among concurrent steps
@@ -50,13 +51,13 @@ class Cost(NamedTuple):
     work_us: float
     uses: tuple[Use, ...]
     sent_bytes: int = 0  # the bytes that the step sends to peers or gets from a peer
-    joins: bool = False  # True if it begins when all ranks have reached it
-    fills: float = 0.0  # the fraction of the rank's compute units that it keeps until it ends
+    joins: bool = False  # True if the step begins when all ranks have reached it
+    fills: float = 0.0  # the fraction of the rank's compute units that the step keeps until it ends
     least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
 
     @property
     def holds(self) -> float:
-        """Return the fraction of the rank's compute units that must be free before the step can begin."""
+        """The fraction of the rank's compute units that must be free before the step can begin."""
         return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
 
 
@@ -73,7 +74,7 @@ class Operand(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The topology as seen from `rank`: `source` and `target` are distances from it."""
+    """The topology as seen from `rank`: arguments `source` and `target` are distances from `rank`."""
 
     topology: Topology
     rank: int
@@ -100,15 +101,17 @@ class Links(NamedTuple):
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
     """Return the cost of a step of `rank`. To define the cost of a kind of step, register a function with `price.register`.
 
-    operands: source and destination of a copy or a collective; for an exchange, then the parts for the ranks at distances 0, 1,
-    .... For other steps, the regions that the step accesses.
+    operands: for a copy or a collective, its source and destination. For an exchange, these are followed by the parts
+        for the ranks at distances 0, 1, .... For other steps, the regions that the step accesses.
     """
     return price(step, model, Links(model.wiring.of(world), rank), operands)
 
 
 @singledispatch
 def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a step by the function registered for its kind. Default: the cost of a memory-bound kernel."""
+    """Return the cost of a step, computed by the function registered for its kind. Default: the cost of a memory-bound
+    kernel.
+    """
     return _through_memory(model, links, step, operands, len(operands) - 1)
 
 
@@ -119,7 +122,9 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing a few counts. Filling outputs with NaN is not included, because valid runs do not."""
+    """Return the cost of comparing a few counts, without the cost of filling outputs with NaN, because valid runs fill
+    nothing.
+    """
     return _cost("compute", model.launch_us, 0.0, [])
 
 
@@ -166,16 +171,22 @@ _FIRST_TILE_US = 3.0
 GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, of which the launch is 2 us."""
 
 
+Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
+"""(a step of a tile, its operands, the number of tiles)."""
+
+
 class Rates(NamedTuple):
     """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
 
-    whole: True if one compute unit computes each tile of the step. False if a tile of the step is one expert's segment, which the
-    kernel cuts further.
+    whole: True if each tile of the step is computed by one compute unit. False if a tile of the step is one expert's
+        segment, which the kernel cuts into smaller tiles.
+    sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
     """
 
     compute: float = 1.0
     memory: float = 1.0
     whole: bool = False
+    sources: int = 1
 
 
 @singledispatch
@@ -190,6 +201,11 @@ def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
 
 
 @rates.register
+def _of_returning(kernel: ReturningMatmul, model: Model) -> Rates:
+    return Rates(sources=kernel.n_sources)
+
+
+@rates.register
 def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
     return Rates(whole=True)
 
@@ -197,23 +213,24 @@ def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
 def cost_of_tiles(
     model: Model,
     world: int,
-    parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
+    parts: Iterable[Part],
     read_bytes: int = 0,
     of_kernel: Rates = Rates(),  # noqa: B008 - a value
     rank: int = 0,
 ) -> Cost:
     """Return the cost of one kernel for all tiles of a step.
 
-    The kernel takes as long as its busiest resource, because enough tiles run concurrently to hide latencies, but at least as
-    long as its longest tile alone.
+    The kernel takes as long as its busiest resource needs, because enough tiles run concurrently to hide latencies. It
+    takes at least as long as its longest tile alone.
 
-    parts: (step, operands, number of tiles). read_bytes: the bytes that matmuls read from this rank's memory, each counted once,
-    because consecutive tiles find a shared operand in the cache. of_kernel: see `rates`.
+    parts: (step, operands, number of tiles). read_bytes: the bytes that matmuls read from this rank's memory. Each byte
+        counts once, because consecutive tiles find a shared operand in the cache. of_kernel: see `rates`.
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[ResourcePlace, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
     parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
+    parts = _in_shared_tiles(parts, of_kernel.sources) if of_kernel.sources > 1 else parts
     units = sum(times for step, _, times in parts if step.multiplies)
     for step, operands, times in parts:
         if step.multiplies:
@@ -230,7 +247,7 @@ def cost_of_tiles(
     # The last wave may keep few units busy, but takes as long as a full wave.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
-    if what == "matmul" and of_kernel == Rates():
+    if what == "matmul" and of_kernel == Rates(sources=of_kernel.sources):
         gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
         a, *_, out = gemms[0][0]
         segments = [(operands[-1].rows, times) for operands, times in gemms]
@@ -240,6 +257,19 @@ def cost_of_tiles(
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
     return _cost(cast(What, what), start_us, us, uses, sent)
+
+
+def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
+    """Return `parts` with one segment for each expert instead of each (source rank, expert), if such a pair has few rows."""
+    gemms = [part for part in parts if part[0].multiplies]
+    segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
+    if not gemms or rows > ReturningMatmul.few_rows * segments:
+        return parts
+    experts = max(1, segments // sources)
+    step, (a, *factors, out), _ = gemms[0]
+    each = -(-rows // experts)
+    merged = (a._replace(rows=each), *factors, out._replace(rows=each))
+    return [*(part for part in parts if not part[0].multiplies), (step, merged, experts)]
 
 
 def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:
@@ -281,7 +311,8 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
 def _fetching_us(links: Links, inputs: Iterable[Operand]) -> float:
     """Return the round-trip latency in us of reading operands from peers; 0 if all operands are local.
 
-    Stores to a peer are different: the wait for the signal after them has the latency (`weft.sim.lower`), not the step.
+    Stores to a peer are different: their latency belongs to the wait for the signal after the stores
+    (`weft.sim.lower`), not to the step.
     """
     return max((links.latency_us(0, o.at) + links.latency_us(o.at, 0) for o in inputs if o.at), default=0.0)
 
@@ -293,7 +324,7 @@ def _all_gather(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
-    """Return the cost of an all-to-all with equal parts, or of an exchange. parts: what a rank sends to distances 0, 1, ...."""
+    """Return the cost of an all-to-all with equal parts, or of an exchange. parts: the data for distances 0, 1, ...."""
     if not parts:
         kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
         us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)
@@ -302,7 +333,7 @@ def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *p
     sent, received = source.bytes - own.bytes, target.bytes - own.bytes
     us = model.transfer_us("all_to_all", max(sent, received))
     uses = itertools.chain(*(links.uses(0, distance, part.bytes, us) for distance, part in enumerate(others, 1)))
-    # The host reads the sizes of an exchange before it launches the exchange, so it is not ahead of the device.
+    # The CPU reads the sizes of an exchange before it launches the exchange, so the CPU is not ahead of the device.
     latency_us = model.host_read_us + max(links.latency_us(0, distance) for distance in range(1, len(parts)))
     return _library_call(model, latency_us, us, source.bytes + target.bytes, uses, sent)
 
@@ -325,7 +356,7 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
     """Return the cost of a collective by the fastest algorithm, but with at least `us`, the time from measured rates.
 
-    memory: the bytes that it reads and writes. count: see `weft.sim.collectives.algorithm`.
+    memory: the bytes that the collective reads and writes. count: see `weft.sim.collectives.algorithm`.
     """
     found = algorithm(links.topology, op, count)
     us = max(us, count * found.us_per_byte)
@@ -338,7 +369,9 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
 def _library_call(
     model: Model, latency_us: float, us: float, memory: int, uses: Iterable[Use], sent_bytes: int
 ) -> Cost:
-    """Return the cost of a call of NCCL or RCCL. latency_us: in addition to its usual latency. memory: bytes read and written."""
+    """Return the cost of a call of NCCL or RCCL. latency_us: latency in addition to the usual latency. memory: bytes
+    read and written.
+    """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
         Use("hold", _COMPUTE, model.collective_units / model.compute_units),
@@ -362,16 +395,18 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
-    """Return the cost of a matmul. more: scales and bias, which are ignored because they are small; last, the output."""
+    """Return the cost of a matmul. more: scales and bias, which are ignored because they are small, and last the
+    output.
+    """
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
     wider = out.bytes - out.rows * out.cols * ITEM_BYTES[a.dtype]
     traffic = found.hbm_bytes + wider + (out.bytes if accumulate else 0)
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     if accumulate:
-        # A unit reads the old tile after it has computed the product, and waits for it. (On H100s, in 9 runs with K of 1024 to
-        # 2048, matmul_reduce_scatter with add=gemm took 5 to 66 us longer than predicted without this term. That is 0.5 to 2.7
-        # times this term.)
+        # A unit reads the old tile after it has computed the product, and waits for the read. (On H100s, in 9 runs with
+        # K of 1024 to 2048, matmul_reduce_scatter with add=gemm took 5 to 66 us longer than predicted without this
+        # term. That is 0.5 to 2.7 times this term.)
         alone_us += out.bytes / model.hbm_bytes_per_us
     busy_us = found.units_busy * found.time_us
     if out.at:
@@ -397,7 +432,9 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
 
 
 def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
-    """Return the rate, in bytes/us, at which all compute units together store in the peer's memory in which `out` is."""
+    """Return the rate, in bytes/us, at which all compute units together store into a peer's memory, which contains
+    `out`.
+    """
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
@@ -451,7 +488,8 @@ def _kernel(
 ) -> Cost:  # fmt: skip
     """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
 
-    us: its time with local operands. busy_us: its work, as time of all compute units. traffic: the bytes read and written.
+    us: the kernel's time with local operands. busy_us: its work, as time of all compute units. traffic: the bytes read
+        and written.
     """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)
@@ -468,7 +506,7 @@ def _share(kind: str, at: int, amount: float) -> Use:
 
 
 def _part(amount: float, us: float, per_us: float) -> float:
-    """Return the fraction of a resource of rate `per_us` that is needed to move `amount` in `us`."""
+    """Return the fraction of a resource with rate `per_us` that is needed to move `amount` in `us`."""
     return amount / us / per_us if us > 0 else 0.0
 
 

@@ -1,8 +1,9 @@
-"""Equivalent distances between ranks: a step costs the same for peers at equivalent distances.
+"""Classes of equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
-Two distances are equivalent if the links of their routes agree in number, kind, bandwidth, latency, and represented ranks. (A
-lowered schedule has resources for its first ranks only, which represent the others: `weft.sim.lower`.) On a switch, all distances
-are equivalent. With several hosts, there are two classes for each position in a host: ranks on the same host, and ranks on others.
+Two distances are equivalent if the links of their routes agree in number, kind, bandwidth, latency, and represented
+ranks. (A lowered schedule has resources for its first ranks only, which represent the others: `weft.sim.lower`.) On a
+switch, all distances are equivalent. With several hosts, there are two classes for each position in a host: ranks on
+the same host, and ranks on other hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Distances:
         return found
 
     def first_like(self, rank: int, distance: int) -> int:
-        """Return a distance that is equivalent to `distance`, the same for all equivalent distances from `rank`."""
+        """Return a representative distance that is equivalent to `distance`."""
         if self._period == self._topology.ranks:
             return distance  # every rank has its own resources
         found = self._alike.get((rank, distance))

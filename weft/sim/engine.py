@@ -5,12 +5,13 @@ on the concurrent steps (`weft.sim.max_min`). Speeds change only when a step beg
 other down (`weft.sim.scarce`). So the engine advances from event to event: beginnings and ends of steps, and arrivals of signals.
 C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next completion.
 
-Copies by kernel and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS GEMM keeps
-its units until it ends. Kernels that are already running also keep their units, and the next GEMM gets the rest.
+Copies by kernel and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS
+GEMM keeps its units until it ends. Copies and collectives that are already running also keep their units, and the next
+GEMM gets the rest.
 
-Signals are counters that only grow. In run e (counted from 1) a wait for `count` sets ends when its counter reaches
-(e - 1) sets_per_run + count. A wait for the previous run ends at (e - 2) sets_per_run + count. A rank begins its next run when
-all its lanes have ended the last one. Ranks are not synchronized otherwise.
+Signals are counters that only grow. In run e (counted from 1) a wait for `count` sets ends when its counter reaches (e
+- 1) sets_per_run + count. A wait for the previous run ends at (e - 2) sets_per_run + count. A rank begins its next run
+when all its lanes have ended the last run. Ranks are not synchronized otherwise.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ def simulate(
 
     Args:
         runs: the number of consecutive runs. A rank begins a run when its own previous run has ended.
-        mode: "queued": the host is ahead of the device, so issuing steps takes no time. "graph": captured and replayed.
-            Collectives and signals take longer; the time added at the end of a run (`model.graph_run_us`) is not included.
-            "single": every run begins on idle devices, and the host needs `model.host_step_us` per step.
+        mode: "queued": the CPU is ahead of the device, so issuing steps takes no time. "graph": captured and replayed.
+            Collectives and signals take longer; the time added at the end of a run (`model.graph_run_us`) is not
+            included. "single": every run begins on idle devices, and the CPU needs `model.host_step_us` per step.
         late_us: for each rank, a delay at the start of each run. Default: 0.
-        trusted: skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for verified
-            schedules and those of weft's own builders.
+        trusted: True to skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for
+            verified schedules and schedules of weft's own builders.
 
-    Raise `ScheduleError` if a step is invalid, buffers do not fit in a GPU's memory, lanes wait forever, or no step takes time
-    (on a model other than NULL). Raise `SimulationError` if a collective ends before its links
-    can have carried its bytes.
+    Raise `ScheduleError` if a step is invalid, buffers do not fit in a GPU's memory, lanes wait forever, or no step
+    takes time (on a model other than NULL). Raise `SimulationError` if a collective ends before its links could have
+    carried its bytes.
     """
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1")
@@ -84,11 +85,13 @@ def replayed(program: LoweredSchedule, runs: int = 1) -> Simulated:
 
 
 _KNOWN_SPEEDS = 1 << 20
-"""The capacity of the cache {concurrent steps: speeds}. It is limited because long runs of different ranks keep adding entries."""
+"""The capacity of the cache {concurrent steps: speeds}. A limit is needed because long runs of different ranks keep
+adding entries.
+"""
 
 
 class _Meeting:
-    """A running collective. least_end: the earliest time at which its links can have carried its bytes."""
+    """A running collective. least_end: the earliest time at which the links could have carried its bytes."""
 
     __slots__ = ("least_end", "open")
 
@@ -184,7 +187,9 @@ class _Engine:
                 self._advance(waiting)
 
     def _hear(self, due: list[tuple[int, bool]]) -> None:
-        """Handle lanes that have reached a pulse of their work, or its end."""
+        """Handle lanes that have reached a pulse (a fraction of their work at which signals are set), or the end of
+        their work.
+        """
         for number, done in due:
             if done:
                 self._finish(self.lanes[number])
@@ -234,8 +239,8 @@ class _Engine:
     def _begin(self, lane: _Lane, task: Work) -> None:
         lane.pulses = 0
         if task.joins:
-            # Collectives of different ranks are matched by their index among the lane's collectives, because the number of tasks
-            # before a collective may differ between ranks.
+            # Match collectives of different ranks by their index among the lane's collectives, because the number of
+            # tasks before a collective may differ between ranks.
             place = (lane.rank.run, lane.program.number, lane.joined)
             lane.joined += 1
             there = self.meeting.setdefault(place, [])
@@ -306,7 +311,7 @@ class _Engine:
         self._advance(lane)
 
     def _free(self, rank: _Rank, units: float) -> None:
-        """Give the compute units of a finished GEMM to waiting kernels, before the lane's next GEMM is launched."""
+        """Pass the compute units of a finished GEMM to waiting kernels, before the lane's next GEMM is launched."""
         rank.filled = max(0.0, rank.filled - units)
         waiting, rank.without_units = rank.without_units, []
         for lane in waiting:

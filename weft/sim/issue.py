@@ -1,8 +1,8 @@
-"""The times at which the host issues the steps of a single run (mode "single": nothing is queued ahead).
+"""The times at which the CPU issues the steps of a single run (mode "single": nothing is queued ahead).
 
-The host issues steps one by one, in the order of `weft.schedule.verify.issue_order`. That function simulates rounds of all ranks.
-If rank 0 represents all ranks, its lanes are enough. A signal that rank 0 sends to a peer arrives on rank 0 from another peer,
-one round later. All ranks reach a collective in the same round.
+The CPU issues steps one by one, in the order of `weft.schedule.verify.issue_order`, which simulates all ranks in
+rounds. If rank 0 represents all ranks, only its lanes are simulated here. A signal that rank 0 sends to a peer then
+arrives on rank 0 from another peer, one round later. All ranks reach a collective in the same round.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int],
 
 
 def _is_whole(program: LoweredSchedule) -> bool:
-    """True if `program` has a task for each step that the host issues, and the lanes of rank 0 determine the order.
+    """True if `program` has a task for each step that the CPU issues, and the lanes of rank 0 determine the order.
 
-    The host also issues steps whose size turns out to be 0 at run time. Signals of tiles need the lanes of all ranks.
+    The CPU also issues steps whose size turns out to be 0 at run time. Signals of tiles need the lanes of all ranks.
     """
     if any(isinstance(task, Work) and task.raises for lane in program.lanes for task in lane.tasks):
         return False
@@ -70,7 +70,9 @@ class _Turns:
         return order
 
     def _turn(self, lane: LaneProgram) -> int:
-        """Issue the lane's waits, then one copy, GEMM or host read, then sets, until it blocks. Return the number of steps."""
+        """Issue the lane's waits, then one copy, GEMM or `Read` on the CPU, then sets, until it blocks. Return the
+        number of steps.
+        """
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):
             task = lane.tasks[number]

@@ -13,11 +13,12 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weft.builders import Problem, candidates
 from weft.builders.operands import peer
+from weft.builders.problems.experts import ExpertsProblem
 from weft.schedule import RANK, Collective, Draft, Schedule, lookup
 from weft.schedule.steps import of_kind, substitute
 from weft.sim.engine import replayed, simulate
@@ -49,7 +50,8 @@ class Inefficiencies:
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Return the losses of one queued run of `schedule`, a schedule of `problem`.
 
-    The losses of GEMMs are those of the rank that computes longest."""
+    For GEMMs, use the losses of the rank that computes longest.
+    """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)
     alone_us, beside_us = _matmuls(together)
@@ -74,8 +76,15 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 
 @lru_cache(maxsize=8)  # called for each candidate of a problem
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: include launches."""
-    return max(_alone_us(lower(serial_of(problem), model), launches).values())
+    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: True to include
+    launches.
+
+    For GEMMs of experts, return the time of torch's grouped GEMM, or of weft's kernel if the kernel is faster.
+    """
+    models = [model]
+    if isinstance(problem, ExpertsProblem):
+        models.append(replace(model, library_grouped=(model.grouped_efficiency, 1.0)))
+    return min(max(_alone_us(lower(serial_of(problem), one), launches).values()) for one in models)
 
 
 @lru_cache(maxsize=8)
@@ -98,7 +107,9 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, to arbitrary addresses."""
+    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, at arbitrary
+    addresses.
+    """
     world = serial.world_size
     values = values_of_ranks(serial)
     d = Draft("puts", world)

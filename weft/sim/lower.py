@@ -1,8 +1,9 @@
 """Lowering of a schedule to a form that the engine simulates: tasks with costs, and numbered counters instead of named signals.
 
-Most schedules are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted by r. If GPUs and links are
-equal too, all ranks do the same at the same time. Then only rank 0 is simulated. What it sends to rank d arrives on it from rank
--d, and each of its resources represents those of all ranks. This divides the cost of the simulation by the number of ranks.
+Most schedules are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted by r. If GPUs and
+links are equal too, all ranks do the same at the same time. Then only rank 0 is simulated. Data that it sends to rank d
+also arrives on it, from rank -d, and each of its resources represents the resources of all ranks. This divides the cost
+of the simulation by the number of ranks.
 
 If the links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or signals are
 not symmetric, every rank is simulated.
@@ -37,7 +38,8 @@ PULSES = 16
 class Raising(NamedTuple):
     """The sets of one counter by a kernel: `times` sets, spread evenly between the fractions `first` and `last` of its work.
 
-    at_once: True if all waits for the counter need all its sets, so that they can be made together with the last one.
+    at_once: True if all waits for the counter need all its sets, so that all sets can be made together with the last
+        set.
     """
 
     counter: int
@@ -63,8 +65,8 @@ class Work(NamedTuple):
     load: int  # index into `LoweredSchedule.loads`
     joins: bool
     sent_bytes: int
-    raises: tuple[Raising, ...] = ()  # the sets that it makes while it runs
-    pulses: tuple[int, ...] = ()  # the parts of its work, out of `PULSES`, after which it makes sets
+    raises: tuple[Raising, ...] = ()  # the sets that the kernel makes while it runs
+    pulses: tuple[int, ...] = ()  # the parts of its work, out of `PULSES`, after which the kernel makes sets
     holds: float = 0.0  # the fraction of the rank's compute units that must be free before it begins
     fills: float = 0.0  # the fraction of the compute units that it keeps until it ends
     least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
@@ -103,12 +105,12 @@ class LaneProgram:
 class LoweredSchedule:
     schedule: Schedule
     ranks: tuple[int, ...]
-    """The simulated ranks. With p of them, rank r also represents ranks r + p, r + 2 p, ..."""
+    """The simulated ranks. With p simulated ranks, rank r also represents ranks r + p, r + 2 p, ..."""
     lanes: list[LaneProgram]
     loads: list[Load]
     counters: int
     places: dict[ResourcePlace, int]
-    """{resource: its number in `loads`}. Here a `ResourcePlace` has a rank in place of a distance."""
+    """{resource: its number in `loads`}. Keys have a rank in place of the distance of a `ResourcePlace`."""
 
     @property
     def symmetric(self) -> bool:
@@ -121,14 +123,15 @@ class LoweredSchedule:
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """(the loads with only scarce resources, the part of each lane); see `weft.sim.scarce`."""
+        """(the loads with only scarce resources, the part of each lane). See `weft.sim.scarce`."""
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
         loads = scarce_only(self.loads, of_lanes)
         return loads, parts_of(loads, of_lanes)
 
     def only_communication(self) -> LoweredSchedule:
-        """Return the program without computation: transfers between ranks, collectives, and signals, which then take no time if
-        tiles set them."""
+        """Return the program without computation: transfers between ranks, collectives, and signals. Signals that tiles
+        set take no time.
+        """
         idle = len(self.loads)
         lanes = []
         for lane in self.lanes:
@@ -143,7 +146,7 @@ class LoweredSchedule:
         return replace(self, lanes=lanes, loads=[*self.loads, Load(())])
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
-        """Return the name of a task in a timeline. rank: the rank to name it for, if the lane represents several ranks."""
+        """Return the name of a task in a timeline. rank: the rank to name, if the lane represents several ranks."""
         origin, whose = lane.origins[task], lane.rank if rank is None else rank
         numbers = {**dict(origin.turn), "rank": whose}  # names do not depend on the contents of buffers
         return span_name(origin.step, whose, numbers)
@@ -152,7 +155,8 @@ class LoweredSchedule:
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> LoweredSchedule:
     """Lower `schedule` for `model`.
 
-    alike: simulate only the first ranks, if schedule and topology are symmetric. captured: use the costs in a CUDA graph.
+    alike: True to simulate only the first ranks, if schedule and topology are symmetric. captured: True to use the
+        costs in a CUDA graph.
     """
     key = id(schedule), id(model), alike, captured
     found = _lowered.get(key)
@@ -207,7 +211,7 @@ _KNOWN_COSTS = 1 << 16
 
 
 class _Present:
-    """The items of a lane that are present on a rank. Usually all items are present on all ranks."""
+    """The items (`NumberedStep`) of a lane that are present on a rank. Usually all items are present on all ranks."""
 
     def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
         self._items, self._different = items, different
@@ -237,7 +241,7 @@ class _Lowering:
         self._counters: dict[tuple, int] = {}
         self._in_parts: set[int] = set()  # counters with a wait for fewer than all sets
         self._tile_costs: dict[tuple, Cost] = {}
-        self._models = {model.kernel_copy_units: model}  # compute units of copying kernels -> model
+        self._models = {model.kernel_copy_units: model}  # compute units of copy kernels -> model
         self._for_engines = {  # signals
             wait.signal
             for lane in schedule.lanes
@@ -299,8 +303,9 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return (simulated rank that represents the peer at `distance`, rank that sets its counters as `rank` sets the
-        peer's)."""
+        """Return (simulated rank that represents the peer at `distance`, rank whose signals to `rank` correspond to the
+        signals of `rank` to the peer).
+        """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
 
@@ -338,9 +343,11 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return (first, last): `tiles` end between these fractions of the kernel's work. count: the number of its tiles.
+        """Return the fractions (first, last) of the kernel's work between which `tiles` end. count: the number of the
+        kernel's tiles.
 
-        Tiles end in waves of one tile per compute unit."""
+        Tiles end in waves of one tile per compute unit.
+        """
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last
         waves = -(-count // self.model.compute_units)
@@ -386,9 +393,10 @@ class _Lowering:
         return work
 
     def _look(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
-        """Return (kind, operands, distance) of an item on `rank`. Items of equal kind and distance have equal costs.
+        """Return (kind, operands, distance) of an item on `rank`. Items with equal kind and distance have equal costs.
 
-        The distance is 0 if no operand is on a peer, or if operands are on several peers."""
+        The distance is 0 if no operand is on a peer, or if operands are on several peers.
+        """
         step = item.origin.step
         operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
         distances = {operand.at for operand in operands if operand.at}
@@ -438,7 +446,8 @@ class _Lowering:
         return tuple(operands)
 
     def _load(self, found: Cost, rank: int) -> int:
-        # If one resource represents those of several ranks, uses of different ranks' resources stay separate entries.
+        # If one resource represents the resources of several ranks, keep uses of different ranks' resources as separate
+        # entries.
         by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
         for how, (kind, at), amount in found.uses:
             place = (kind, (rank + at) % self.world % self._period)

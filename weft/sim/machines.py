@@ -2,7 +2,6 @@
 
 The simulator reads these keys of a machine file:
 
-
 compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
 compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
 compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
@@ -12,6 +11,7 @@ compute.grouped_matmul                  share of the matmul rate that a kernel f
 compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches, and
 memory.library_grouped_matmul           its share of memory.copy_bandwidth
 memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
+memory.grouped_loads (if known)         rate at which all units together load operands of a grouped GEMM from the cache
 memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
 memory.copy_bandwidth, .l2              bytes read and written
 memory.capacity (if known)              schedules that need more are refused
@@ -19,7 +19,7 @@ link.port_usable | link.pair_usable     of a GPU on a switch, or of each link be
                                         (`weft.hw.topology`) says which key is read
 link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
 copy_engine.latency, .bandwidth, .count, .row
-kernel_copy.units                       programs of a copying kernel
+kernel_copy.units                       programs of a copy kernel
 collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
 collective.small, .large_latency        (if NCCL or RCCL has a second algorithm for small collectives) its bytes per second,
                                         and the additional start time of the algorithm for large ones
@@ -50,7 +50,7 @@ _LARGE = 8192
 def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None = None) -> Model:
     """Return the model of `world_size` GPUs of this machine.
 
-    kernel_copy_units: the number of programs of a copying kernel. Default: the machine file's `kernel_copy.units`.
+    kernel_copy_units: the number of programs of a copy kernel. Default: the machine file's `kernel_copy.units`.
 
     Raise `KeyError` with all keys that the machine file lacks, and `ValueError` with a key whose unit is wrong.
     """
@@ -116,6 +116,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         signal_remote_us=us("signal.remote"),
         signal_kernel_us=us("signal.kernel"),
         tile_signal_us=known(us, "signal.tile"),
+        grouped_loads_bytes_per_us=known(per_us, "memory.grouped_loads") or None,
         unit_loads_bytes_per_us=known(per_us, "memory.operand_loads") or None,
         host_step_us=us("host.step"),
         host_read_us=us("host.read"),
@@ -178,17 +179,19 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the fraction of compute that is lost per byte/us read or written, beyond the units that copying kernels hold.
+    """Return the fraction of compute that is lost per byte/us read or written, in addition to the units that copy
+    kernels hold.
 
-    slowdown: of a GEMM, measured while each GPU read and wrote `bytes_per_us`. share_held: the fraction of units held.
+    slowdown: the measured slowdown of a GEMM while each GPU read and wrote `bytes_per_us`. share_held: the fraction of
+        units held.
     """
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 
 
 def share_held(model: Model, bytes_per_us: float) -> float:
-    """Return the mean fraction of units that copying kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
+    """Return the mean fraction of units that copy kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
 
-    If they write faster alone, they waited for units in the rest of the time, and held none.
+    If copy kernels write faster alone, they waited for units, and held none, for a part of the time.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

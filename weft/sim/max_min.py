@@ -1,20 +1,21 @@
 """The speeds of concurrent steps: max-min fair shares of the resources.
 
-Each resource gives all its users equal amounts, but never more than a user asks for. For example, if a link has bandwidth 100, a
-copy that can use 10 gets 10, and a copy that can use 100 gets 90. A step has the same relative speed on all its resources. So
-every step below full speed has a bottleneck: a fully used resource of which no other step takes more.
+Each resource is divided equally among its users, but no user gets more than it needs. For example, if a link has
+bandwidth 100, a copy that can use 10 gets 10, and a copy that can use 100 gets 90. A step has the same relative speed
+on all its resources. So every step below full speed has a bottleneck: a fully used resource of which no other step
+takes more.
 
-Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the speeds that
-the other limits allow, until no limit changes. For flows over links this converges in as many rounds as there are different
-limits. Steps that use resources in different proportions converge too, with one exception in thousands of random loads. In
-these exceptions every step still uses up a resource, but the shares are only nearly fair.
+Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the
+speeds that the other limits allow, until no limit changes. For flows over links this converges in as many rounds as
+there are different limits. For steps that use resources in different proportions, it fails to converge for about one in
+thousands of random loads. Then every step still uses up a resource, but the shares are only nearly fair.
 
 Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
 algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
 
-Two effects are not fair sharing. A copying kernel holds its compute units exclusively ("hold"). A copy slows down concurrent
-kernels, through heat and cache misses, without becoming slower itself ("disturb"). If holders ask for more units than exist, they
-take turns.
+Two effects are not fair sharing. A copy kernel holds its compute units exclusively ("hold"). If copy kernels need more
+units than exist, they take turns. A copy slows down concurrent kernels, through heat and cache misses, without becoming
+slower itself ("disturb").
 
 If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is the same,
 but only the affected resources are solved again.
@@ -30,14 +31,14 @@ from typing import NamedTuple
 from weft._core import MAX_MIN_LEAST, max_min_speeds
 
 LEAST = MAX_MIN_LEAST
-"""The share of a resource that remains if all its units are held: kernels that started earlier keep some units."""
+"""The fraction of a resource that remains if all its units are held: kernels that started earlier keep some units."""
 
 
 class Load(NamedTuple):
     """The resources that one step uses at full speed, as (resource, amount), by the kind of use (`weft.sim.costs.Use`).
 
-    A resource may occur several times: if one rank represents all, its resource also represents those of other ranks. Each entry
-    is then the amount of another rank's resource.
+    If one rank represents all ranks, a resource may occur several times, because it also represents the resources of
+    other ranks. Each entry is then the amount of a different rank's resource.
     """
 
     share: tuple[tuple[int, float], ...]

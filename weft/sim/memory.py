@@ -21,7 +21,7 @@ def memory_bytes(schedule: Schedule) -> int:
 
 
 def too_large(schedule: Schedule, model: Model) -> str:
-    """Return why `schedule` does not fit in a GPU's memory; "" if it does."""
+    """Return the reason why `schedule` does not fit in a GPU's memory; "" if it fits."""
     needed = memory_bytes(schedule)
     if needed <= model.memory_bytes:
         return ""

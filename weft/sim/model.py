@@ -7,10 +7,11 @@ the fastest tile and split.
     time(tile, s) = ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
 
-A copy by copy engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Copies also slow
-the kernels of the GPU whose memory they access, in proportion to the bytes, because they use its caches and memory. Copying
-kernels also hold compute units, and must wait while a cuBLAS GEMM keeps them. These are the contention losses of "Design Space
-Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A. Power is not modelled, as in that paper.
+A copy by copy engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Copies
+also slow down the kernels of the GPU whose memory they access, in proportion to the bytes, because they use its caches
+and memory. Copy kernels also hold compute units, and must wait while a cuBLAS GEMM keeps all units. These are the
+contention losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A. Power is
+not modelled, as in that paper.
 
 Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 """
@@ -33,10 +34,13 @@ MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
 _UNIT_LOADS = 2.0
-"""The bandwidth of all units together from the cache, divided by the memory bandwidth. Used if `unit_loads_bytes_per_us` is
-unknown."""
+"""The bandwidth of all units together from the cache, divided by the memory bandwidth, if `unit_loads_bytes_per_us` is
+unknown.
+"""
 _NEAREST = 8
-"""The number of nearest measured matmuls that correct the formula for another shape: on a grid, the corners of a cell."""
+"""The number of nearest measured matmuls that correct the formula for another shape. On a grid, 8 is the number of
+corners of a cell.
+"""
 
 Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all"]
 """A copy by copy engine, a kernel's stores to a peer ("put") or loads from it ("get"), or an NCCL collective."""
@@ -46,7 +50,7 @@ class Matmul(NamedTuple):
     """The cost of a matmul that runs alone on its GPU, without the launch."""
 
     time_us: float
-    units_busy: float  # average share of the GPU's compute units
+    units_busy: float  # average fraction of the GPU's compute units
     hbm_bytes: float
 
 
@@ -74,23 +78,23 @@ class Model:
     hbm_bytes_per_us: float  # memory bandwidth, reads plus writes
     l2_bytes: float
 
-    wiring: Wiring  # the topology: which links a flow from one GPU to another occupies
+    wiring: Wiring  # the topology, which defines the links that a flow from one GPU to another uses
     copy_latency_us: float
     copy_bytes_per_us: float
     copy_engines: int
     copy_row_us: float  # additional time per row of a two-dimensional copy
-    kernel_copy_units: int  # compute units that one copying kernel to or from a peer holds
+    kernel_copy_units: int  # compute units that one copy kernel to or from a peer holds
     put_bytes_per_us: tuple[tuple[int, float], ...]  # (units, rate) of a kernel that stores to a peer, sorted by units
     get_bytes_per_us: tuple[tuple[int, float], ...]  # the same for a kernel that loads from a peer
     collective_latency_us: float
     collective_bytes_per_us: float  # received by a rank
     collective_units: int
     copy_disturbance: float  # the fraction of a GPU's compute that is lost per byte/us that engines read or write there
-    kernel_copy_disturbance: float  # the same for copying kernels, in addition to the units that they hold
+    kernel_copy_disturbance: float  # the same for copy kernels, in addition to the units that they hold
     signal_local_us: float  # the time from a set to the end of the wait, within a rank
     signal_remote_us: float
-    signal_kernel_us: float  # the same for a set on a peer by a copying kernel
-    host_step_us: float  # host time to issue a step, if the host is not ahead of the device
+    signal_kernel_us: float  # the same for a set on a peer by a copy kernel
+    host_step_us: float  # CPU time to issue a step, if the CPU is not ahead of the device
 
     unit_bytes_per_us: float | None = None
     """The memory bandwidth of one compute unit that computes tiles; None: the GPU's bandwidth / the number of units."""
@@ -105,9 +109,11 @@ class Model:
     matmul_memory: float = 1.0
     """The fraction of the memory bandwidth that a cuBLAS GEMM reaches."""
     matmul_keeps: float = 0.0
-    """The fraction of a library GEMM's compute units that later kernels cannot use until the GEMM ends."""
+    """The fraction of a cuBLAS GEMM's compute units that later kernels cannot use until the GEMM ends."""
     tile_signal_us: float = 0.0
     """The time that a kernel takes longer for each signal that its tiles set."""
+    grouped_loads_bytes_per_us: float | None = None
+    """The rate at which all units together load operands of a grouped GEMM from the cache; None: no limit."""
     unit_loads_bytes_per_us: float | None = None
     """The rate at which all units together load matmul operands from the cache; None: `_UNIT_LOADS` * memory bandwidth."""
     tile_part_us: float | None = None
@@ -115,27 +121,29 @@ class Model:
     stored_late_bytes: float = 0.0
     """The bytes of a GEMM's stores to a peer that no computation hides."""
     loaded_start_us: float = 0.0
-    """The time that a kernel that reads a peer's memory takes longer than bytes / rate."""
+    """The time that a kernel with reads from a peer's memory takes, in addition to bytes / rate."""
     stored_end_us: float = 0.0
     """The time from a GEMM's last store into a peer's memory to the GEMM's end."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
     """The fractions of the matmul rate and of the memory bandwidth that torch's grouped matmul reaches."""
     host_read_us: float = 20.0
-    """The time from the end of a kernel to the start of the next step, if the host reads the kernel's result in between."""
+    """The time from the end of a kernel to the start of the next step, if the CPU reads the kernel's result in between.
+    """
     host_call_us: float = 0.0
-    """The host time to issue a cuBLAS GEMM."""
+    """The CPU time to issue a cuBLAS GEMM."""
     host_late_us: float = 0.0
-    """The host time to issue a step with a dynamic size."""
+    """The CPU time to issue a step with a dynamic size."""
     host_dynamic_us: float = 0.0
-    """The additional host time of a run with dynamic sizes, beyond `host_late_us` per step."""
+    """The additional CPU time of a run with dynamic sizes, besides `host_late_us` per step."""
     grouped_efficiency: float = 1.0
     """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     all_reduce: float = 1.0
     """The time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None
-    """The rate of NCCL's (or RCCL's) second algorithm, for small collectives; None if it has none. The algorithm for large
-    collectives takes `large_collective_us` longer to start. The faster algorithm is used."""
+    """The rate of NCCL's (or RCCL's) second algorithm, for small collectives; None if there is only one algorithm. The
+    algorithm for large collectives takes `large_collective_us` longer to start. The faster algorithm is used.
+    """
     large_collective_us: float = 0.0
     lanes_run_us: float = 0.0
     """The additional time of a run with several lanes, to synchronise them with the caller's stream at both ends."""
@@ -146,7 +154,9 @@ class Model:
     graph_remote_us: float = 0.0
     """In a CUDA graph, the additional time of a wait for a peer's kernel."""
     graph_collective_us: float = 0.0
-    """In a CUDA graph, the additional time of a collective at the start of a lane. After a kernel it is `graph_run_us`."""
+    """In a CUDA graph, the additional time of a collective at the start of a lane. After a kernel, `graph_run_us`
+    applies instead.
+    """
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
     costs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """A cache of the costs of steps, for `weft.sim.lower`. The schedules of one problem share most steps."""
@@ -180,13 +190,18 @@ class Model:
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
         """Return a lower bound on the time of a grouped GEMM: rounds of tiles, with one tile per unit in each round.
 
+        A tile takes as long as its products, or as the loads of its operands from the cache, whichever is longer.
         segments: (rows, number of segments with so many rows). Tiles are as in `weft.kernels.grouped_matmul`.
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
         tiles = sum(times * np.maximum(1.0, m / rows + 0.5) for m, times in segments) * np.ceil(n / cols)
-        return float((self._grouped_rounds(tiles, k) * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
+        tile_us = 2 * rows * cols * (k + self.tile_ramp) / rate
+        if self.grouped_loads_bytes_per_us:
+            loads_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self.grouped_loads_bytes_per_us / self.compute_units)
+            tile_us = np.maximum(tile_us, loads_us)
+        return float((self._grouped_rounds(tiles, k) * tile_us).min())
 
     def _grouped_rounds(self, tiles: Any, k: int) -> Any:
         """Return the time of `tiles` tiles of a grouped GEMM, divided by the time of one tile.
@@ -194,7 +209,8 @@ class Model:
         If there are few rounds, several units share each tile of the last round (`weft.kernels.grouped_matmul`).
         """
         whole, last = np.divmod(tiles / self.compute_units, 1.0)
-        last = np.where((last < 0.05) & (whole > 0), 0.0, last)  # ignore a nearly empty round: the rows are an estimate
+        # ignore a nearly empty round, because the number of rows is an estimate
+        last = np.where((last < 0.05) & (whole > 0), 0.0, last)
         most = max(1, min(_GROUPED_SHARERS, k // _LEAST_K))
         sharers = np.where(whole < _FEW_ROUNDS, np.clip(np.floor(1.0 / np.maximum(last, 1e-9)), 1, most), 1)
         return whole + (last > 0) * (1.0 / sharers + (sharers > 1) * _ADD_UP_K / max(1, k))
@@ -202,7 +218,8 @@ class Model:
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Return the time in us of one tile on one compute unit, in a kernel that cuts a matmul into such tiles.
 
-        A unit loads operands at most at its part of `unit_loads_bytes_per_us`. It does not compute while it stores the result.
+        A unit loads operands at most at its share of `unit_loads_bytes_per_us`. It does not compute while it stores the
+        result.
         """
         load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self._unit_loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
@@ -225,8 +242,8 @@ class Model:
             memory: factor of the memory bandwidth.
             links: factor of the bandwidth between GPUs.
 
-        All dependent rates are scaled too, as if they had been measured on this GPU. (In a machine file, rates are those of the
-        whole GPU, so changing only the number of units there would not make it faster.)
+        All dependent rates are scaled too, as if they had been measured on this GPU. (Rates in a machine file are rates
+        of the whole GPU, so changing only the number of units in the file would not make the GPU faster.)
         """
         if min(units, memory, links) <= 0:
             raise ValueError(f"units={units}, memory={memory}, links={links}: each factor must be positive")
@@ -245,6 +262,7 @@ class Model:
             compute_units=count,
             matmul_flops_per_us={dtype: rate * more for dtype, rate in self.matmul_flops_per_us.items()},
             vector_flops_per_us=self.vector_flops_per_us * more,
+            grouped_loads_bytes_per_us=self.grouped_loads_bytes_per_us and more * self.grouped_loads_bytes_per_us,
             unit_loads_bytes_per_us=more * self._unit_loads * (1.0 if self.unit_loads_bytes_per_us else memory),
             unit_bytes_per_us=memory * (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units),
             hbm_bytes_per_us=self.hbm_bytes_per_us * memory,
@@ -266,7 +284,7 @@ class Model:
         return larger.with_measured(measured) if measured else larger
 
     def kernel_copy_bytes_per_us(self, put: bool) -> float:
-        """Return the rate of a copying kernel to a peer, or from a peer unless `put`, interpolated by its number of units."""
+        """Return the rate of a copy kernel to a peer, or from a peer unless `put`, interpolated by its number of units."""
         curve = self.put_bytes_per_us if put else self.get_bytes_per_us
         units, below = self.kernel_copy_units, (0, 0.0)
         for above in curve:
@@ -321,9 +339,9 @@ class Model:
         # A split of k writes partial sums in fp32 and reads them again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # A split may be only slightly faster but keep many more units busy. So the number of busy units is that of the fastest
-        # tile without a split; among equally fast tiles, of the one with the fewest units. This number does not depend on the
-        # rates of the machine, so a faster machine never has fewer idle units for other kernels.
+        # A split may be only slightly faster but keep many more units busy. So the number of busy units is computed for
+        # the fastest tile without a split, and among equally fast tiles for the one with the fewest units. This number
+        # does not depend on the rates of the machine, so a faster machine never has fewer idle units for other kernels.
         whole = np.where(split == 1, us, np.inf)
         needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
         needed_us = np.minimum(needed_us, computing_us)
@@ -383,7 +401,7 @@ class Model:
         if squares[nearest] < 1e-9:
             return math.exp(logs[nearest])
         farthest = np.partition(squares, min(_NEAREST, len(squares)) - 1)[:_NEAREST].max()
-        kept = squares <= farthest + 1e-9  # keep all shapes that are equally far as the last
+        kept = squares <= farthest + 1e-9  # keep all shapes that are as far away as the last
         weights = squares[kept] ** -2
         return math.exp(weights @ logs[kept] / weights.sum())
 

@@ -1,7 +1,7 @@
 """Embedding + all-to-all on a torus of any size: rank 0 is simulated, and represents all ranks.
 
-A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and take their peers in the
-order of displacement (columns, rows), all ranks do the same at the same time:
+A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and send to peers in
+the order of displacement (columns, rows), all ranks do the same at the same time:
 
     flows     if rank 0 sends to a displacement, every rank does. A link then carries as many flows as the route has links in the
               link's direction. So a route is replaced by one link per direction, slower by this factor
@@ -11,8 +11,8 @@ order of displacement (columns, rows), all ranks do the same at the same time:
 
 The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals that of simulating every rank.
 
-The builders (`weft.builders.embedding_all_to_all`) take peers in the order of rank numbers. On a torus this is slower, because
-from the end of a row the next number is in the next row.
+The builders (`weft.builders.embedding_all_to_all`) order peers by rank number. On a torus this order is slower, because
+the number after the end of a row is in the next row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> 
 
 
 def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, int, int]:
-    """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all."""
+    """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all ranks."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
             f"{problem.world_size} ranks of {problem.name} are too many: only embedding_all_to_all can be simulated with so many"
@@ -108,7 +108,7 @@ def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simula
 
 
 def orbit_us(found: Simulated, model: Model) -> float:
-    """Return the time of a queued run in microseconds, as `weft.sim.run_us` would for a simulation of every rank."""
+    """Return the time of a queued run in microseconds, as `weft.sim.run_us` would return after simulating every rank."""
     sets = sum(
         one.times
         for lane in found.program.lanes
@@ -120,7 +120,9 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Items that a rank has once (in `first`; `other` is empty), or for its first peer (`first`) and each other peer (`other`)."""
+    """Items of a lane, without repetition for each peer. Either the rank has the items `first` once, and `other` is
+    empty. Or the rank has the items `first` for its first peer, and the items `other` for each other peer.
+    """
 
     first: Sequence[NumberedStep]
     other: Sequence[NumberedStep] = ()
@@ -199,7 +201,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the opposite displacement: from which rank this rank is at displacement `peer`."""
+        """Return the opposite displacement: this rank is at displacement `peer` from the rank at the result."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:
@@ -223,7 +225,7 @@ def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
     """Group a lane's items in the schedule of three ranks into blocks.
 
     Adjacent items for the first and the second peer form one block if their kinds and signals are equal. Every other
-    item forms a block of its own.
+    item forms a separate block.
     """
     at = 0
     while at < len(items):

@@ -12,14 +12,14 @@ from weft.sim.lower import LaneProgram, LoweredSchedule, Work
 from weft.timeline import Span, Timeline
 
 TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]
-"""One execution of a task: (lane, task, run, start in us, end in us). A plain tuple for speed."""
+"""One execution of a task: (lane, task, run, start in us, end in us). A plain tuple, for speed."""
 
 
 @dataclass(frozen=True)
 class Simulated:
     """The result of a simulation. Times are in microseconds.
 
-    If ranks behave identically, only the first p of them are simulated. Rank r then has the result of rank r % p.
+    If ranks behave identically, only the first p ranks are simulated. Rank r then has the result of rank r % p.
     """
 
     program: LoweredSchedule = field(repr=False)
@@ -39,7 +39,7 @@ class Simulated:
 
     @property
     def per_run_us(self) -> float:
-        """The mean time of a run. If there are several runs, the first is not counted."""
+        """The mean time of a run. If there are several runs, the first run is not counted."""
         first = max(ends[0] for ends in self.simulated_ends_us.values())
         return (self.end_us - first) / (self.runs - 1) if self.runs > 1 else self.end_us
 

@@ -1,14 +1,14 @@
 """The time of one run of a schedule: its simulated time, plus costs that are not simulated.
 
-    queued    one of several consecutive runs, with the host ahead of the device
+    queued    one of several consecutive runs, with the CPU ahead of the device
     graph     the same, captured in a CUDA graph and replayed: collectives and the end of a run take longer
-    single    a run on idle devices, including the host's time to issue each step
+    single    a run on idle devices, including the CPU time to issue each step
 
 The added costs are:
 
     tile_signal_us               each signal that tiles set
     lanes_run_us, graph_run_us   the synchronisation of the caller's stream with several lanes, the latter in graphs only
-    host times                   in runs in which the host reads sizes
+    CPU times                    in runs in which the CPU reads sizes
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from weft.sim.vectorised import values_of_ranks
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 
 TORCH_CALLS = 5
-"""The number of torch calls per dynamic step of an unfused run. On an H100's host, dispatches of 41 to 384 tokens, with 4 such
-steps, took 581 to 661 us. With this number the model gives 588 us."""
+"""The number of torch calls per dynamic step of an unfused run. On a machine with H100s, dispatches of 41 to 384
+tokens, with 4 such steps, took 581 to 661 us. With this number the model predicts 588 us.
+"""
 
 _STEPS_OF_PERMUTATION = 2
-"""The dynamic steps of an unfused permutation: one computes the order of all rows, one copies them."""
+"""The number of dynamic steps of an unfused permutation: one computes the order of all rows, and one copies them."""
 
 
 def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
@@ -47,8 +48,8 @@ def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
 def dynamic_steps(schedule: Schedule) -> int:
     """Return the number of copies, `Tiles` steps and collectives with dynamic sizes.
 
-    Consecutive `Tiles` steps of equal kernels count at most `_STEPS_OF_PERMUTATION` times. Serial has a `Permute` step for each
-    source rank, but an unfused run sorts the rows of all ranks at once.
+    Consecutive `Tiles` steps with equal kernels count as at most `_STEPS_OF_PERMUTATION` steps. Serial has a `Permute`
+    step for each source rank, but an unfused run sorts the rows of all ranks at once.
     """
     held = {contents.buffer for contents in schedule.contents}
     if not held:
@@ -67,10 +68,10 @@ def dynamic_steps(schedule: Schedule) -> int:
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the host time to issue a run in which the host reads sizes.
+    """Return the CPU time to issue a run in which the CPU reads sizes.
 
-    Because the host waits in every run, it is never far enough ahead of the device to hide this time. If it must wait before
-    it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
+    Because the CPU waits in every run, it is never far enough ahead of the device to hide this time. If it must wait
+    before it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
     """
     each_us = TORCH_CALLS * model.host_call_us if schedule.stops_host else model.host_late_us
     return model.host_dynamic_us + dynamic_steps(schedule) * each_us

@@ -1,12 +1,13 @@
 """Rotational symmetry: rank 0 may represent all ranks if rank r has the steps of rank 0 with all ranks shifted by r.
 
 The sizes in a step must be equal on all ranks, but counters may have different indices. For each rank r there must be a
-one-to-one renaming of the counters of rank 0 to the counters of rank r. A set on each rank defines one entry of it:
+one-to-one renaming of the counters of rank 0 to the counters of rank r. A set on each rank defines one entry of this
+renaming:
 
     counter of rank 0 that rank -d sets  ->  counter of rank r that rank r - d sets in the same step
 
-All waits must be consistent with this renaming. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` tells if
-their links are too. The caller of `lower` tells if all ranks begin their runs at the same time.
+All waits must be consistent with this renaming. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period`
+shows if their links are equal too. The caller of `lower` knows if all ranks begin their runs at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance, index) of each set in a step; it must have the same distance on all ranks."""
+    """Yield (signal, distance, index) of each set in a step. The distance must be the same on all ranks."""
     if item.distance is not None:
         assert isinstance(item.distance, int)  # the same on all ranks
         yield item.signal, item.distance, item.place
@@ -56,7 +57,7 @@ def _identity(place: ByRank) -> int:
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
-    """True if the sets of one signal define a renaming of its counters, and its waits follow it."""
+    """True if ranks differ only by a renaming of one signal's counters, in its sets and in its waits."""
     if not sets:
         return False  # a counter that is never set has no renaming
     of_distance: dict[int, list[ByRank]] = {}

@@ -18,9 +18,9 @@ from weft.schedule.expr import Values
 AT_ONCE = 1 << 18
 """The maximum of tiles x ranks that are evaluated at once, to limit memory."""
 _FEW_TILES = 512
-"""For at most so many tiles, finding equal tiles would take longer than it saves."""
+"""The number of tiles up to which finding equal tiles takes longer than it saves."""
 _FEW_NUMBERS = 1 << 12
-"""For at most so many tiles x ranks, the values of subexpressions are cached for later steps."""
+"""The number of tiles x ranks up to which the values of subexpressions are cached for later steps."""
 
 Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
 """Cached values of subexpressions: {(index variable, tiles as bytes): {id of the subexpression: values}}."""
@@ -29,8 +29,8 @@ Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
 class SetBy(NamedTuple):
     """The sets of one counter by the tiles of one rank.
 
-    The counter is `signal[place]` of the rank at `distance`; it is set `times` times. first, last: where the tiles that set it
-    begin and end, as fractions of all tiles.
+    The counter is `signal[place]` of the rank at `distance`, and is set `times` times. first, last: the begin and the
+    end of the tiles that set it, as fractions of all tiles.
     """
 
     signal: str
@@ -54,7 +54,9 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if a number in the body depends on both tile and rank. The distance to a rank that depends on the tile does."""
+    """True if a number in the body depends on both tile and rank. For a rank that depends on the tile, use its
+    distance.
+    """
 
     def depends(number: Index, name: str) -> bool:
         return isinstance(number, Expr) and number.period(name) != 1
@@ -71,10 +73,10 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Representatives of all tiles of a kernel: every tile has the same numbers as one of them, on every rank.
+    """Representatives of all tiles of a kernel: every tile has the same numbers as a representative, on every rank.
 
-    at: the indices of these tiles. times: how many tiles each represents. last: where the last tile that it represents ends, as a
-    fraction of all tiles.
+    at: the tile indices of the representatives. times: the number of tiles that each represents. last: the end of the
+        last tile that each represents, as a fraction of all tiles.
     """
 
     at: np.ndarray
@@ -85,8 +87,8 @@ class _Tiles(NamedTuple):
 class DifferentTiles:
     """Find representatives of a kernel's tiles for given numbers.
 
-    Most numbers are periodic in the tile's index, so one period represents all tiles. In other numbers, tiles whose
-    subexpressions without the rank have equal values are equal on every rank.
+    Most numbers are periodic in the tile's index, so one period represents all tiles. For other numbers, compare the
+    values of subexpressions that do not depend on the rank: tiles with equal values are equal on every rank.
     """
 
     def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:
@@ -95,7 +97,7 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """Return the largest number of representatives that `of` returns for the calls of `Tables`."""
+        """The largest number of representatives that `of` returns for the calls of `Tables`."""
         if self.extent <= _FEW_TILES:
             return self.extent
         numbers = [_extents(step) for step in self.step.work]
@@ -115,7 +117,7 @@ class DifferentTiles:
         period = math.lcm(*(n.period(index) for n in numbers))
         at = np.arange(min(period, self.extent) or self.extent)
         times = self.extent // len(at) + (at < self.extent % len(at))
-        # The representatives of a period recur until the end, so each of them also occurs near the end.
+        # The representatives of a period recur until the end, so each representative also occurs near the end.
         last = (at + 1) / self.extent if len(at) == self.extent else np.ones(len(at))
         if len(at) > _FEW_TILES and any("rank" in n.text for n in numbers):
             parts: dict[int, Any] = {}
@@ -144,7 +146,7 @@ def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
 
 
 def _extents(step: Step) -> tuple[Index, ...]:
-    """Return the expressions on which the cost of a step depends: sizes and ranks of its regions."""
+    """Return the expressions that determine the cost of a step: sizes and ranks of its regions."""
     return tuple(n for region in step.regions for n in (region.rows, region.cols, region.at))
 
 
@@ -167,7 +169,7 @@ class Tables:
         self._parts = parts
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
-        """Return the `Tiled` of each rank, or a list of one if all ranks are equal."""
+        """Return the `Tiled` of each rank, or a list with one `Tiled` if all ranks are equal."""
         parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # [step][rank, or a single entry for all ranks]
         sets = [self._sets(inner) for inner in self._tiles.inner_sets]
         for place, inner in enumerate(self._tiles.work):
@@ -182,7 +184,7 @@ class Tables:
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
         """Return for each rank, or once for all, a sorted list of (values of `numbers`, number of tiles with these values).
 
-        Every third number is a rank, and is replaced by its distance.
+        Every third number is a rank, and is replaced by the distance to this rank.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
         found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
@@ -197,7 +199,7 @@ class Tables:
     def _sets(self, step: Set) -> list[list[SetBy]]:
         """Return the sets of `step` for each rank, or once for all.
 
-        Tiles run in order, so a counter that only the first tiles set is complete when these have ended.
+        Tiles run in order, so a counter that only the first tiles set is complete when these tiles have ended.
         """
         (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
         found = []
@@ -268,7 +270,9 @@ class Tables:
 
 
 def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
-    """Return the concatenated lists of all steps for rank `number`. A step with a single list has it for all ranks."""
+    """Return the concatenated lists of all steps for rank `number`. If a step has only one list, it applies to all
+    ranks.
+    """
     return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
 
 
@@ -276,7 +280,7 @@ NO_TILES = Tiled()
 
 
 def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Return a sorted list of (distinct column of `table`, number of tiles with it)."""
+    """Return a sorted list of (distinct column of `table`, number of tiles with this column)."""
     order = np.lexsort(table[::-1])
     table = table[:, order]
     begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])

@@ -47,13 +47,13 @@ class Origin(NamedTuple):
 
 
 class NumberedStep(NamedTuple):
-    """A step, evaluated for all ranks. Such objects are called items.
+    """A step, evaluated for all ranks. Other docstrings call it an item.
 
     numbers: rows, columns, and distance to the owner, of each operand.
     tiled: the counted tiles of each rank, if the step has tiles.
     signal, place: the name and index of the signal that the step sets or waits for.
-    distance: to the rank whose signal the step sets; None if it sets none.
-    awaited: the number of sets that it waits for, in the previous run if `previous`; None if it does not wait.
+    distance: the distance to the rank whose signal the step sets; None if the step sets no signal.
+    awaited: the number of sets that the step waits for, in the previous run if `previous`; None if it does not wait.
     same: a key that is equal for items that differ only in their origin.
     carried: True if a kernel that an earlier step has started performs this step.
     units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
@@ -114,7 +114,7 @@ class Numbers:
         self._crossing = {one.signal for one in sets}  # signals that peers or tiles set
 
     def items(self, lane: Lane) -> list[NumberedStep]:
-        """Return the items of a lane, with its loops unrolled."""
+        """Return the items (`NumberedStep`) of a lane, with its loops unrolled."""
         everywhere: tuple[Iteration, ByRank] = (), 1
         items = [self._item(step, *state) for step, state in flattened(lane.steps, everywhere, self._turns)]
         steps = [
@@ -251,7 +251,7 @@ class Numbers:
 
 @singledispatch
 def _numbered(step: Step, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
-    """Return the item of a step. It is marked as absent on ranks where the step is empty, except for collectives."""
+    """Return the item of a step. The item is marked as absent on ranks where the step is empty, except for collectives."""
     operands = numbers.operands(step, origin.turn, there)
     for distance, rows in enumerate(numbers.sent(step.sizes, origin.turn, there) if step.sizes else ()):
         operands += [rows, operands[1], distance]
@@ -324,7 +324,9 @@ def key_of(step: Step) -> tuple:
 
 
 def _key_of_tiles(tiles: Tiles, buffers: Mapping[str, Buffer]) -> tuple:
-    """Return a key of a `Tiles` step. It includes the offsets of regions, on which the bytes that tiles read depend."""
+    """Return a key of a `Tiles` step. It includes the offsets of regions, because they determine the bytes that tiles
+    read.
+    """
     key: list[Any] = [tiles.kernel.__class__, tiles.index, text_of(tiles.extent)]
     for step in tiles.body:
         key += (step.kind, step.multiplies)
@@ -366,7 +368,7 @@ def at_rank(number: ByRank, rank: int) -> int:
 
 
 def _everywhere(*conditions: ByRank | np.bool_ | bool) -> ByRank:
-    """Return 1 for ranks on which all conditions hold, and 0 for the others."""
+    """Return 1 for ranks on which all conditions hold, and 0 for other ranks."""
     if all(isinstance(one, int) for one in conditions):
         return int(all(conditions))
     return _collapse(np.logical_and.reduce(np.broadcast_arrays(*conditions)).astype(np.int64))

@@ -1,1 +1,1 @@
-"""Evaluations of papers, simulated or from recorded measurements, and one measurement for a question of a paper."""
+"""Evaluations of papers, simulated or from recorded measurements, and a measurement of overlap losses."""

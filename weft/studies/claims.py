@@ -1,6 +1,6 @@
 """The comparison of a paper's claims with a study's results, for `weft reproduce` and docs/reproduction.md.
 
-A claim with a number is reproduced if the deviation is at most the claim's limit. Without a limit it may be 5 points for
+A claim with a number is reproduced if the deviation is at most the claim's limit. The default limit is 5 points for
 percentages and 10% for other numbers. For claims without numbers, the study decides (`held`).
 """
 

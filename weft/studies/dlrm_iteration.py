@@ -25,7 +25,8 @@ from weft.studies.numbers import Numbers
 class Task:
     """A task that occupies a resource for `us`.
 
-    beside: a concurrent task. This task starts with that task, if the resource is free, and does not end before it.
+    beside: a concurrent task. This task starts together with `beside`, if the resource is free, and does not end before
+        `beside`.
     """
 
     name: str
@@ -51,7 +52,8 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
             raise ValueError(
                 f"these tasks wait for each other, or for one that is not there: {', '.join(t.name for t in left)}"
             )
-        # The task with the earliest possible start. Ties: the task that is ready first, then the first in the list.
+        # Select the task with the earliest possible start. Ties: the task that is ready first, then the first in the
+        # list.
         start, _, i = min((max(at, free[left[i].on]), at, i) for at, i in ready)
         task = left.pop(i)
         starts[task.name] = start
@@ -70,7 +72,7 @@ class Dlrm:
 
     @property
     def embedding_us(self) -> float:
-        """The us to pool all nodes' samples of this node's tables in one kernel."""
+        """The time in us to pool all nodes' samples of this node's tables in one kernel."""
         n = self.numbers
         bags = self.samples * n["scale.nodes"] * self.tables
         rate = n["memory.bandwidth"] * n["memory.share"]
@@ -92,7 +94,7 @@ class Dlrm:
         return layers * max(n.us("gpu.launch"), 1e6 * flop / (n["gpu.fp32"] * n["gpu.fp32_share"])) * times
 
     def reduce_us(self, layers: float) -> float:
-        """Return the us of the all-reduce of the MLP layers' gradients."""
+        """Return the time in us of the all-reduce of the MLP layers' gradients."""
         n = self.numbers
         count = layers * n["scale.width"] ** 2 * FLOAT
         return n.us("nic.collective") + reduce_us(count, n)
@@ -132,12 +134,13 @@ class Dlrm:
 
     @property
     def exposed_us(self) -> float:
-        """The us of the baseline's forward all-to-all during which no computation runs."""
+        """The time in us of the baseline's forward all-to-all during which no computation runs."""
         return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
 
 
 def exchange_us(count: float, numbers: Numbers) -> float:
-    """Return the us of an all-to-all on the torus, from the load of the fullest link. count: bytes that each node sends.
+    """Return the time in us of an all-to-all on the torus, from the load of the fullest link. count: bytes that each
+    node sends.
 
     Every node sends equal amounts, first along its row and then along the column, in both directions of each ring. A
     ring of n nodes has 2n directed links, so a link carries half of one node's bytes times hops. `weft.sim.collectives`
@@ -150,7 +153,7 @@ def exchange_us(count: float, numbers: Numbers) -> float:
 
 
 def reduce_us(count: float, numbers: Numbers) -> float:
-    """Return the us of an all-reduce of `count` bytes: rings along rows, then along columns, and back."""
+    """Return the time in us of an all-reduce of `count` bytes: rings along rows, then along columns, and back."""
     us, left = 0.0, count
     for size in _sizes(numbers):
         left /= size

@@ -1,7 +1,9 @@
-"""FiCCO's evaluation: its schedules compared with serial and shard overlap, and how often its heuristic picks the fastest.
+"""FiCCO's evaluation: its schedules compared with serial and shard overlap, and how often its heuristic chooses the
+fastest schedule.
 
-`simulated` returns records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` records a real
-machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
+`simulated` returns records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` records a
+real machine. Both kinds of records have the same tables and pictures: figures 13, 12(b), 14, and the quality of choices
+(VI-D).
 
 Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal
 speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full overlap without loss. The paper
@@ -60,8 +62,9 @@ def simulated(
 ) -> list[Record]:
     """Return predicted records of all variants of each GEMM, on `ranks` GPUs of machine `hw`.
 
-    The predictions use only the machine's file. Raises `ValueError` for an unknown machine or topology, or if the ranks do not
-    divide a GEMM's M. progress: called with the name of the next GEMM, and the fraction of the work since the last call.
+    The predictions use only the machine file. Raises `ValueError` for an unknown machine or topology, or if the number
+    of ranks does not divide a GEMM's M. progress: a function that is called with the name of the next GEMM, and the
+    fraction of the work done since the last call.
     """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
@@ -140,7 +143,7 @@ def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
             made.insert(
                 0,
                 claims_table(
-                    "The paper's claims, and a bar of weft's, beside our numbers", [*claims(rows), *bars_of(rows)]
+                    "The paper's claims, and two targets of weft, beside our numbers", [*claims(rows), *bars_of(rows)]
                 ),
             )
     others = rows.others if isinstance(rows, GemmRows) else {}
@@ -196,7 +199,7 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
 
 
 def _choices(rows: Sequence[GemmRow]) -> ResultTable:
-    """Return the quality of the heuristic's picks, and of weft's own choices if they were recorded."""
+    """Return the quality of the heuristic's choices, and of weft's own choices if they were recorded."""
     who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of it"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
@@ -269,7 +272,9 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Return a note that names the GEMMs with a reduced M, and the GEMMs whose heuristic pick changes with it."""
+    """Return a note that names the GEMMs with a reduced M, and the GEMMs for which the reduction changes the
+    heuristic's choice.
+    """
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:
         return ""

@@ -1,7 +1,7 @@
 """Selection of FiCCO's schedules: a sweep over the thresholds of the paper's heuristic, and a comparison on random shapes.
 
-The closed form (`weft.plan.closed_form`) has no thresholds. The sweep fits the heuristic's thresholds to the table on which it is
-evaluated. So its counts are upper bounds for heuristics of this form.
+The closed form (`weft.plan.closed_form`) has no thresholds. The sweep fits the heuristic's thresholds to the same table
+on which the heuristic is evaluated. So the counts are upper bounds for heuristics of this form.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C, VI-D and figure 12(a).
 """
@@ -100,7 +100,7 @@ class Swept(NamedTuple):
 def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
     """Yield the best results of three forms of heuristic. tables: {title: first letter of the table's GEMMs}.
 
-    It tries all thresholds that give different choices on a table.
+    The sweep tries all thresholds that lead to different choices on a table.
     """
     for among, names in (("the paper's four", tuple(STUDIED.values())), ("all eight", EIGHT)):
         forms = (

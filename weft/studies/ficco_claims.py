@@ -1,6 +1,7 @@
 """The claims of FiCCO's sections II to VI, compared with a simulated or measured run.
 
-Of figures 12 to 14 the paper's text gives only the largest speedups. Section IV is measured by `weft.studies.losses`.
+For figures 12 to 14, the paper's text states only the largest speedups. Section IV is measured by
+`weft.studies.losses`.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures 12 to 14.
 """
@@ -79,7 +80,7 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield weft's own requirements for the picks of the closed form."""
+    """Yield weft's own requirements for the choices of the closed form."""
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [
             of for row in rows if row.gemm.name.startswith(begin) and (of := row.lost(row.closed, EIGHT)) is not None

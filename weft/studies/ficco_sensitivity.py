@@ -1,7 +1,8 @@
-"""A sensitivity analysis of FiCCO's evaluation of table I: each assumed number of the machine is made 20% smaller and larger.
+"""A sensitivity analysis of FiCCO's evaluation of table I: each assumed number of the machine is decreased and
+increased by 20%.
 
-A number that changes no time of `_PROBE`, the smallest GEMM, by more than 0.1% is reported as without effect, and not simulated
-for other GEMMs.
+If a number changes no time of `_PROBE`, the smallest GEMM, by more than 0.1%, it is reported as having no effect, and
+not simulated for other GEMMs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _PROBE, _EFFECT = ("g14",), 1e-3
 
 
 def simulate(machine: Machine, ranks: int, topology: str | None, step: Callable[[str, float], None]) -> Record:
-    """Return the means and counts for each assumed number of `machine`. step: called with each piece of work and its fraction."""
+    """Return the means and counts for each assumed number of `machine`. step: a function that is called with each piece
+    of work and its fraction.
+    """
     probe = _times(find_gemms(_PROBE), machine, ranks, topology)
     lines: list[list[Any]] = [["as it is", None, _summary(list(_rows(TABLE_1, machine, ranks, topology)))]]
     keys = [key for key in machine if machine[key].source == "assumed"]

@@ -4,18 +4,15 @@ Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Com
 
 A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' outstanding loads allow (Little's law):
 
-
     rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
-Contention is what figure 11 has beyond an occupancy of 75%, where more wavefronts in memory slow each other down.
+Contention is the effect in figure 11 beyond an occupancy of 75%, where more wavefronts slow each other down in memory.
 Slices are pooled one after the other. A pooled slice for another node is queued at the NIC, which takes
-
 
     slice / bandwidth + message
 
-
-Pooling a slice takes p, and the NIC takes n for it. If n > p, node 1 ends late in natural order by n - p for each of its slices, so
-skew is (n / p - 1) / 2. It is a difference of nearly equal times, and so sensitive to both.
+Pooling a slice takes the time p, and sending it the time n. If n > p, node 1 ends late in natural order by n - p for
+each of its slices, so skew is (n / p - 1) / 2. Since n and p are nearly equal, skew is sensitive to both.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Order = Literal["remote_first", "natural"]
 _CALM, _CROWDED = 0.75, 0.875
 """Figure 11's occupancies with the least time and with the most wavefronts."""
 _SLICES_SAVE = 0.55
-"""4.2, figure 12: the time that slices of 64 vectors save of that of slices of 4."""
+"""Section 4.2, figure 12: the fraction of time that slices of 64 vectors save, relative to slices of 4."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,9 @@ def between_nodes(
     order: Order = "remote_first",
     occupancy: float = 0.0,
 ) -> Times:
-    """Return the times of two nodes with one GPU each. occupancy: of the fused kernel; 0: the paper's value."""
+    """Return the times of two nodes with one GPU each. occupancy: the occupancy of the fused kernel; 0 for the paper's
+    value.
+    """
     sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
     exchange_us = numbers.us("nic.collective") + 1e6 * sent / numbers["nic.bandwidth"]
     pooled = rate(numbers, occupancy or numbers["gpu.occupancy"])
@@ -124,13 +123,15 @@ def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
 
 
 def slice_us(numbers: Numbers) -> tuple[float, float]:
-    """Return the time to pool a slice, and the time that the NIC takes for it."""
+    """Return (time to pool a slice, time to send it through the NIC)."""
     pooling_us = SLICE * bag_bytes(numbers) / rate(numbers, numbers["gpu.occupancy"])
     return pooling_us, 1e6 * SLICE * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"] + numbers.us("nic.message")
 
 
 def with_message(setting: Setting, numbers: Numbers) -> Numbers:
-    """Return the numbers with the NIC's time for a message that gives figure 12's saving by larger slices in this setting."""
+    """Return the numbers with the NIC's time per message for which larger slices save as much as in figure 12 in this
+    setting.
+    """
 
     def saving(us: float) -> float:
         given = numbers.with_value("nic.message", us)

@@ -3,8 +3,8 @@
 docs/characterisation.md explains the study. Each GEMM's records become a `LossRow`. Rows become tables, pictures (figures 7 to 10),
 and a verdict on the paper's observations:
 
-- A trend over GEMMs is tested by rank correlation (Spearman's rho). The claim holds if rho has the claimed sign, and at most 5% of
-  random permutations have as clear a rho.
+- A trend over GEMMs is tested by rank correlation (Spearman's rho). The claim holds if rho has the claimed sign, and at
+  most 5% of random permutations have a rho at least as large.
 - A claim about each GEMM holds if at most one GEMM in ten is an exception. In an exception the reverse holds by more than the 2%
   noise of repetitions.
 

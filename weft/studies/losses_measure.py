@@ -1,14 +1,14 @@
 """Measurement of the decomposition and contention losses of one GEMM and its all-gather.
 
-
     decomposition loss  time of the pieces, one after the other and alone, divided by the time of the whole
     contention loss     time of the same pieces while the other side is busy, divided by their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-Each repetition runs every variant once, as a lane (`StudyLane`) with a fixed number of calls. For concurrent runs, the numbers of
-calls are chosen such that the lanes of the GEMM and of the all-gather take equally long. Only the time in which both lanes run
-is used; timestamps of calls give the progress of each lane in this time. Its fraction of the whole is recorded as `overlap`.
+Each repetition runs every variant once, as a lane (`StudyLane`) with a fixed number of calls. For concurrent runs, the
+numbers of calls are chosen such that the lanes of the GEMM and of the all-gather take equally long. Only the time in
+which both lanes run is used; timestamps of calls show the progress of each lane in this time. The fraction of time in
+which both run is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LONGEST_SLEEP_S = 0.05
 class StudyLane:
     """A lane that runs `call` `count` times in a row.
 
-    by: the resource that it uses. enqueue_s: the host time to enqueue the last run, if calls are asynchronous.
+    by: the resource that the lane uses. enqueue_s: the CPU time to enqueue the last run, if calls are asynchronous.
     """
 
     call: Call
@@ -67,7 +67,7 @@ class Side(AbstractContextManager["Side"], ABC):
     """The memory of a rank for all-gathers: its shard of `nbytes`, symmetric memory for all shards, and ordinary memory for all
     shards, which NCCL or gloo fills.
 
-    It is a context manager. Creating it is a collective call.
+    A context manager. All ranks must construct it.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -95,7 +95,7 @@ class Side(AbstractContextManager["Side"], ABC):
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
-        """Gather once and compare every byte. Raise `RuntimeError` if a byte is wrong. It is a collective call."""
+        """Gather once and compare every byte. Raise `RuntimeError` if a byte is wrong. All ranks must make this call."""
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
@@ -119,7 +119,7 @@ class Side(AbstractContextManager["Side"], ABC):
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
     def start(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run `play` on all ranks at the same moment. It is a collective call."""
+        """Run `play` on all ranks at the same moment. All ranks must make this call."""
         self.ranks.start_together()
         return self.play(lanes)
 
@@ -192,7 +192,7 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run the lanes after a sleep kernel that lasts as long as enqueueing them took last time, up to 50 ms."""
+        """Run the lanes after a sleep kernel that lasts as long as enqueueing the lanes took last time, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -258,8 +258,9 @@ def gather_beside(by: By, pieces: int = PIECES) -> str:
 
 _BESIDE = cut_name("rows", PIECES)  # the GEMM that runs concurrently with an all-gather
 PAIRS: tuple[tuple[By, int], ...] = (*((by, PIECES) for by in TRANSPORTS), ("dma", 1))
-"""The all-gathers that run concurrently with that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as in shard-based
-overlap (IV-D)."""
+"""The all-gathers that run concurrently with `_BESIDE`: FiCCO's all-gathers in pieces, and whole shards by copy
+engines, as in shard-based overlap (IV-D).
+"""
 # The baseline of each variant's loss. The undivided GEMM and the all-gathers in one piece have no baseline.
 BASELINES = (
     {cut_name(*cut): WHOLE for cut in CUTS}
@@ -273,8 +274,9 @@ BASELINES = (
 class Found:
     """The results of one GEMM by variant, equal on all ranks.
 
-    timings: of a call, which is the sequence of all pieces. overlap: for concurrent lanes, the median fraction of time in which
-    both run, on the rank with the smallest. errors: the error of each split, from `check_cuts`.
+    timings: the times of a call, which is the sequence of all pieces. overlap: for concurrent lanes, the median
+        fraction of time in which both run, on the rank where it is smallest. errors: the error of each split, from
+        `check_cuts`.
     """
 
     timings: dict[str, Timing]
@@ -286,8 +288,9 @@ class Found:
 class MeasuringEffort(NamedTuple):
     """The duration of measurements.
 
-    alone_s, beside_s: the shortest duration of a lane, alone and concurrent with another. repetitions: the number of repetitions
-    after a first one that is discarded."""
+    alone_s, beside_s: the shortest duration of a lane, alone and concurrent with another lane. repetitions: the number
+        of repetitions, without the first, which is discarded.
+    """
 
     alone_s: float
     beside_s: float
@@ -295,9 +298,10 @@ class MeasuringEffort(NamedTuple):
 
 
 def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: MeasuringEffort, step: Step) -> Found:
-    """Check and time one GEMM and the all-gather of its A. Raise `RuntimeError` if a result is wrong. It is a collective call.
+    """Check and time one GEMM and the all-gather of its A. Raise `RuntimeError` if a result is wrong. All ranks must
+    make this call.
 
-    step: called with each piece of work and its fraction; the fractions sum to 1.
+    step: a function that is called with each piece of work and its fraction; the fractions sum to 1.
     """
     step(f"{gemm.name}: checking pieces against the whole", 0)
     matrices = Matrices(gemm, dtype, ranks)
@@ -331,7 +335,8 @@ def make_lanes(
 ) -> dict[str, tuple[StudyLane, StudyLane]]:
     """Set the number of calls of the lanes that run alone. Return {variant: pair of lanes that run concurrently}.
 
-    It is a collective call."""
+    All ranks must make this call.
+    """
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
@@ -394,9 +399,11 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Increase the number of calls of the lane that ended first, then multiply both numbers by `longer`. Collective call.
+    """Increase the number of calls of the lane that ended first, then multiply both numbers by `longer`. All ranks must
+    make this call.
 
-    marks: for each lane [start, end of each call]."""
+    marks: for each lane [start, end of each call].
+    """
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
 
@@ -410,7 +417,8 @@ def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
 def _seconds(lane: StudyLane, side: Side) -> float:
     """Return the seconds of one call of `lane` alone, on the slowest rank.
 
-    It runs twice, and the second result is returned, because the first call may load a kernel or find memory cold.
+    The lane runs twice, and the second result is returned, because the first call may load a kernel or find memory
+    cold.
     """
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
@@ -437,8 +445,9 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return a call that computes the GEMM in pieces of A. cut: "rows", each a separate GEMM, or "columns", which accumulate
-        into the result."""
+        """Return a call that computes the GEMM in pieces of A. cut: "rows": each piece is a separate GEMM. "columns":
+        the pieces accumulate into the result.
+        """
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
             return _in_a_row([partial(torch.mm, a, self.b, out=out) for a, out in parts])
@@ -447,7 +456,7 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """Return {split: its error relative to the undivided GEMM}, the maximum over ranks. It is a collective call.
+    """Return {split: its error relative to the undivided GEMM}, the maximum over ranks. All ranks must make this call.
 
     Errors are root mean squares, divided by the root mean square of the undivided result. The limit is eps x sqrt(accumulated
     pieces), because each accumulation rounds, plus fp32 eps x sqrt(K), because cuBLAS may sum in other orders. A missing piece
@@ -471,7 +480,9 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the difference over that of `wanted`, computed in blocks of rows to save memory."""
+    """Return the root mean square of the difference, divided by that of `wanted`, computed in blocks of rows to save
+    memory.
+    """
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):
         reference = theirs.double()

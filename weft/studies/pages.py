@@ -112,7 +112,7 @@ def where(last: Record, ranks: str = "") -> str:
 
 
 def where_simulated(last: Record, of: str, more: str = "") -> str:
-    """Return sentences on the source of simulated numbers. of: machines and dtype. more: a clause on the machine's file."""
+    """Return sentences on the source of simulated numbers. of: machines and dtype. more: a clause on the machine file."""
     assumed, known = last["assumed"]
     return (
         f"Simulated: {of}; commit {last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} "

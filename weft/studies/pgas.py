@@ -1,8 +1,9 @@
 """PGAS embedding retrieval on V100s: simulated weak and strong scaling, bounds, and the implied rate of the paper's baseline.
 
-The paper's baseline pools, calls an all-to-all and unpacks; `serial` models it. `direct` stores pooled vectors in the peers'
-outputs, as PGAS does. The V100's links bound the speedup over a baseline at full link rate. The paper's speedup is higher, so its
-baseline communicates below link rate, and the model is not fitted to it. The paper's speedup implies the rate of its baseline:
+The paper's baseline pools, calls an all-to-all and unpacks; `serial` models it. `direct` stores pooled vectors in the
+peers' outputs, as PGAS does. The V100's links bound the speedup over a baseline at full link rate. The paper's speedup
+is higher. So the paper's baseline must communicate below link rate, and the model is not fitted to this speedup. The
+speedup implies the rate of the paper's baseline:
 
     implied rate = bytes / (speedup * direct - pooling - unpacking)
 
@@ -61,8 +62,8 @@ speedups, mean: the paper's speedups of PGAS over its baseline."""
 class PgasRow:
     """The results for one number of GPUs.
 
-    Times in us: pooling and unpacking at memory rate, exchange at link rate; serial and direct are simulated. sent: bytes that a
-    rank sends. link_sent: bytes over its fullest link.
+    Times in us: pooling and unpacking at memory rate, exchange at link rate; serial and direct are simulated. sent: the
+    bytes that a rank sends. link_sent: the bytes over the rank's fullest link.
     """
 
     scaling: str
@@ -81,7 +82,9 @@ class PgasRow:
 
     @property
     def sending(self) -> float:
-        """The us in which `direct` sends. The rank's own samples come last, and their pooling at memory rate is excluded."""
+        """The time in us in which `direct` sends. The rank's own samples come last, and their pooling at memory rate is
+        excluded.
+        """
         return self.direct - self.pooling / self.ranks
 
     @property

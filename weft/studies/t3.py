@@ -10,12 +10,13 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
 FC-1 and IP are GEMMs of these sizes in bf16, with weights in the layout of forward. The paper's GEMMs are in FP16, with weights
 that are not transposed.
 
-`simulated` simulates a machine's model with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter --preset
-t3` measures a real machine, without the all-gather. Both lead to the same tables: the times of GEMM, reduce-scatter and
-all-gather, the speedup (figures 15, 16), and the bytes that a GPU's memory reads and writes (figure 18).
+`simulated` simulates a machine's model with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
+--preset t3` measures a real machine, without the all-gather. Both have the same tables: the times of GEMM,
+reduce-scatter and all-gather, the speedup (figures 15, 16), and the bytes that a GPU's memory reads and writes (figure
+18).
 
-T3's hardware has a tracker that triggers copies, and memory that adds. In weft's software tiles set signals, streams wait for
-them, and kernels add. So partial sums, which T3's memory would add in place, are read again.
+T3's hardware has a tracker that triggers copies, and memory that adds. In weft's software, tiles set signals, streams
+wait for the signals, and kernels add. So partial sums, which T3's memory would add in place, are read again.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
 """
@@ -131,8 +132,8 @@ def simulated(
 ) -> list[Record]:
     """Return records of serial and of the planner's choice for each sub-layer.
 
-    Raises `ValueError` for an unknown machine or topology. progress: called with the next sub-layer, and the fraction of the work
-    done since the last call.
+    Raises `ValueError` for an unknown machine or topology. progress: a function that is called with the next sub-layer,
+    and the fraction of the work done since the last call.
     """
     machine, found = load_machine(hw), list[Record]()
     chosen = networks or NETWORKS
@@ -159,7 +160,7 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """Return the time per call of NCCL's collective on the sum, in a sequence of such calls."""
+    """Return the time per call of NCCL's collective on the sum, in a sequence of equal calls."""
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")
@@ -171,8 +172,9 @@ def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter"
 
 
 def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
-    """Return a row for each sub-layer, in the order of first appearance, from its last run; raise `ValueError` if there are
-    none."""
+    """Return a row for each sub-layer from its last run, in the order of first appearance. Raise `ValueError` if there
+    are none.
+    """
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     if not mine:
         raise ValueError(f"no records of T3's sub-layers: run weft bench {OP} --preset t3 --mode queued --json FILE")

@@ -65,7 +65,7 @@ def _splits(record: Record) -> Iterator[Claim]:
         paper = figures.PAPER_SPLITS[split]
         name = "ideal" if split == figures.SPLITS[0] else f"{split[0]}-{split[1]} units"
         if paper[0]:
-            derived = " (gave the rate of a unit)" if split == (72, 8) else ""
+            derived = " (used to derive the rate of a unit)" if split == (72, 8) else ""
             yield Claim(f"{name}: all-reduce slower{derived}", "3.2.1, figure 6", 100 * paper[0], 100 * ring, "%")
         if paper[1]:
             yield Claim(f"{name}: GEMM slower", "3.2.1, figure 6", 100 * paper[1], 100 * gemm, "%")
@@ -102,7 +102,7 @@ def _traffic(record: Record) -> Claim:
 
 
 def _worst(rows: Sequence[HardwareRow]) -> Claim:
-    """Judge the sub-layer in which T3-MCA loses most of the ideal's speedup."""
+    """Judge the sub-layer in which T3-MCA reaches the smallest fraction of the ideal's speedup."""
     lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"
@@ -158,9 +158,9 @@ def _more_units(record: Record) -> Iterator[Claim]:
 
 
 def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
-    """Judge if T3 with the tracker is within 1% of T3 with a tracker without limits."""
+    """Decide if T3 with the tracker is within 1% of T3 with a tracker without limits."""
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))
-    said = f"T3 {100 * lost:.1f}% slower than without limits; {each:.1f} bytes an entry (gave the ways)"
+    said = f"T3 {100 * lost:.1f}% slower than without limits; {each:.1f} bytes an entry (used to derive the ways)"
     return Claim("a tracker of 256 entries is enough, in 19 KB", "4.2.1", "yes", said, held=lost <= 0.01)

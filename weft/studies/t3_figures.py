@@ -435,4 +435,6 @@ def numbers_table(gpu: TrackingGpu) -> ResultTable:
         "source": lambda item: item[1].source,
         "note": lambda item: item[1].note,
     }
-    return table("The simulated GPU (table 1) and what the paper leaves open", list(gpu.quantities.items()), columns)
+    return table(
+        "The numbers of the simulated GPU: from the paper (table 1), or assumed", list(gpu.quantities.items()), columns
+    )

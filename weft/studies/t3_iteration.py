@@ -3,20 +3,18 @@
 The paper scales a breakdown of MLPerf's BERT on one MI210, but does not publish it. Here an iteration consists of the simulated
 GEMMs and collectives:
 
-
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
 A GEMM without a collective takes as long as the GEMM of equal sizes with a collective. The other operations of a Transformer
 (without fused attention) are estimated by a roofline: each reads and writes memory at the rate of table 1:
 
-
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], which no rank divides; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
-Backward has twice as many passes as forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without a
-breakdown. The roofline gives less. `deviations` compares both assumptions.
+Backward has twice as many passes as forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without
+a breakdown. The roofline estimate is lower. `deviations` compares both assumptions.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and 6.4.
 """
@@ -70,7 +68,8 @@ class Iteration:
     def total(self, rest: float | None = None, times: float = 1.0) -> float:
         """Return the time of the iteration in us.
 
-        rest: the fraction of the time that the operations that are not simulated take; None: `times` times the roofline."""
+        rest: the fraction of the time for operations that are not simulated; None: `times` times the roofline.
+        """
         simulated = self.gemms + self.collectives
         return simulated + times * sum(self.rest.values()) if rest is None else simulated / (1 - rest)
 
@@ -138,7 +137,8 @@ def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, li
 def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
     """Return figure 4: the share of an iteration spent in collectives.
 
-    The table also has their share of sub-layer time with GEMMs twice as fast."""
+    The table also shows the collectives' share of sub-layer time if GEMMs are twice as fast.
+    """
     lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}
     for i, phase in enumerate(PHASES):

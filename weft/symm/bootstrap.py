@@ -2,27 +2,27 @@
 
 Within a host, each rank listens on a socket in the abstract namespace under a random 128-bit name. It publishes the
 name and a random token in the process group's store. A rank connects to every lower rank and accepts connections of
-every higher one. On a connection it sends one packet: its identity, the token of the rank that it means to reach, and
-one end of a new socket pair. From then on only the pair is used, because an accepted socket would keep the listener's
-name. When a rank has all its sockets, it sends "ready" with a digest of the peer's token on each, and waits for the
-same from all peers. Then it closes the listener and clears its entry. So nothing has a name, and only the pairs remain.
+every higher one. On a connection the rank sends one packet: its identity, the peer's token, and one end of a new socket
+pair. From then on only the pair is used, because an accepted socket would keep the listener's name. When a rank has all
+its sockets, it sends "ready" with a digest of the peer's token on each socket, and waits for the same message from all
+peers. Then it closes the listener and clears its entry. So no named socket remains.
 
-Boot id and network namespace tell hosts apart, because abstract names are valid only within them. A rank of a group on
-several hosts also listens on a TCP port, which it publishes in the store. A rank connects there to lower ranks on other
-hosts. Both ends prove that they know the token, which is never sent over these connections (`weft.symm.hosts`). All
-ranks refuse a group with different versions of weft or torch.
+Two ranks are on one host if their boot ids and network namespaces are equal, since abstract socket names are valid only
+there. In a group on several hosts, a rank also listens on a TCP port, which it publishes in the store. Higher ranks on
+other hosts connect to this port. Both ends prove that they know the token, which is never sent over these connections
+(`weft.symm.hosts`). All ranks refuse a group with different versions of weft or torch.
 
 A rank that fails during the bootstrap writes the reason into its entry and closes its connections. Ranks whose entries
-it had seen raise with this reason. If the cause is not a missed deadline or a lost peer, every other rank raises with
-it once, even a rank that arrives later.
+it had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every other rank also
+raises an error with this reason once, even a rank that arrives later.
 
-Ranks do not wait for a dead peer: an entry contains the pid, and `ended` returns what other groups know of the peer's
-end.
+Ranks do not wait for a dead peer: its entry contains the pid, and `ended` reports peers that other groups know to have
+ended.
 
 Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not
-enough. A connection that has not identified itself delays no rank, because listeners are polled together with all such
-sockets. The store may still have entries of an earlier, failed attempt. So after a refused connection, a rank reads the
-entry again and retries until the deadline.
+enough. A connection that has not identified itself delays no rank, because a rank polls its listener and all
+unidentified connections together. The store may still have entries of an earlier, failed attempt. So after a refused
+connection, a rank reads the entry again and retries until the deadline.
 
 A packet is one message (`weft.symm.connections`). Within a host it can carry file descriptors. End-of-file without a
 goodbye means that the process on the other end has ended.
@@ -56,16 +56,16 @@ from weft.symm.store import PatientStore
 PREFIX = "weft-"
 _LOOK_S = 0.1  # interval at which a wait for peers checks that they are alive
 _REASON_S = 1.0  # time to wait for the reason of a rank that closed its connection: the store may be slow
-_MOST_UNKNOWN = 64  # connections that have sent nothing yet; beyond this the oldest is closed
+_MOST_UNKNOWN = 64  # connections that have sent nothing yet; beyond this number the oldest is closed
 
 
 @dataclass(frozen=True)
 class Peer:
     """A connected rank.
 
-    pid: its process id in this process's namespace; 0 if it is not visible here. For a rank on another host, its id
-        there.
-    host: the name of its host; "" if the whole group is on one host.
+    pid: the process id in this process's namespace; 0 if it is not visible here. For a rank on another host, the
+        process id on that host.
+    host: the name of the rank's host; "" if the whole group is on one host.
     """
 
     rank: int
@@ -75,7 +75,9 @@ class Peer:
 
 
 class Mesh(NamedTuple):
-    """The connections of this rank to its peers, and the host of every rank. Hosts with equal names are numbered."""
+    """The connections of this rank to its peers, and the host name of every rank. Different hosts with equal names are
+    numbered.
+    """
 
     peers: list[Peer]
     hosts: tuple[str, ...]
@@ -85,7 +87,7 @@ _heard: set[tuple[int, str]] = (
     set()
 )  # (rank, name of an attempt): errors of other ranks that this rank has already raised
 _spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
-"""A spare descriptor, with which a rank without free descriptors can still write its last entry into a file store."""
+"""A spare descriptor. A rank without free descriptors closes it to write its last entry into a file store."""
 
 
 def connect(
@@ -96,17 +98,17 @@ def connect(
     ended: Callable[[int], str] = lambda rank: "",
     calls: int = 0,
 ) -> Mesh:
-    """Connect to every other rank of the group. Collective over the group's ranks.
+    """Connect to every other rank of the group. All ranks must make this call.
 
-    ended: returns the reason why a rank's process has ended, if another group knows it, else "". If a rank died before
-        it published its entry, its peers do not know its pid and wait until the deadline.
+    ended: a function that returns the reason why a rank's process has ended, if another group knows it, else "". If a
+        rank died before it published its entry, its peers do not know its pid and wait until the deadline.
 
     Raises:
 
     - `RefusedError` if versions of weft or torch differ.
     - `DeadlineError`, which names the ranks that did not arrive within `deadline_s` seconds or cannot be reached.
-    - `PeerLostError` if another rank died or gave up, with its reason, or if the process that served the store has
-      ended.
+    - `PeerLostError` if another rank died, if it gave up (the text has its reason), or if the process that served the
+      store has ended.
     - `DisagreementError` if ranks have begun different numbers of calls.
     - `WeftError` for an error of this rank, such as no free descriptor.
 
@@ -127,7 +129,8 @@ def _connect(setup: _Setup) -> Mesh:
         setup.run()
     except BaseException as error:
         words = json.dumps(setup.last_words(error))
-        said = setup.say(words)  # before it closes its connections: peers that see this look for the reason
+        # before this rank closes its connections: peers that see them closed look for the reason
+        said = setup.say(words)
         setup.close(*setup.peers.values())
         if not said:
             _say_at_any_price(setup, words)
@@ -171,14 +174,14 @@ class _Setup:
         self.name = PREFIX + secrets.token_hex(16)
         self.entries: dict[int, _Entry] = {}
         self.gave_up: dict[int, str] = {}  # reasons of ranks that gave up in earlier attempts
-        self.has_looked_again = False  # True if it has checked once more after the deadline
-        self.cause = ""  # the name of the attempt whose error has ended this one
+        self.has_looked_again = False  # True after the additional check that follows the deadline
+        self.cause = ""  # the name of the attempt whose error has ended this attempt
         self.peers: dict[int, Peer] = {}
         self.listener: socket.socket | None = None
         self.unknown: list[socket.socket] = []  # connected, but not identified yet
         self.hosts: tuple[str, ...] = ()
         self.control: hosts.ControlPort | None = None  # only in a group on several hosts
-        self.trouble: dict[int, str] = {}  # error texts, by rank on another host that cannot be reached
+        self.trouble: dict[int, str] = {}  # error text of each rank on another host that cannot be reached
 
     def say(self, text: str) -> bool:
         """Publish this rank's entry. Return False if the process that served the store has ended."""
@@ -191,10 +194,10 @@ class _Setup:
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the store entry that tells why this rank gave up.
+        """Return the store entry with the reason why this rank gave up.
 
-        With a `cause`, every other rank raises this error, even one that arrives later. Without it, this rank was late
-        or lost a peer, and may try again.
+        With a `cause`, every other rank raises this error, even a rank that arrives later. Without a `cause`, this rank
+        was late or lost a peer, and may try again.
         """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
         _heard.add((self.rank, cause))  # other ranks will repeat this error
@@ -325,7 +328,7 @@ class _Setup:
                         f"{dialing.trouble}. Open TCP ports between the hosts, or name the network with WEFT_SOCKET_IFNAME"
                     )
                 if dialing is not None and dialing.failed:
-                    time.sleep(_LOOK_S)  # the other end logs each refused attempt, so wait before the next
+                    time.sleep(_LOOK_S)  # the peer logs each refused attempt, so wait before the next attempt
                 self._pause([other])
                 self._look_up(other)
         finally:
@@ -372,7 +375,7 @@ class _Setup:
         for sock in listening:
             poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
-            # Poll for hang-ups only: messages are read later.
+            # Poll for hang-ups only: other code reads the messages.
             poll.register(peer.connection, select.POLLRDHUP if self._is_far(peer.rank) else 0)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
@@ -381,7 +384,7 @@ class _Setup:
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:
-        """Accept a connection, without waiting for its first packet: a process outside the group may never send one."""
+        """Accept a connection without waiting for its first packet, which a process outside the group may never send."""
         with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has already closed the connection
             self.unknown.append(ours(listener.accept()[0]))
         if len(self.unknown) > _MOST_UNKNOWN:
@@ -390,7 +393,7 @@ class _Setup:
     def _welcome(self, sock: socket.socket) -> None:
         """Accept a peer that has identified itself. Otherwise close the connection.
 
-        Such a connection comes from outside the group, or from a rank that has just died.
+        An unidentified connection comes from outside the group, or from a rank that has just died.
         """
         files: list[int] = []
         with sock:
@@ -458,11 +461,12 @@ class _Setup:
     def _lost(self, rank: int, text: str) -> PeerLostError:
         """Return the error for a known rank that has closed its connection.
 
-        It contains the rank's reason, or tells that the rank died. Either may take a moment to arrive.
+        The text has the rank's reason, or says that the rank died. The method waits a moment for this information.
         """
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)
-        # The rank may not have read this rank's entry before it gave up. Its reason applies nevertheless.
+        # A rank that gave up before it read this rank's entry does not address this rank. Its reason applies
+        # nevertheless.
         while rank not in self.gave_up and time.monotonic() < until:
             self._look_up(rank)
             self._raise_if_ended(rank)
@@ -476,13 +480,12 @@ class _Setup:
         time.sleep(0.002)
 
     def _still_wait_for(self, missing: list[int]) -> None:
-        """Raise an error if no time is left, or if one of these ranks will never arrive."""
+        """Raise an error if no time is left, or if one of the `missing` ranks will never arrive."""
         for rank in missing:
             self._raise_if_ended(rank)
         if self.has_looked_again:
             raise self._too_late(missing)
-        # This process may have been stopped, and the ranks may have arrived meanwhile. So check once more after the
-        # deadline.
+        # This process may have been stopped while the ranks arrived. So check once more after the deadline.
         self.has_looked_again = time.monotonic() >= self.until
 
     def _raise_if_ended(self, rank: int) -> None:
@@ -490,7 +493,7 @@ class _Setup:
         if entry is not None and entry.pids == self.mine.pids and has_ended(entry.pid):
             text = f"rank {rank} (pid {entry.pid}) died"
         if text:
-            raise PeerLostError(f"{text}; rank {self.rank} was waiting for it to set up symmetric memory", rank)
+            raise PeerLostError(f"{text} while rank {self.rank} waited for it to set up symmetric memory", rank)
 
     def _too_late(self, missing: list[int]) -> DeadlineError:
         before = "".join(f"; rank {r} gave up before: {self.gave_up[r]}" for r in missing if r in self.gave_up)

@@ -1,7 +1,8 @@
 """Handles of symmetric memory: tensors that every rank can address (`SymmetricBuffer`), and counters (`Signal`).
 
-Both belong to an explicit process group, and exist on each of its ranks. The caller makes and closes them: making one
-is collective, closing one is not. `csrc/signal.hpp` explains how a signal orders the writes before it.
+A handle belongs to an explicit process group, and exists on each of its ranks. The caller makes and closes it. All
+ranks must make a handle together, but each rank may close its handle at any time. `csrc/signal.hpp` explains how a
+signal orders the writes before it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from weft.symm.communicator import Communicator, communicator
 
 
 class SymmetricBuffer:
-    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write the tensors of all
-    ranks.
+    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write all these tensors.
 
-    The memory is initially zero. Reads and writes are plain loads and stores, so a `Signal` or another synchronisation
-    must order them after a peer's writes. `local` is this rank's tensor, and `peer(rank)` the tensor of a rank of the
-    group. After `close()` both raise, but tensors that were obtained before stay valid. The memory is freed when the
-    last rank has dropped it.
+    The memory is initially zero. Reads and writes are plain loads and stores, so use a `Signal` or another
+    synchronisation to order a read after a peer's write. `local` is this rank's tensor, and `peer(rank)` the tensor of
+    another rank. After `close()` both raise an error, but tensors that you already have stay valid. The memory is freed
+    when the last rank has dropped it.
 
     Raises on every rank: `DisagreementError` if ranks request different shapes or dtypes, `OutOfSharedMemoryError` if
     there is not enough memory, and the errors of `weft.symm.communicator.communicator`.
@@ -62,11 +62,11 @@ class SymmetricBuffer:
 
 
 class Signal:
-    """`count` 64-bit counters on every rank of `group`. Any rank can increase them, and their owner can wait for them.
+    """`count` 64-bit counters on every rank of `group`. Any rank can increase them. The owner can wait for them.
 
     Memory order: `set` and `add` release, `wait` and `read` acquire. A rank that has waited for a value sees all writes
-    to symmetric memory that the setting rank made before it set that value. Counters start at 0 and should only grow,
-    for example to the number of the use: no rank can know if a peer still reads an older value.
+    to symmetric memory that the setting rank made before it set the value. Counters start at 0 and should only grow: a
+    rank cannot know if a peer still reads an older value. For example, use the number of the iteration as the value.
     """
 
     def __init__(self, count: int = 1, *, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
@@ -97,7 +97,7 @@ class Signal:
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
         """Wait until this rank's counter `index` is at least `value`. Return its value.
 
-        peer: the rank that will set the counter. If that rank leaves, the wait ends at once. After `deadline_s` seconds
+        peer: the rank that will set the counter. If this rank leaves, the wait ends at once. After `deadline_s` seconds
             (default `WEFT_DEADLINE_S`) raises `DeadlineError` with rank, signal, and the expected and found values.
             Raises `PeerLostError` or `PoisonedGroupError` if the group fails meanwhile. After any of these errors the
             group is unusable.

@@ -1,19 +1,19 @@
 """The calls of a group, which are numbered. On GPUs, this module also sends refusals and compares calls across ranks.
 
-A rank makes calls on a group from one thread at a time. GPU hosts do not synchronise, so:
+A rank makes calls on a group from one thread at a time. Ranks with GPUs do not synchronise before calls, so:
 
 - Refusals. A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached the call
-  refuses it too, and the group stays usable. It also stays usable if the peer refused the call independently. If a peer
-  has already made the call, this rank will never take part in it, so the group fails. The refusing rank makes no
+  refuses it too, and the group stays usable. The group also stays usable if the peer refused the call independently. If
+  a peer has already made the call, it would wait for this rank forever, so the group fails. The refusing rank makes no
   further call until all peers have answered: its next call could pair with the refused call of a peer.
-- Comparison. Each rank has a digest of all its calls up to each call. A few times per second, the watchdog thread sends
-  the newest digest to the peers, which compare it with their digest up to the same call. A difference makes the group
-  fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. This takes less than
-  a microsecond per call, and finds a difference within a quarter of a second.
-- `WEFT_CHECK_CALLS=1` finds the lines that differ. Each rank sends its peers the number and the place of every call
-  (operator, file and line). A peer's watchdog compares it with the peer's call of that number, and makes the group fail
-  if they differ. By then a few more calls may have been enqueued. Each call takes some microseconds more host time, for
-  a message to every peer.
+- Comparison. For each call, a rank computes a digest of all its calls so far. A few times per second, the watchdog
+  thread sends the newest digest to the peers, which compare it with their own digest for this call. A difference makes
+  the group fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. The
+  comparison takes less than a microsecond per call, and finds a difference within a quarter of a second.
+- `WEFT_CHECK_CALLS=1` finds the lines that differ. Each rank sends its peers the number and the place (operator, file
+  and line) of every call. A peer's watchdog compares the place with that of its own call of this number, and makes the
+  group fail if the places differ. By then a few more calls may have been enqueued. The messages cost some microseconds
+  of CPU time per call.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _KEPT = 1 << 14  # digests to keep: more calls than a rank makes while a message
 class GroupCalls(_core.CallCounts):
     """The calls of this rank on a group, by any operator: numbers of begun and ended calls, their digest, and refusals.
 
-    Native code has the attributes begun, ended, running (the lock of a call), refused_by_peers and unanswered (the
-    number of peers that have not answered the last refusal). So replayed calls use them without Python
+    The native base class has the attributes begun, ended, running (the lock of a call), refused_by_peers and unanswered
+    (the number of peers that have not answered the last refusal). Replayed calls use them without Python
     (`weft.operator.replay`).
     """
 
@@ -47,24 +47,24 @@ class GroupCalls(_core.CallCounts):
         self.misused = ""  # an error that was found before a communicator could notify the peers
         self.made = MadeCalls()
         self.layers = Layers(self)
-        """The options of layers, which the next call carries."""
+        """The options of layers, which ranks compare with the next call."""
         self._here: set[int] = set()
         self._there: dict[int, str] = self.refused_by_peers
         self._refused_last = 0
-        self._answers: dict[int, int] = {}  # number of answers, by call that this rank has not refused (yet)
+        self._answers: dict[int, int] = {}  # number of answers per call that this rank has not refused (yet)
         self._lock = threading.Lock()
 
     def begin(self) -> str:
-        """Begin the next call. Return the reason why a peer has refused it, or ""."""
+        """Begin the next call. Return the reason why a peer has refused it; "" if no peer has."""
         self.begun += 1
         return self.refused() if self._there else ""
 
     def refused(self) -> str:
-        """Return the reason why a peer has refused the newest call of this rank, or ""."""
+        """Return the reason why a peer has refused the newest call of this rank; "" if no peer has."""
         return self._there.get(self.begun, "")
 
     def end(self) -> str:
-        """End the call. Return the reason why a peer has refused it meanwhile, or ""."""
+        """End the call. Return the reason why a peer has refused it meanwhile; "" if no peer has."""
         self.ended = self.begun
         self.made.end(self.begun, self.layers.take())
         return self.refused() if self._there else ""
@@ -80,7 +80,7 @@ class GroupCalls(_core.CallCounts):
         return _NUMBER.pack(self.begun) + text.encode()
 
     def heard(self, message: bytes) -> str:
-        """Handle a peer's refusal of a call. If this rank has made that call, return the error that makes the group
+        """Handle a peer's refusal of a call. If this rank has made the call, return the error that makes the group
         fail; else "".
 
         If this rank refuses the call too, the message counts as the peer's answer.
@@ -94,11 +94,11 @@ class GroupCalls(_core.CallCounts):
             return text if self.ended >= number else ""
 
     def answer(self, message: bytes) -> bytes | None:
-        """Return the answer to a peer's refusal, which says that this rank will not make the call. Return None if there
-        is no answer.
+        """Return the answer to a peer's refusal: that this rank will not make the call. Return None if there is no
+        answer.
 
-        During that call there is no answer: this rank will either refuse it too and notify the peer, or make it, and
-        the group fails.
+        While this rank is in the refused call, there is no answer. This rank will either refuse the call too, and
+        notify the peer, or make the call, and the group fails.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
@@ -116,12 +116,13 @@ class GroupCalls(_core.CallCounts):
             self._answers[number] = self._answers.get(number, 0) + 1
 
 
-_of_group: dict[int, GroupCalls] = {}  # by id(group) while the group exists, since every call looks here
+# by id(group) while the group exists; a dict lookup is fast, and every call needs one
+_of_group: dict[int, GroupCalls] = {}
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """Return the calls of `group`. check: a function to call with a group that is new here, or that torch does not
-    know.
+    """Return the calls of `group`. check: a function that is called with a group whose calls are unknown here, or that
+    torch does not know.
     """
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):
@@ -135,23 +136,24 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 class MadeCalls(_core.CallDigest):
     """The digest of this rank's calls up to each call, and its comparison with the digests of peers.
 
-    `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: equal on all ranks that make equal calls.
+    `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: a number that is equal on all ranks that
+    make equal calls.
     """
 
     def __init__(self) -> None:
         super().__init__(_KEPT)
         self._told = self._agreed = 0
-        self._early: dict[int, bytes] = {}  # by rank, a message about a call that this rank has not made yet
+        self._early: dict[int, bytes] = {}  # by rank: a message about a call that this rank has not made yet
         self._layers = MadeLayers()
 
     def end(self, number: int, noted: Noted = NOTHING) -> None:
-        """End a call. noted: the layer options that it carried."""
+        """End a call. noted: the layer options that ranks compare with the call."""
         if noted is not NOTHING:
             self.words = self._layers.add(self.words, noted)
         super().end(number)
 
     def news(self) -> bytes:
-        """Return the message for every peer about the newest call; empty if it has been sent."""
+        """Return the message for every peer about the newest call; empty if the message was sent already."""
         number = self.last
         if number == self._told or not self.digest:
             return b""
@@ -160,7 +162,7 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's digest. Return an error text if its calls differ from this rank's, else ""."""
+        """Compare a peer's digest with this rank's. Return an error text if the calls differ, else ""."""
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")
         self._layers.heard(rank, layers)
@@ -185,7 +187,7 @@ class MadeCalls(_core.CallDigest):
         return ""
 
     def heard_early(self) -> str:
-        """Compare digests that arrived before this rank made the call. Return an error text, or ""."""
+        """Compare digests that arrived before this rank made the call. Return an error text if calls differ, else ""."""
         for rank, message in [*self._early.items()]:
             if _DIGEST.unpack_from(message)[0] <= self.last:
                 del self._early[rank]
@@ -195,13 +197,12 @@ class MadeCalls(_core.CallDigest):
 
 
 class CallLog:
-    """This rank's calls that not every peer has reported yet, and reported calls of peers that this rank has not made
-    yet.
-    """
+    """Calls of this rank that some peers have not reported yet, and reported calls that this rank has not made yet."""
 
     def __init__(self, rank: int, world_size: int, differ: Callable[[str], None]) -> None:
         self._rank, self._peers, self._differ = rank, world_size - 1, differ
-        self._mine: dict[int, tuple[bytes, int]] = {}  # by number: the call, and how many peers have reported it
+        # by number: the call, and the number of peers that have reported it
+        self._mine: dict[int, tuple[bytes, int]] = {}
         self._theirs: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
 

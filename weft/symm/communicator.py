@@ -1,9 +1,9 @@
 """The communicator of a process group: memory that all its ranks can address, and waits with deadlines.
 
-There is one `Communicator` per (group, type of device). It is cached until it is closed, its process group is
-destroyed, or the process exits. It connects the ranks (`weft.symm.bootstrap`), watches for failures
-(`weft.symm.control`) and allocates symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once,
-also for groups that overlap.
+Each pair (group, type of device) has one `Communicator`, until it is closed, its process group is destroyed, or the
+process exits. A communicator connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and
+allocates symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several communicators may be open at once, also for
+groups that overlap.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from weft.symm.memory import Region
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
-_COME_OUT_S = 1.0  # how long the exit of the process waits for threads to leave native code
-_LET_GO_S = 0.1  # and then for their clean-up
+_COME_OUT_S = 1.0  # longest time that the exit of the process waits for threads to leave native code
+_LET_GO_S = 0.1  # time after that for the threads' clean-up
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextlib.contextmanager
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
-    """Set the deadline of set-up waits in this context on this thread, for waits without their own deadline. None: no
-    change.
+    """Set the default deadline of set-up waits on this thread, inside the context. None: no change.
 
-    Pass the caller's deadline, or, if ranks compile or measure between set-up steps, the deadline of calls.
+    Pass the caller's deadline. If ranks compile or measure between set-up steps, pass `WEFT_DEADLINE_S`
+    (`weft.env.deadline_s`).
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -75,9 +75,9 @@ class Communicator:
         self.hosts = mesh.hosts
         """The name of each rank's host."""
         self.mapped = tuple(host == mesh.hosts[self.rank] for host in mesh.hosts)
-        """For each rank, True if this process can address its memory, because it is on the same host."""
+        """For each rank, True if this process can address its memory, because both are on the same host."""
         self.all_mapped = all(self.mapped)
-        """True if all ranks are on one host. Otherwise calls run unfused, or by collectives."""
+        """True if all ranks are on one host. Otherwise calls run unfused, or with collectives only."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = (
             weakref.WeakSet()
@@ -104,7 +104,7 @@ class Communicator:
 
     @property
     def failed(self) -> bool:
-        """True if the group has failed or this communicator is closed. It does not raise."""
+        """True if the group has failed or this communicator is closed. Never raises."""
         return self._control.failed
 
     @property
@@ -128,7 +128,7 @@ class Communicator:
     def check(self) -> None:
         """Raise `ValueError` if the communicator is closed. Raise an error if the group has failed.
 
-        The first report of a dead peer is a `PeerLostError`. All other reports are `PoisonedGroupError`, which repeats
+        The first report of a dead peer is a `PeerLostError`. All other reports are a `PoisonedGroupError` that repeats
         the cause.
         """
         for look in tuple(self._looks):
@@ -141,24 +141,26 @@ class Communicator:
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Make every `check()` call the method `look`, as long as its object exists.
+        """Make every `check()` call the method `look`, as long as the method's object exists.
 
-        For objects that may detect a failure before the group does, and then poison the group.
+        Use it for objects that may detect a failure before the communicator does, and then poison the group.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
     def poison(self, text: str) -> None:
-        """Make the group fail on this rank and on every peer, with the cause `text`. If it has already failed, do
-        nothing.
+        """Make the group fail on this rank and on every peer, with the cause `text`. Do nothing if it has already
+        failed.
         """
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Make the group fail on this rank only, with the cause `text`. Use this for an error that every peer finds too."""
+        """Make the group fail on this rank only, with the cause `text`. Use this for an error that every peer finds by
+        itself.
+        """
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
-        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). Only GPUs use this."""
+        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). Used only on GPUs."""
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
@@ -173,8 +175,8 @@ class Communicator:
         self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Register `callback()`, which the watchdog thread runs once if the group fails. If it has failed, run it now,
-        on this thread.
+        """Register `callback()`, which the watchdog thread runs once if the group fails. If the group has already
+        failed, run it now, on this thread.
 
         Return a function that removes the callback.
         """
@@ -199,7 +201,7 @@ class Communicator:
 
         name: the signal, for error texts. peer: the rank that is expected to set the counter; None for any rank. After
             `deadline_s` seconds (default `WEFT_DEADLINE_S`) poisons the group and raises `DeadlineError` with rank,
-            signal, and the expected and found values. Raises `PeerLostError` if that peer has left or died, and
+            signal, and the expected and found values. Raises `PeerLostError` if `peer` has left or died, and
             `PoisonedGroupError` if the group failed otherwise.
         """
         control = self._control
@@ -207,8 +209,8 @@ class Communicator:
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         while True:
-            # Check who has left before reading the counter: a peer that has said goodbye has finished all its writes. A
-            # process that was stopped past its deadline may find that the counter has been set meanwhile.
+            # Check who has left before reading the counter: a peer that has said goodbye has finished all its writes.
+            # If this process was stopped until after the deadline, the counter may have been set meanwhile.
             left, remaining = self._who_left(peer), until - time.monotonic()
             patience_s = 0.0 if left else max(0.0, min(remaining, _LOOK_S))
             outcome, found = _core.signal_wait(address, wanted, patience_s, control.failed_address)
@@ -235,11 +237,12 @@ class Communicator:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Return every rank's `obj`, a small picklable object, by rank. For set-up: it takes about 0.1 ms per rank.
+        """Return every rank's `obj`, a small picklable object, by rank. Only for set-up: this takes about 0.1 ms per
+        rank.
 
         All ranks must make the same calls in the same order. `what` names the call: if names differ, ranks raise
-        `DisagreementError`. The default deadline is that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`. Raises the
-        errors of `wait`.
+        `DisagreementError`. The default deadline is set by `set_up_within`, or else by `WEFT_SETUP_DEADLINE_S`. Raises
+        the errors of `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
@@ -255,19 +258,18 @@ class Communicator:
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
         """Return every rank's `payload` of at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
 
-        It uses the control connections, and takes a round trip between hosts. `name` is the subject, for error texts.
-        The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
+        The call uses the control connections, and takes a round trip between hosts. `name` is the subject, for error
+        texts. The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
         """
         return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
-        """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective. Every rank must request the same
-        size.
+        """Allocate `nbytes` of zeroed symmetric memory on every rank. All ranks must make this call with the same size.
 
         On CPU, a rank of a group on several hosts maps the memory of the ranks on its own host. On GPUs such a group
         raises `RefusedError`. Raises `OutOfSharedMemoryError` on every rank if any rank cannot reserve the memory; then
-        nothing stays reserved, and the group stays usable. Raises `DisagreementError` if sizes, or `what`, differ, and
-        the errors of `all_gather`. Any other error on this rank only makes the group fail.
+        nothing stays reserved, and the group stays usable. Raises `DisagreementError` if `nbytes` or `what` differs
+        between ranks, and the errors of `all_gather`. Any other error, on this rank only, makes the group fail.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
@@ -298,7 +300,8 @@ class Communicator:
     # -- the end
 
     def close(self) -> None:
-        """Leave the group and notify peers. This is a failure only if a peer still waits for this rank. Idempotent.
+        """Leave the group and notify peers. The group fails only if a peer still waits for this rank. Repeated calls
+        have no effect.
 
         Memory that peers have mapped, and tensors that this process still has, stay valid.
         """
@@ -330,9 +333,10 @@ def communicator(
 ) -> Communicator:
     """Return the communicator of `group` on this type of device. Make it if none is open.
 
-    Making it is collective over the ranks of the group and takes milliseconds. `deadline_s` (default
+    All ranks of the group must make it together, which takes milliseconds. `deadline_s` (default
     `WEFT_SETUP_DEADLINE_S`, 20 seconds) limits the wait for other ranks. The communicator exists until `close()`, until
-    the process group is destroyed, or until the interpreter exits. Each of these notifies the peers, and is no failure.
+    the process group is destroyed, or until the interpreter exits. Each of these notifies the peers, and is not a
+    failure.
 
     Raises:
 
@@ -355,7 +359,7 @@ def communicator(
     with _cache_lock:
         lock = _setup_locks.setdefault(group, threading.Lock())
     with lock:
-        if (known := _known(group, device)) is not None:  # another thread has made it
+        if (known := _known(group, device)) is not None:  # another thread has made it meanwhile
             return known
         if (failure := failures.of(group)) is not None:
             raise unusable(str(failure))
@@ -369,7 +373,7 @@ def communicator(
             failures.tell(group, group.rank())
             raise
         made = Communicator(group, device, mesh)
-        if misused := calls_of(group).misused:  # misuse from before the communicator existed
+        if misused := calls_of(group).misused:  # misuse before the communicator existed
             made.poison(misused)
         with _cache_lock:
             _cache.append(made)
@@ -421,16 +425,16 @@ def close_all() -> None:
 def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    Threads that wait in native code are notified that their communicator closes. If a thread returned from native code
-    while the interpreter exits, it would abort the process. So would a thread that then frees tensors, for example with
-    a traceback; `_LET_GO_S` gives it time.
+    A thread that returns from native code while the interpreter exits would abort the process. So threads that wait in
+    native code are told that their communicator closes. Freeing tensors at that time, for example with a traceback,
+    would abort the process too; `_LET_GO_S` is the time for it.
     """
     came_out = _threads_inside()
     close_all()
     until = time.monotonic() + _COME_OUT_S
     while (inside := _threads_inside()) and time.monotonic() < until:
         came_out |= inside
-        time.sleep(0.001)  # lets them acquire the GIL
+        time.sleep(0.001)  # lets these threads acquire the GIL
     until = time.monotonic() + _LET_GO_S
     while came_out & sys._current_frames().keys() and time.monotonic() < until:
         time.sleep(0.001)
@@ -458,7 +462,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _close_at_exit() -> None:
-    # multiprocessing's exit hook is used because its child processes end without running the functions of `atexit`.
+    # Use multiprocessing's exit hook, because its child processes end without running the functions of `atexit`.
     global _exit_hook_of
     if _exit_hook_of != os.getpid():
         _exit_hook_of = os.getpid()

@@ -1,4 +1,4 @@
-"""The connection of two ranks, over which their watchdogs exchange packets: a Unix socket on one host, TCP between
+"""A connection between two ranks, over which their watchdogs exchange packets: a Unix socket on one host, TCP between
 hosts.
 
 |           | `UnixConnection`                              | `TcpConnection`                                        |
@@ -8,9 +8,9 @@ hosts.
 | files     | a packet can carry a file descriptor          | not supported                                          |
 | the end   | end-of-file: the peer's process has ended     | the same, or an error if the other host is silent      |
 
-The code of a frame is the HMAC-SHA256 of its number and bytes. `weft.symm.hosts` derives the key when the peers prove
-to each other that they know the group's secret. So nobody else can insert, change, repeat or reorder frames. Frames are
-not encrypted.
+The authentication code of a frame is the HMAC-SHA256 of its number and bytes. `weft.symm.hosts` derives the key when
+the peers prove to each other that they know the group's secret. So nobody else can insert, change, repeat or reorder
+frames. Frames are not encrypted.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Protocol
 MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that sending one message never blocks
 _HEADER = struct.Struct("!I16s")  # length of the packet in bytes, authentication code
 _NUMBER = struct.Struct("!Q")
-_MOST_PENDING = 4 * MAX_PACKET  # most bytes that wait for a full socket; then `send` raises
+_MOST_PENDING = 4 * MAX_PACKET  # most bytes that may wait for a full socket; beyond this `send` raises
 _LINGER_S = 0.5  # longest time that `close` waits for pending bytes to be sent
 _LEAST_SILENCE_S = 10.0
 
 
 class BadFrameError(OSError):
-    """The peer sent bytes that are no frame of this connection: too large, or with a wrong authentication code."""
+    """The peer sent bytes that are not a frame of this connection: too large, or with a wrong authentication code."""
 
 
 class Connection(Protocol):
-    """A connection to one peer. `send` and `receive` do not block: they raise `BlockingIOError`."""
+    """A connection to one peer. `send` and `receive` raise `BlockingIOError` instead of blocking."""
 
     passes_files: bool
 
@@ -59,8 +59,8 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-# A forked child inherits sockets. If it outlived this process, its copies would hide the death of this process from
-# peers.
+# A forked child inherits sockets. If the child outlived this process, its copies would hide the death of this process
+# from peers.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 

@@ -3,12 +3,13 @@
 A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), even while this rank
 computes or waits. It handles these messages:
 
-- *data*: a peer's payload of a set-up collective, possibly with a file descriptor. If *more* messages came before, it
+- *data*: a peer's payload of a set-up collective, possibly with a file descriptor. If *more* messages came before, this
   is the last part.
 - *goodbye*: the peer has left in an orderly way, with the reason. This is a failure only if a rank waits for a signal
-  that only that peer could set.
+  that only this peer could set.
 - *poison*: a peer had an error, such as a missed deadline, after which ranks are out of step.
-- *lost*: a peer saw another rank die. Every rank sees that itself too; by this message all ranks name the same cause.
+- *lost*: a peer saw another rank die. Every rank sees the death itself too; with this message all ranks name the same
+  cause.
 - *call*: a peer's call, if `WEFT_CHECK_CALLS` compares every call. *made*: the digest of all its calls so far.
   *refusal*: the peer does not make a call. *answer*: the peer will not make a call that this rank refused
   (`weft.symm.calls`).
@@ -48,7 +49,7 @@ _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"
 _REFUSAL, _ANSWER, _MADE, _MEETING = b"R", b"A", b"N", b"E"
 _PART_BYTES = MAX_PACKET - 1
 _CALL_S = 1.0  # longest time that a peer's full buffer may delay a message about a call
-_LAST_LOOK_S = 0.2  # time for the watchdog to read what has arrived, after a deadline
+_LAST_LOOK_S = 0.2  # time for the watchdog to read messages that have arrived, after a deadline
 CALLBACK_S = 2.0  # longest time that callbacks of `on_failure` may delay closing a group, or exiting the process
 EXITING = "the process is exiting"
 _TICK_S = 0.25  # interval at which the watchdog checks if nothing arrives
@@ -58,9 +59,9 @@ _STALE_S = 1.0  # if the last check is older, this process was stopped, and mess
 class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
-    failed: called with a failure at once, on the thread that detects it. afterwards: called on the watchdog's thread
-        when all callbacks have run. If no file descriptor or thread is left for a watchdog, the constructor notifies
-        the peers and raises.
+    failed: a function that is called with a failure at once, on the thread that detects it. afterwards: a function that
+        is called on the watchdog's thread when all callbacks have run. If no file descriptor or thread is left for a
+        watchdog, the constructor notifies the peers and raises.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Control:
         self.rank, self.world_size = rank, world_size
         self.gone: dict[int, str] = {}  # reason, by rank that has said goodbye
         self.ended: dict[int, str] = {}  # error text, by rank whose process has ended
-        self.closed = ""  # the reason if it is closed, else ""
+        self.closed = ""  # the reason, if this object is closed, else ""
         self.failure: tuple[type[WeftError], str] | None = None
         self._lost: int | None = None
         self._tell_owner, self._afterwards = failed, afterwards
@@ -84,7 +85,7 @@ class Control:
         self._begun = {peer.rank: b"" for peer in peers}  # parts of messages whose last part has not arrived
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
-        # Guards all attributes above, and the lifetime of descriptors. It is reentrant: an interrupt inside a
+        # Guards all attributes above, and the lifetime of descriptors. The lock is reentrant: an interrupt inside a
         # Condition's own __enter__, which is Python code, would otherwise leave the lock held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -127,8 +128,8 @@ class Control:
             raise self.error()
 
     def _let_watchdog_look(self) -> None:
-        """Wait until the watchdog has read. After this process was stopped, this thread may run before the watchdog has
-        read new messages.
+        """Wait until the watchdog has read its connections. If this process was stopped, this thread may run before the
+        watchdog has read new messages.
         """
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._rouse()
@@ -171,8 +172,8 @@ class Control:
         self.check()
         if self._calls.unanswered > 0:
             text = (
-                f"rank {self.rank} waited {deadline_s:g} s for its peers to answer if they have made the call "
-                "that it refused"
+                f"rank {self.rank} refused a call, and waited {deadline_s:g} s for its peers to answer whether they have made it. "
+                "Check that all ranks still run"
             )
             self.poison(text)
             raise DeadlineError(text)
@@ -253,7 +254,7 @@ class Control:
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Make the group fail if a collective does not complete: after a part of it, this rank is out of step."""
+        """Make the group fail if the enclosed collective does not complete, because this rank would be out of step."""
         try:
             yield
         except BaseException as error:  # for example Ctrl-C. No effect if the group has already failed
@@ -275,8 +276,8 @@ class Control:
     def _take_all(
         self, inboxes: dict[int, deque[T]], before: str, after: str, until: float, deadline_s: float, more: str = ""
     ) -> dict[int, T]:
-        """Return every peer's message when all have arrived. before, after: the words around the ranks' names in error
-        texts.
+        """Return every peer's message when all have arrived. before, after: the words before and after the ranks' names
+        in error texts.
         """
         has_looked_again = False
         with self._lock:
@@ -299,7 +300,7 @@ class Control:
                 if remaining > 0:
                     self._changed.wait(remaining)
                     continue
-                # This process may have been stopped, and the watchdog's sockets may have unread messages.
+                # If this process was stopped, the watchdog's sockets may have unread messages.
                 self._changed.wait_for(lambda: all(inboxes.values()) or self._word.value, _LAST_LOOK_S)
                 has_looked_again = True
             return {rank: inbox.popleft() for rank, inbox in inboxes.items()}
@@ -327,8 +328,8 @@ class Control:
         return True
 
     def forked(self) -> None:
-        """Reset the object in a forked child: threads that no longer exist may hold its locks. `weft.symm.connections`
-        closes sockets.
+        """Reset the object in a forked child, where no thread exists to release its locks. `weft.symm.connections`
+        closes the sockets.
         """
         self._lock, self._collective = threading.RLock(), threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -393,7 +394,7 @@ class Control:
                 self._send(rank, _MADE + news)
 
     def _release(self) -> None:
-        with self._lock:  # so that no other thread uses a descriptor while it is being closed
+        with self._lock:  # no other thread may use a descriptor while it is being closed
             for peer in self._peers.values():
                 peer.connection.close()
             for inbox in self._inbox.values():

@@ -1,9 +1,9 @@
 """Symmetric memory between CPU processes: anonymous files (memfd) that are passed over the communicator's sockets.
 
 The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all
-ranks have mapped it. So the kernel frees the pages when the last rank has ended, however it ended. Pages are reserved
-in advance, and the files are sealed against shrinking. So a lack of memory raises an error here, and causes no bus
-error in a kernel.
+ranks have mapped it. So the kernel frees the pages when the last rank has ended, for any reason. Pages are reserved in
+advance, and the files are sealed against shrinking. So a lack of memory raises an error during allocation, instead of a
+bus error in a kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _KEEP_FREE = 0.05  # fraction of the free memory that weft leaves free
 
 
 class CpuRegion:
-    """Memory of all ranks of a communicator that are on this host, mapped here. See `weft.symm.memory.Region`."""
+    """Memory of all ranks of a communicator that are on this host, mapped into this process. See
+    `weft.symm.memory.Region`.
+    """
 
     def __init__(self, nbytes: int, mappings: list[_core.Mapping | None]):
         self.nbytes = nbytes
@@ -43,7 +45,8 @@ class CpuRegion:
             raise ValueError(f"offset_bytes={offset_bytes} must be a multiple of {dtype.itemsize}, the size of {dtype}")
         if offset_bytes + wanted > self.nbytes:
             raise ValueError(
-                f"{tuple(shape)} {dtype} at byte {offset_bytes} needs {offset_bytes + wanted} of {self.nbytes} bytes"
+                f"a {dtype} tensor of shape {tuple(shape)} at byte {offset_bytes} ends at byte {offset_bytes + wanted}, but the "
+                f"memory has {self.nbytes} bytes: reserve more"
             )
         # The tensor refers to the mapping, not to this region, so closing the region leaves the tensor valid.
         flat = lent(mapping.address + offset_bytes, [wanted], torch.uint8, _CPU, mapping)
@@ -63,17 +66,19 @@ class CpuRegion:
         if not 0 <= rank < len(self._mappings):
             raise ValueError(f"rank={rank} must be between 0 and {len(self._mappings) - 1}")
         if (mapping := self._mappings[rank]) is None:
-            raise ValueError(f"memory of rank {rank}, on another host, is not mapped here")
+            raise ValueError(
+                f"rank {rank} is on another host, so its memory is not mapped: use only ranks of this host"
+            )
         return mapping
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve memory and exchange it (see `Communicator.allocate`). After each of its three rounds, all ranks know the
-    same.
+    """Reserve memory and exchange it (see `Communicator.allocate`). After each of the three rounds, all ranks have the
+    same information.
     """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # 1. Check that there is memory for all ranks before any rank reserves it: otherwise the kernel's out-of-memory
-    # killer could end processes.
+    # 1. Check that there is memory for all ranks before any rank reserves memory: otherwise the kernel's out-of-memory
+    #    killer could end processes.
     rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])

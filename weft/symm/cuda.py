@@ -1,9 +1,9 @@
 """Symmetric memory on GPUs: regions that are cut from slabs of device memory, which every rank maps.
 
-A slab is one allocation on each rank (`weft.symm.cuda_driver`). Every rank of the group maps it, over NVLink or PCIe
-peer access. It exists as long as its communicator, or a tensor in it. Regions are cut from slabs and may be returned to
-them. All ranks cut slabs alike: `allocate` is collective and gets the same size on every rank. It places the region at
-an offset that is free on every rank. Every wait is a wait of the communicator, with its deadline.
+A slab is one allocation on each rank (`weft.symm.cuda_driver`). Every rank of the group maps the slab, over NVLink or
+PCIe peer access. A slab exists as long as its communicator, or a tensor in the slab, exists. Regions are cut from slabs
+and may be returned to them. All ranks call `allocate` together with the same size, and place the region at an offset
+that is free on every rank. Every wait is a wait of the communicator, with its deadline.
 
 In a group of one rank, a slab is ordinary memory.
 """
@@ -45,8 +45,8 @@ class CudaRegion:
         return self._open().addresses[rank] + self._offset
 
     def tensor(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a view [shape] of `rank`'s memory that begins at byte `offset_bytes` of the region. It keeps the slab
-        mapped.
+        """Return a view [shape] of `rank`'s memory that begins at byte `offset_bytes` of the region. The view keeps the
+        slab mapped.
         """
         elements = 1
         for extent in shape:
@@ -63,7 +63,7 @@ class CudaRegion:
     def give_back(self) -> None:
         """Close the region. Later allocations may use its memory when every rank has given it back.
 
-        After this, no kernel, captured graph or tensor on any rank may use it.
+        After this, no kernel, captured graph or tensor on any rank may use the region.
         """
         if self._slab is not None:
             self._slab.free = merged([*self._slab.free, (self._offset, self._offset + _rounded(self.nbytes))])
@@ -94,7 +94,7 @@ class _Slab:
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
     """Return each rank's memory as uint8 [nbytes]. This rank clears its memory before it sends it to peers.
 
-    After each of its two rounds, all ranks know the same.
+    After each of the two rounds, all ranks have the same information.
     """
     device, what = comm.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""
@@ -149,8 +149,8 @@ _slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDi
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
-    """Allocate `nbytes` on every rank, which must be equal. Collective. For a new slab or reused memory it synchronises
-    the device.
+    """Allocate `nbytes` on every rank. All ranks must make this call with the same size. For a new slab or reused
+    memory, the CPU waits for the device.
     """
     slabs = _slabs.setdefault(comm, [])
     asked = comm.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
@@ -161,12 +161,12 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
         )
     wanted = _rounded(nbytes)
     # Small regions avoid free parts of large slabs. Otherwise a small region could keep a large slab allocated after
-    # all other regions are gone.
+    # all other regions are returned.
     small = wanted <= _SLAB_BYTES // 8
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
     place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
     if place is None:
-        # Free slabs that are unused on all ranks, since the region does not fit in them.
+        # The region fits in no slab. So free slabs that are unused on all ranks.
         idle = [n for n, slab in enumerate(slabs) if all(free[n] == [(0, slab.nbytes)] for _, free in asked)]
         for number in reversed(idle):
             del slabs[number]
@@ -177,8 +177,8 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
         slab, offset = slabs[place[0]], place[1]
     slab.free = without(slab.free, (offset, offset + wanted))
     if offset < slab.zero_from:
-        # The memory may have been used before. Wait for the enqueued work of all ranks, then clear it, and wait for the
-        # clearing too.
+        # The memory may have been used before. Wait for the enqueued work of all ranks, then clear the memory, and wait
+        # for the clearing too.
         synchronize(comm.device)
         comm.all_gather(None, what=f"{what}, again")
         slab.buffers[comm.rank][offset : offset + wanted].zero_()

@@ -1,9 +1,9 @@
 """Device memory that other processes can map, by CUDA's driver API: allocate it, export it as a file descriptor, map
 it, fill it.
 
-torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, while it holds the GIL. A
-peer that dies or stops meanwhile blocks every thread of the process. This module never waits. A communicator's sockets
-send the descriptors (`weft.symm.cuda`), with deadlines and detection of dead peers.
+torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, and holds the GIL. A peer
+that dies or stops would block every thread of the process. This module never waits. A communicator's sockets send the
+descriptors (`weft.symm.cuda`), with deadlines and detection of dead peers.
 
 The driver library comes with the GPU's driver, and is loaded at the first use.
 """
@@ -85,7 +85,8 @@ def rounded(nbytes: int, device: torch.device) -> int:
 
 
 def make(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
-    """Allocate `nbytes` (a result of `rounded`) and map them here. Return the mapping and a file descriptor for peers.
+    """Allocate `nbytes` (a result of `rounded`) and map the memory into this process. Return the mapping and a file
+    descriptor for peers.
 
     The caller closes the descriptor. Raises `DriverError`.
     """
@@ -110,7 +111,7 @@ def make(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
 
 
 def take(descriptor: int, nbytes: int, device: torch.device) -> Mapping:
-    """Map a peer's memory here. The caller keeps, and closes, the descriptor."""
+    """Map a peer's memory into this process. The caller keeps, and closes, the descriptor."""
     with torch.cuda.device(device):
         handle = ctypes.c_ulonglong()
         _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
@@ -138,7 +139,7 @@ def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Ma
 
 
 class Mapping:
-    """A mapping of device memory. It ends with the last reference to this object.
+    """A mapping of device memory, which ends with the last reference to this object.
 
     The memory is freed when no process maps it any more.
     """
@@ -147,8 +148,8 @@ class Mapping:
         self.address, self.nbytes, self.device = address, nbytes, device
 
     def __del__(self) -> None:
-        # Enqueued work may still use the mapping, so wait for it. If that is impossible (during a capture, on a broken
-        # device, or at interpreter exit), the memory stays mapped until the process ends.
+        # Enqueued work may still use the mapping, so wait for the device. If waiting is impossible (during a capture,
+        # on a broken device, or at interpreter exit), the memory stays mapped until the process ends.
         with contextlib.suppress(Exception):
             torch.cuda.synchronize(self.device)
             with torch.cuda.device(self.device):
@@ -158,7 +159,7 @@ class Mapping:
 
 
 def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
-    """Set every byte of the memory to `byte`, in stream order. It loads no kernel, so it works while other streams
+    """Set every byte of the memory to `byte`, in stream order. This loads no kernel, so it works while other streams
     wait.
     """
     _call(

@@ -1,4 +1,4 @@
-"""The entries about themselves that ranks publish in a process group's store, for the bootstrap
+"""The entries that ranks publish about themselves in a process group's store, for the bootstrap
 (`weft.symm.bootstrap`).
 """
 
@@ -42,7 +42,7 @@ class Entry:
 
     @staticmethod
     def read(given: dict[str, Any]) -> Entry:
-        """Return a published entry. Other versions of weft may have published other fields."""
+        """Return a published entry. Entries of other versions of weft may have other fields."""
         known: dict[str, Any] = {
             "token": "",
             "kernel": "",
@@ -56,7 +56,7 @@ class Entry:
 
 
 def require_one_version(entries: Sequence[Entry]) -> None:
-    """Raise `RefusedError` on every rank if versions of weft or torch differ, since ranks might then compute or send
+    """Raise `RefusedError` on every rank if versions of weft or torch differ, since such ranks might compute or send
     differently.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}

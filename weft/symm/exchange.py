@@ -1,9 +1,10 @@
-"""A small all-gather through shared memory, by which CPU ranks of a host agree on a call in microseconds.
+"""A small all-gather through shared memory, with which CPU ranks of one host agree on a call in microseconds.
 
 Every rank writes its payload into its own memory and sets its own counter to the epoch. It reads each peer's payload
-when the peer's counter has reached the epoch. Two slots, used alternately, are enough. A rank that publishes epoch e +
-1 has read all payloads of epoch e. When this rank overwrites its payload of epoch e by that of e + 2, it has seen every
-counter at e + 1, so all ranks have read epoch e. A peer can be at most one epoch ahead of the epoch that is being read.
+when the peer's counter has reached the epoch. Two slots per rank, used alternately, are enough. A rank that publishes
+epoch e + 1 has read all payloads of epoch e. When this rank overwrites its payload of epoch e with that of e + 2, it
+has seen every counter at e + 1. So all ranks have read epoch e. So a peer is at most one epoch ahead of the epoch that
+this rank reads.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank. The constructor is collective. `communicator` must be on CPU.
+    """An all-gather of up to `nbytes` bytes per rank. All ranks must construct it. `communicator` must be on CPU.
 
-    Every rank makes the same calls, from one thread at a time. In a group on several hosts, payloads are sent over the
-    communicator's connections, which takes a round trip.
+    All ranks must make the same calls, from one thread at a time. In a group on several hosts, payloads are sent over
+    the communicator's connections, which takes a round trip.
     """
 
     def __init__(self, comm: Communicator, nbytes: int = 2048):
@@ -72,7 +73,7 @@ class Exchange:
         result = []
         try:
             for rank, (view, counter) in enumerate(zip(self._views, self._counters, strict=True)):
-                if _core.signal_read(counter) < epoch:  # reading first, because it is much cheaper than a wait
+                if _core.signal_read(counter) < epoch:  # read first, because this is much cheaper than a wait
                     comm.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
                 end = start + int.from_bytes(view[at:start], "little")
                 result.append(bytes(view[start:end]))

@@ -1,6 +1,6 @@
 """Failures of process groups, and callbacks for them.
 
-A failure belongs to the group, not to a communicator: a failed group stays failed after its communicators are closed.
+A failure belongs to the group, not to a communicator: the group stays failed after its communicators are closed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
     to continue with the remaining ranks. `error` is a `PeerLostError`, whose `rank` is the lost rank, or a
     `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
 
-    The callback runs on weft's watchdog thread, right after waits for peers have been released. If the group has
-    already failed, it runs at once on this thread. Keep it short, and call no collective in it: record the error, set
-    an event, or end the process. If the group is closed or the process exits while a callback runs, weft waits for it
-    for at most 2 seconds. Exceptions of the callback are logged. Destroying a group, or exiting its process, is no
-    failure.
+    The callback runs on weft's watchdog thread, right after waits for peers have ended. If the group has already
+    failed, the callback runs at once on this thread. Keep the callback short, and call no collective in it: record the
+    error, set an event, or end the process. If the group is closed or the process exits while a callback runs, weft
+    waits at most 2 seconds for the callback. Exceptions of the callback are logged. Destroying a group, or exiting its
+    process, is not a failure.
 
-    Not collective. weft watches a group from weft's first call on it. A group without calls does not fail.
+    Each rank registers its own callbacks. weft watches a group from the first weft call on the group. A group without
+    calls does not fail.
 
     Raises `ValueError` if this rank cannot make calls on `group`.
     """

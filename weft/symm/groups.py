@@ -102,6 +102,7 @@ def size_of(group: dist.ProcessGroup | str | None) -> int:
 def backend_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device type of the group's backend.
 
-    If a call's tensors do not determine a device, peers receive the refusal on this type of device.
+    If a call's tensors do not determine a device, the call is refused on this type of device, where peers receive the
+    refusal.
     """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

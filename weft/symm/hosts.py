@@ -1,16 +1,16 @@
 """The bootstrap between hosts: this host's addresses, a control port, and a proof that both ends belong to the group.
 
-If a group is on several hosts, each rank listens on a TCP port while the ranks find each other. Its token, a random
-128-bit number in its entry in the group's store, is the secret. In the handshake, C connects and L listens, and code(x)
-is the HMAC-SHA256 of x with L's token as the key:
+If a group is on several hosts, each rank listens on a TCP port while the ranks find each other. The shared secret is
+the listening rank's token, a random 128-bit number in the rank's entry in the group's store. In the handshake, C
+connects and L listens, and code(x) is the HMAC-SHA256 of x with L's token as the key:
 
     L -> C    nonce of L                                       32 random bytes
     C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes. L reads no more, and checks the code first
     L -> C    code(both nonces)                                so C knows that L belongs to the group too
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code
-is logged and closed. A port may have several addresses, and other machines may have some of them too (bridges of
-containers). So C tries all of them at once, and takes the first whose proof succeeds.
+is logged and closed. A host may have several addresses, some of which may also exist on other hosts (container
+bridges). So C tries all addresses at once, and uses the first whose proof succeeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WHO = struct.Struct("!I16s32s")  # rank, attempt, nonce
 ANSWER_BYTES = _WHO.size + CODE_BYTES
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 3.0  # time limit for trying all addresses once
-_MOST_CALLERS = 64  # unproven connections, at least; beyond this the oldest is closed
+_MOST_CALLERS = 64  # unproven connections, at least; beyond this number the oldest is closed
 
 
 class Port(NamedTuple):
@@ -57,7 +57,7 @@ class Port(NamedTuple):
 
 
 def listen(backlog: int) -> tuple[socket.socket, Port]:
-    """Return a listening socket and its port. With `WEFT_SOCKET_IFNAME` it listens only on the first address."""
+    """Return a listening socket and its port. With `WEFT_SOCKET_IFNAME` the socket listens only on the first address."""
     interfaces = env.socket_interfaces()
     addresses = addresses_of_host(interfaces)
     if interfaces:
@@ -82,7 +82,8 @@ def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
     """Return this host's addresses, the best first: on the route to the launcher's host (`MASTER_ADDR`), then IPv4,
     then IPv6.
 
-    interfaces: return only their addresses, in this order. By default loopback and link-local addresses are omitted.
+    interfaces: return only the addresses of these interfaces, in this order. By default loopback and link-local
+        addresses are omitted.
     """
     names = interfaces or [name for _, name in socket.if_nameindex()]
     found = [(name, address) for name in names for address in (*_ipv4(name), *_ipv6(name))]
@@ -115,7 +116,7 @@ def _ipv6(interface: str) -> list[str]:
 
 
 def _towards(host: str) -> str:
-    """Return the address from which this host would reach `host`; "" if there is none. Nothing is sent."""
+    """Return the address from which this host would reach `host`; "" if there is none. No packet is sent."""
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -125,7 +126,7 @@ def _towards(host: str) -> str:
 
 
 class Caller:
-    """An incoming connection to the control port. When `rank` is set, its other end has proved that it belongs to the
+    """An incoming connection to the control port. `rank` is set when the other end has proved that it belongs to the
     group.
     """
 
@@ -138,8 +139,8 @@ class Caller:
             sock.send(self._nonce)
 
     def read(self) -> bool:
-        """Return True when the other end has proved itself, and False until then. Raise `PermissionError` if its proof
-        is wrong.
+        """Read from the connection. Return True when the other end has proved itself. Raise `PermissionError` if its
+        proof is wrong.
         """
         try:
             data = self.socket.recv(ANSWER_BYTES - len(self._answer))
@@ -181,8 +182,8 @@ class ControlPort:
         return [self._socket, *self._callers]
 
     def go_on(self, sock: socket.socket) -> Caller | None:
-        """Accept a connection, or read from it. Return it when the other end has proved that it belongs to the group,
-        else None.
+        """Accept a connection, or read from it. Return the connection when the other end has proved that it belongs to
+        the group, else None.
         """
         if sock is self._socket:
             with contextlib.suppress(
@@ -214,12 +215,12 @@ class ControlPort:
 
 
 def attempt_of(name: str) -> bytes:
-    """Return the 16 bytes that identify an attempt to set up a group in a handshake."""
+    """Return the 16 bytes that identify, in a handshake, one attempt to set up a group."""
     return hashlib.sha256(name.encode()).digest()[:16]
 
 
 class Dialing:
-    """Outgoing connections of `rank`, in its attempt `name`, to all addresses of `port`. token: the secret of that
+    """Outgoing connections of `rank`, in its attempt `name`, to all addresses of `port`. token: the secret of the
     port's rank.
     """
 
@@ -240,7 +241,7 @@ class Dialing:
 
     @property
     def failed(self) -> bool:
-        """True if no address can be reached. (A busy rank that listens answers later.)"""
+        """True if no address can be reached. An address whose rank listens but is busy still counts as reachable."""
         is_late = time.monotonic() >= self._until
         return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))
 
@@ -287,7 +288,7 @@ class _Dial:
         self._nonce, self._theirs, self._proof = secrets.token_bytes(NONCE_BYTES), b"", b""
 
     def read(self, token: str, rank: int, attempt: bytes) -> tuple[bytes, bytes] | None:
-        """Read what has arrived. When the other end has proved itself, return the keys for sending and receiving.
+        """Read from the connection. When the other end has proved itself, return the keys for sending and receiving.
         Raises `OSError`.
         """
         said = _WHO.pack(rank, attempt, self._nonce)

@@ -1,8 +1,8 @@
 """Allocation of device memory that outlives the current call.
 
 A call may run while torch allocates from a temporary pool. With `torch.compile(mode="reduce-overhead")`, first calls
-allocate from the pool of CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. Such
-a pool applies to one thread, so this module allocates on another thread.
+allocate from the pool of CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. A
+temporary pool applies to one thread only, so this module allocates on another thread.
 """
 
 from __future__ import annotations

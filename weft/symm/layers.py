@@ -1,13 +1,13 @@
 """Options of layers, which ranks compare in addition to the layers' calls.
 
-A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do
-not see these options. So a layer records them at the beginning of its forward, and the group's next call compares them:
+A layer may use options that its operators do not see: a rotary table, a mask, an activation, the eps of a norm. So a
+layer records these options at the beginning of its forward, and the group's next call compares them:
 
     on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
-    on GPUs   in the hosts' exchange at the first call of a shape, and by a digest, as calls are compared (`weft.symm.calls`)
+    on GPUs   in the CPUs' exchange at the first call of a shape, and later with the digests of calls (`weft.symm.calls`)
 
-There are two records: for layers whose forward is collective, and for other layers, such as norms, which a single rank
-may call alone. Compiled graphs record no options. So a record that is empty on a rank is not compared.
+There are two records: one for layers whose forward needs all ranks, and one for other layers, such as norms, which a
+single rank may call alone. Compiled graphs record no options, so a record that is empty on a rank is not compared.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TEXT_BYTES = 1024
 
 
 class Noted(NamedTuple):
-    """The layer options that a call carries.
+    """The layer options that ranks compare with a call.
 
-    records: the fingerprint of layers whose forward is collective, and that of other layers. 0 means that a record is
+    records: two fingerprints: of layers whose forward needs all ranks, and of other layers. 0 means that a record is
         empty.
     """
 
@@ -39,8 +39,8 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The layers of a group whose forward began on this rank since the group's last call. counts: the counts of the
-    group's calls.
+    """The layers of a group whose forward began on this rank since the group's last call. counts: the `GroupCalls` of
+    the group.
     """
 
     def __init__(self, counts: _core.CallCounts) -> None:
@@ -83,7 +83,7 @@ def difference(texts: Sequence[Sequence[str]]) -> str:
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """True if the words of two ranks (`MadeLayers`) show that they called layers with different options."""
+    """True if the words of two ranks (`MadeLayers`) show that the ranks called layers with different options."""
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
@@ -91,8 +91,8 @@ def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
 class MadeLayers:
     """The texts of all layers that this rank has called, and words that summarise them.
 
-    Each record has a 64-bit word, with 48 bits of a digest, and 16 bits that count the calls with options. Only words
-    with equal counts are compared.
+    Each of the two records has a 64-bit word: 48 bits of a digest, and 16 bits that count the calls with options. Only
+    words with equal counts are compared.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,7 @@ class MadeLayers:
         self._of_peers: dict[int, list[str]] = {}
 
     def add(self, words: tuple[int, int], noted: Noted) -> tuple[int, int]:
-        """Add the options that a call carried. Return the new words, one per record. words: the words up to the
-        previous call.
-        """
+        """Add the options of a call. Return the new words, one per record. words: the words up to the previous call."""
         for text in noted.texts:
             if text not in self._known:
                 self._known.add(text)
@@ -113,7 +111,7 @@ class MadeLayers:
         return first, second
 
     def news(self) -> list[bytes]:
-        """Return the next texts that have not been sent to peers."""
+        """Return the next texts to send to peers."""
         texts = self._texts[self._told : self._told + _TOLD_AT_ONCE]
         self._told += len(texts)
         return [text.encode()[:_TEXT_BYTES] for text in texts]
@@ -123,7 +121,9 @@ class MadeLayers:
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def difference(self, rank: int) -> str:
-        """Return an error text with the layers that only this rank has called, and those that only `rank` has called."""
+        """Return an error text with the layers that only this rank has called, and the layers that only `rank` has
+        called.
+        """
         here, there = list(self._texts), self._of_peers.get(rank, [])
         mine, theirs = ([one for one in some if one not in others] for some, others in ((here, there), (there, here)))
         if not mine and not theirs:

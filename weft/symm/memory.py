@@ -1,7 +1,7 @@
 """The interface of symmetric memory for any type of device, and of the communicator for allocators.
 
-`weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They cannot import it, since it is a
-layer above.
+`weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They use these interfaces because
+they must not import the communicator, which is a layer above.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _code_of(device: torch.device) -> tuple[int, int]:
 
 
 class Region(Protocol):
-    """`nbytes` of memory on every rank of a group, initially zero. A rank can address the memory of all ranks on its
-    host.
+    """`nbytes` bytes of memory on every rank of a group, initially zero. A rank can address the memory of all ranks on
+    its host.
 
     The methods raise `ValueError` for a rank whose memory is not mapped here (`Communicator.mapped`).
     """
@@ -43,10 +43,12 @@ class Region(Protocol):
         """Return the address of `rank`'s memory in this process. Raise `ValueError` if the region is closed."""
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a view of `rank`'s memory. It stays valid after `close` as long as a reference to it exists."""
+        """Return a view of `rank`'s memory. The view stays valid after `close`."""
 
     def owner(self, rank: int) -> Any:
-        """Return an object that, like a view, keeps `rank`'s memory mapped here as long as a reference to it exists."""
+        """Return an object that keeps `rank`'s memory mapped in this process as long as a reference to the object
+        exists.
+        """
 
     def close(self) -> None:
         """Release the memory. It is unmapped when its last view is gone. Other ranks keep their mappings."""
@@ -58,7 +60,7 @@ class Region(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The part of a `Communicator` that allocators use: the ranks that share memory, and this rank among them."""
+    """The part of a `Communicator` that allocators use: the ranks that share memory, and this rank's number."""
 
     rank: int
     world_size: int

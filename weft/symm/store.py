@@ -1,6 +1,6 @@
 """A wrapper of a process group's store, which queries the store on a separate thread.
 
-Another process may serve the store: rank 0, unless a launcher does. torch waits for an answer without a limit,
+The store may be served by another process: the launcher, or rank 0. torch waits for an answer without a limit,
 regardless of the store's timeout. If the serving process is stopped, a direct query hangs in native code, which neither
 a deadline nor Ctrl-C can interrupt.
 """

@@ -1,9 +1,9 @@
-"""Sharders for TorchRec's `DistributedModelParallel`, with which weft pools, exchanges and updates the tables.
+"""Sharders for TorchRec's `DistributedModelParallel`. The sharded modules use weft to pool, exchange and update tables.
 
     model = DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])
 
-The sharded module is a TorchRec `ShardedModule`. It has the state dict names, the order of output columns and the
-`fused_optimizer` of TorchRec's own module, and works in TorchRec's pipelines. This module needs TorchRec and FBGEMM,
+A sharded module is a TorchRec `ShardedModule` with the state dict names, the order of output columns and the
+`fused_optimizer` of TorchRec's own module. TorchRec's pipelines can use it. This module needs TorchRec and FBGEMM,
 which weft does not install.
 """
 

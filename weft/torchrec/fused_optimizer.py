@@ -1,4 +1,4 @@
-"""The optimizer that backward runs on tables, as TorchRec's `KeyedOptimizer`."""
+"""The optimizer that updates tables during backward, as TorchRec's `KeyedOptimizer`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class FusedOptimizer(fused.FusedOptimizer):
     """A TorchRec `KeyedOptimizer` over this rank's tables, which backward updates.
 
     `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` applies to the next
-    update. States have TorchRec's names, such as "<table>.momentum1". They are ShardedTensors that share the states'
-    memory. As in TorchRec, `state_dict()` contains neither the learning rate nor the number of updates.
+    update. States have TorchRec's names, such as "<table>.momentum1". They are ShardedTensors that share memory with
+    the optimizer. As in TorchRec, `state_dict()` contains neither the learning rate nor the number of updates.
     `set_optimizer_step` sets the number of updates, for Adam.
     """
 

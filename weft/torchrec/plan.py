@@ -22,7 +22,7 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 class ModulePlan:
     """The tables of a collection in TorchRec's order of output columns, with their shardings.
 
-    is_fused: True if backward updates the tables by `options.optimizer`. Otherwise they get gradients.
+    is_fused: True if backward updates the tables with `options.optimizer`. Otherwise the tables get gradients.
     """
 
     partition: Partition
@@ -31,8 +31,8 @@ class ModulePlan:
 
     @property
     def placement(self) -> list[TableSharding] | list[int]:
-        """The placement for weft's modules: a rank for each table, or, if any table is sharded, a `TableSharding` for
-        each.
+        """The `placement` argument of weft's modules: a rank for each table, or a `TableSharding` for each if any table
+        is sharded.
         """
         shardings = self.partition.shardings
         ranks = [sharding.rank for sharding in shardings if isinstance(sharding, TableWise)]

@@ -1,7 +1,7 @@
-"""TorchRec's sharded EmbeddingBagCollection, with weft's input distribution, fused pooling + all-to-all, and updates.
+"""TorchRec's sharded EmbeddingBagCollection, with weft's input distribution, fused pooling and all-to-all, and updates.
 
     input_dist                     starts the exchange of headers (batch size, number of ids per feature)
-    first wait                     the host reads the numbers of ids; starts the exchange of ids
+    first wait                     the CPU reads the numbers of ids; starts the exchange of ids
     second wait                    returns this rank's features for the samples of all ranks
     compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
@@ -83,7 +83,7 @@ class ShardedEmbeddingBagCollection(
 ):
     """TorchRec's `ShardedModule` of an EmbeddingBagCollection. `weft.torchrec.EmbeddingBagCollectionSharder` makes it.
 
-    It takes and returns TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own
+    Inputs and outputs are TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own
     module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
     `weft.nn.ShardedEmbeddingBagCollection` inside.
 
@@ -93,7 +93,7 @@ class ShardedEmbeddingBagCollection(
     float32). If `output_dtype` has 16 bits and all tables of the collection are table-wise, weft sends vectors and
     gradients in that dtype.
 
-    The constructor and calls are collective.
+    All ranks must construct the module and make every call.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ShardedEmbeddingBagCollection(
         self.module_sharding_plan, self._env = plan, env
         read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of)
         self._configs, self._output_dtype = module.embedding_bag_configs(), read.options.output_dtype
-        # Vectors are sent in 16 bits if the plan asks for it. Vectors of parts keep the tables' dtype until they are
+        # Send vectors in 16 bits if the plan requests 16 bits. Vectors of parts keep the tables' dtype until they are
         # assembled.
         is_whole = all(isinstance(sharding, TableWise) for sharding in read.partition.shardings)
         output_dtype = _NARROW.get(self._output_dtype, "table") if is_whole else "table"
@@ -132,7 +132,7 @@ class ShardedEmbeddingBagCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Begin the distribution of this rank's samples. Collective, as are both waits."""
+        """Begin the distribution of this rank's samples. All ranks must make this call, and both waits."""
         made, given, lengths = self.weft_module, cast(Any, features), _Lengths()
         refusal: Exception | None = None
         if made.device.type == "meta":
@@ -142,13 +142,13 @@ class ShardedEmbeddingBagCollection(
                 try:
                     arranged = made._arrange(features, made.device)
                     given, lengths = arranged.parts, arranged.lengths
-                except Exception as error:  # `send` raises it on every rank
+                except Exception as error:  # `send` raises the error on every rank
                     refusal = error
             return KJTListSplitsAwaitable([_Begun(self, distribution.begin(given, refusal), lengths)], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
-        """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. Collective: it includes the
-        all-to-all.
+        """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. All ranks must make this call, which
+        includes the all-to-all.
         """
         made, batch = self.weft_module, cast(Any, dist_input)[0]
         values = self._parts._pooled(batch.jagged, batch.batch_sizes).values()
@@ -162,7 +162,9 @@ class ShardedEmbeddingBagCollection(
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """Enter one stage of the input distribution, as one call across ranks. Like TorchRec's, it has no gradients."""
+        """Enter one stage of the input distribution. It counts as one call across ranks, and has no gradients, as in
+        TorchRec.
+        """
         made = self._parts
         with together(type(self).__name__, made.group, made._speaks_on, made.deadline_s), torch.no_grad():
             yield made._input_dist

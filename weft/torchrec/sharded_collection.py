@@ -32,9 +32,9 @@ class ShardedEmbeddingCollection(
 ):
     """TorchRec's `ShardedModule` of an EmbeddingCollection. `weft.torchrec.EmbeddingCollectionSharder` makes it.
 
-    It takes and returns TorchRec's objects, and has the names of TorchRec's own module. `weft_module` is the
+    Inputs and outputs are TorchRec's objects, and names are those of TorchRec's own module. `weft_module` is the
     `weft.nn.ShardedEmbeddingCollection` inside. `input_dist` only stores the features: `compute` distributes the ids.
-    So a TorchRec pipeline works, but overlaps nothing. The constructor and calls are collective.
+    So a TorchRec pipeline works, but overlaps nothing. All ranks must construct the module and make every call.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedEmbeddingCollection(
         return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, features)))], ctx)
 
     def compute(self, ctx: EmbeddingCollectionContext, dist_input: KJTList) -> Any:
-        """Return the rows of all ids, by feature. Collective."""
+        """Return the rows of all ids, by feature. All ranks must make this call."""
         return self.weft_module(cast(Any, dist_input)[0])
 
     def output_dist(self, ctx: EmbeddingCollectionContext, output: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -1,4 +1,4 @@
-"""Sharders for TorchRec's `DistributedModelParallel`. A training loop only has to change their import."""
+"""Sharders for TorchRec's `DistributedModelParallel`. A training loop only has to change the import of its sharders."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module, with new tables on `device`. Collective."""
+        """Return the sharded module, with new tables on `device`. All ranks must make this call."""
         return ShardedEmbeddingBagCollection(
             module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
             **self._options,
         )  # fmt: skip
 
     def reshard(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotImplementedError`: to reshard, save a checkpoint and load it with another plan."""
+        """Raise `NotImplementedError`. To reshard, save a checkpoint and load it with another plan."""
         raise NotImplementedError(
             "resharding in place is not supported: save a checkpoint, and load it into a model with another plan"
         )
@@ -105,7 +105,7 @@ class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module, with new tables on `device`. Collective."""
+        """Return the sharded module, with new tables on `device`. All ranks must make this call."""
         return ShardedEmbeddingCollection(
             module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
             **self._options,

@@ -22,14 +22,14 @@ from weft.words import kind
 
 
 class ShardedTables(FusedOptimizerModule):
-    """The base class of both sharded modules, which has the tables. `weft_module` is weft's module inside."""
+    """The base class of both sharded modules: it holds the tables. `weft_module` is weft's module inside."""
 
     weft_module: Any
     _optim: KeyedOptimizer
     _container: str
 
     def _adopt(self: Any, made: Any, read: ModulePlan, container: str) -> None:
-        """Expose the tables of `made`, weft's module, as tables of this module's attribute `container`."""
+        """Register the tables of weft's module `made` under TorchRec's names, in this module's attribute `container`."""
         self.__dict__["weft_module"] = (
             made  # not a submodule, since its parameters are registered under TorchRec's names
         )
@@ -50,7 +50,7 @@ class ShardedTables(FusedOptimizerModule):
         return self._optim
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values. Not collective."""
+        """Fill this rank's tables with their initial values. Ranks do not communicate."""
         self.weft_module.reset_parameters()
 
     def own_part(self: Any, number: int) -> tuple[TablePart, nn.Parameter] | None:
@@ -122,7 +122,7 @@ def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, lo
 def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace each table in a state dict by this rank's part, taken from a ShardedTensor or from the whole table.
 
-    Raise `ValueError` for another shape or plan, before any table is copied.
+    Raise `ValueError` for a different shape or plan, before any table is copied.
     """
     local: dict[str, torch.Tensor] = {}
     for number, name in module._numbered:

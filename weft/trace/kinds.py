@@ -1,7 +1,7 @@
 """The kind of a span, which determines its colour and category: computing, sending or waiting.
 
-The kind follows from the span's name. The names of waits begin with "wait". Copies and collectives are sending. A span that pools
-and stores in a peer's memory is computing, and its bytes are sent during the span.
+The kind follows from the span's name. Names of waits begin with "wait". Copies and collectives count as sending. A span
+that pools and stores in a peer's memory counts as computing, and its bytes are sent during the span.
 """
 
 from __future__ import annotations

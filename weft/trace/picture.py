@@ -22,8 +22,8 @@ _VARIANT_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
     """Return (times in us, total bytes that `rank` has sent by then). rank: None for all ranks together.
 
-    A span sends its bytes at a constant rate. Bytes that a rank gets from a peer count as its own. The curve covers the whole
-    timeline, and starts with 0 bytes.
+    A span is assumed to send its bytes at a constant rate. Bytes that a rank fetches from a peer count as bytes of the
+    rank. The curve covers the whole timeline, and starts with 0 bytes.
     """
     spans = [s for s in timeline if rank is None or s.rank == rank]
     sending = [s for s in spans if s.bytes > 0]
@@ -141,7 +141,7 @@ def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
-    """Return (start, width) of the bars in ms. Spans are drawn at least a pixel wide, and bars that touch are merged."""
+    """Return (start, width) of the bars in ms. Spans are drawn at least one pixel wide, and bars that touch are merged."""
     bars: list[list[float]] = []
     for span in sorted(spans, key=lambda s: s.start_us):
         end = max(span.end_us, span.start_us + pixel_us)

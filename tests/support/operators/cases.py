@@ -365,6 +365,7 @@ ALL_TO_ALL_MATMUL = Row(
         "all to one": Experts(2, traffic="all to one", schedule=EACH),
         "one has nothing": Experts(1, traffic="one has nothing", schedule=EACH),
         "nothing at all": Experts(2, traffic="nothing", schedule=EACH),
+        "sorted": Experts(3, BF16, transposed=True, schedule="dispatch_sorted[chunks=1]"),
         "ficco": Experts(4, BF16, schedule="ficco_1d[start=hetero,gemms=unfused,steps=0,by=dma]"),
         "ficco by columns": Experts(2, schedule="ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]"),
         "the heuristic's, room to spare": Experts(4, traffic="all to one", exact=False, schedule="heuristic"),
@@ -374,8 +375,8 @@ ALL_TO_ALL_MATMUL = Row(
         "serial, nothing at all": Experts(2, traffic="nothing", exact=False, schedule="serial"),
     },
     every=[
-        (3, Experts(4), {"serial", "dispatch", "dispatch_by_expert", "ficco_1d", "ficco_2d"}),
-        (3, Experts(2, exact=False), {"serial", "dispatch", "dispatch_by_expert", "ficco_2d"}),
+        (3, Experts(4), {"serial", "dispatch", "dispatch_by_expert", "dispatch_sorted", "ficco_1d", "ficco_2d"}),
+        (3, Experts(2, exact=False), {"serial", "dispatch", "dispatch_by_expert", "dispatch_sorted", "ficco_2d"}),
     ],
     small=Experts(traffic="two each", k=8, n=3, schedule=EACH),
     layouts=by(Experts(traffic="two each", k=6, n=5), None),

@@ -181,7 +181,7 @@ class AllToAllMatmulCall(ExpertsCall):
             "max_rows of 64 bits": ({"max_rows": 1 << 63}, f"max_rows={1 << 63} {size}"),
             "cannot": (
                 {"max_rows": 9, "schedule": "dispatch[by=dma,rest=each]"},
-                "the host must not wait for sizes",
+                "the CPU must not wait for sizes",
             ),
         }
 
@@ -244,7 +244,7 @@ class MatmulAllToAllCall(ExpertsCall):
             "rows": ({"rows": -1}, f"rows=-1 {size}"),
             "cannot": (
                 {"rows": 8, "schedule": "combine[chunks=1,by=dma]"},
-                "the host must not wait for sizes",
+                "the CPU must not wait for sizes",
             ),
         }
 

@@ -234,19 +234,19 @@ class MatmulAllReduceCall(Reduced):
         mean = 'op="avg" does not support bias, residual and norm'
         return {
             **super().impossible(),
-            "bias of two dimensions": ({"bias": bias[None]}, "bias has shape (1, 3): it must be [N]"),
-            "bias of other length": ({"bias": torch.ones(4)}, "bias has 4 columns: it must have the N=3 of w"),
+            "bias of two dimensions": ({"bias": bias[None]}, "bias has shape (1, 3): pass one dimension, [N]"),
+            "bias of other length": ({"bias": torch.ones(4)}, "bias has 4 columns: pass 3, as many as w has"),
             "bias of another dtype": ({"bias": bias.half()}, "bias is torch.float16 on cpu and x is torch.float32 on cpu"),
             "residual of fewer rows": (
-                {"residual": residual[1:]}, "residual has shape (7, 3) and x (8, 8): all dimensions except the last"
+                {"residual": residual[1:]}, "residual has shape (7, 3), but x has (8, 8): pass a residual of shape (8, 3)"
             ),
             "residual of fewer columns": (
-                {"residual": residual[:, 1:]}, "residual has 2 columns: it must have the N=3 of w"
+                {"residual": residual[:, 1:]}, "residual has 2 columns: pass 3, as many as w has"
             ),
             "mean": ({"bias": bias, "op": "avg"}, mean),
             "no tensor": ({"residual": [residual]}, "residual is a list: pass a torch.Tensor"),
-            "a norm of two dimensions": ({"norm": bias[None]}, "norm has shape (1, 3): it must be [N]"),
-            "a norm of other length": ({"norm": torch.ones(2)}, "norm has 2 columns: it must have the N=3 of w"),
+            "a norm of two dimensions": ({"norm": bias[None]}, "norm has shape (1, 3): pass one dimension, [N]"),
+            "a norm of other length": ({"norm": torch.ones(2)}, "norm has 2 columns: pass 3, as many as w has"),
             "a norm of another dtype": ({"norm": bias.double()}, "norm is torch.float64 on cpu and x is torch.float32 on cpu"),
             "a norm elsewhere": (
                 {"norm": torch.ones(3, device="meta")}, "norm is torch.float32 on meta and x is torch.float32 on cpu"

@@ -257,7 +257,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "no rows": ({"A": A[0]}, "A has shape (32,): pass at least two dimensions"),
             "odd rows": (
                 {"A": A[:-1]},
-                "the 23 of orig_scatter_dim=0 must be divisible by world_size=2: pad to 24",
+                "whose size 23 in dimension orig_scatter_dim=0 must be divisible by world_size=2: pad it to 24",
             ),
             "a number": ({"A_scale": 0.5}, "A_scale is a float: pass a torch.Tensor"),
             "shape of A_scale": (

@@ -1,6 +1,6 @@
-"""The code that weft's commands share: parsing of shapes and files, checks before work starts, and exit status.
+"""Code that weft's commands share: parsing of shapes and files, checks before work starts, and exit status.
 
-It imports neither torch nor the packages of `weft[cli]`, except to count GPUs.
+This module imports neither torch nor the packages of `weft[cli]`, except to count GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
     """Parse "M,N,K" or "MxNxK", with an optional suffix that starts with "-". Return (M, N, K, suffix).
 
-    Raise `ValueError` for any other text. also: further allowed forms, for the error text.
+    Raise `ValueError` for any other text. also: other allowed forms, for the error text.
     """
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
@@ -47,7 +47,7 @@ def check_file(option: str, path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from error
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): give another file") from error
     if not found:
         path.unlink(missing_ok=True)  # another rank may have removed it
 
@@ -60,7 +60,9 @@ def check_folder(option: str, path: Path) -> None:
     try:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
     except OSError as error:
-        raise ValueError(f"{option} {path}: cannot be written: {nearest}: {error.strerror}") from error
+        raise ValueError(
+            f"{option} {path} cannot be written ({nearest}: {error.strerror}): give another folder"
+        ) from error
 
 
 def check_pictures(path: Path) -> None:
@@ -71,7 +73,9 @@ def check_pictures(path: Path) -> None:
 
 
 def number_of_ranks(given: int | None, device: str) -> int:
-    """Return the number of ranks to start: `given`, or torchrun's, or one per GPU, or 2 on CPU. Raise `ValueError` if too many."""
+    """Return the number of ranks to start: `given`, or else torchrun's, or else one per GPU, or 2 on CPU. Raise
+    `ValueError` if there are too many.
+    """
     import torch
 
     from weft import env

@@ -5,7 +5,7 @@
              on CPU
     matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`
 
-All ranks copy at the same time, with the benchmark's threads, because ranks on CPU share the memory bus.
+All ranks copy at the same time, with as many threads as the benchmark, because ranks on CPU share the memory bus.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ _GEMM = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite for a single rank. matmul: FLOP/s, or None."""
+    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank. matmul: FLOP/s,
+    or None.
+    """
 
     memory: float
     link: float
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return a lower bound in ms: the longest time of `memory` bytes, `link` bytes, and `flops`."""
+        """Return a lower bound in ms: the longest of the times for `memory` bytes, `link` bytes, and `flops`."""
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
     def __str__(self) -> str:
@@ -53,10 +55,11 @@ class Ceilings:
 def measure_ceilings(
     ranks: Ranks, buffer_bytes: int | None = None, matmul_dtype: torch.dtype | None = None
 ) -> list[Ceilings]:
-    """Measure the peak rates of all ranks; return them on every rank. Collective.
+    """Measure the peak rates of all ranks; return them on every rank. All ranks must make this call.
 
     Each rank temporarily allocates 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU), and as much symmetric memory. The
-    matmul rate is measured only if `matmul_dtype` is given."""
+    matmul rate is measured only if `matmul_dtype` is given.
+    """
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
     target = torch.zeros_like(source)
@@ -84,7 +87,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return the shortest seconds of a few repetitions, to exclude disturbances by other processes."""
+    """Return the shortest time of a few repetitions in seconds, to exclude disturbances by other processes."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

@@ -38,8 +38,8 @@ def print_table(
 ) -> None:  # fmt: skip
     """Print a table on stdout. The first column is left-aligned, the others right-aligned.
 
-    section: the index of a column; draw a rule wherever its value changes. optional: columns to omit if the terminal is too
-    narrow, the last first. A pipe or file gets all columns.
+    section: the index of a column; a line is drawn wherever the column's value changes. optional: columns to omit if
+        the terminal is too narrow, the last first. A pipe or file gets all columns.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -90,8 +90,8 @@ def progress(
 ) -> Iterator[Callable[[str, float], None]]:
     """Yield a function `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
 
-    The bar is on stderr and disappears at the end. If stderr is not a terminal, each step prints a line. With `every_s`, the
-    first line appears after that many seconds, and intervals grow, so short work prints nothing.
+    The bar is on stderr and disappears at the end. If stderr is not a terminal, each step prints a line. With
+    `every_s`, the first line appears after `every_s` seconds, and intervals grow, so short work prints nothing.
     """
     if not shown:
         yield lambda what, share: None

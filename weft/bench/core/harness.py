@@ -1,18 +1,19 @@
-"""Timing across ranks. The time of a repetition is its slowest rank's. Calls have three modes:
+"""Timing across ranks. The time of a repetition is the slowest rank's time. Calls have three modes:
 
-- `single`: each call is followed by a synchronisation, as in a loop that waits for each result. Ranks start together, and then
-  their collectives keep them together. (After pauses between calls, launches on an idle device would take longer.)
-- `queued`: many calls in a row and one synchronisation, as in training; the time is divided by the number of calls. On CUDA, a
-  sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A device barrier after the
-  sleep keeps first calls from waiting for another device's sleep. Calls that synchronise with the device cannot be enqueued
-  ahead, and get no sleep. On CPU a call returns with its complete result, so `queued` only omits the common start.
+- `single`: each call is followed by a synchronisation, as in a loop that waits for each result. Ranks start together,
+  and their collectives keep them together, without pauses between calls: launches on an idle device would take longer.
+- `queued`: many calls in a row and one synchronisation, as in training; the time is divided by the number of calls. On
+  CUDA, a sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A device
+  barrier after the sleep keeps first calls from waiting for another device's sleep. Calls that synchronise with the
+  device cannot be enqueued ahead, and get no sleep kernel. On CPU a call returns when its result is complete, so
+  `queued` only omits the common start.
 - `graph`: a call is captured in a CUDA graph and replayed many times in a row, as in decoding.
 
-All variants run in each repetition, because clocks, temperature and the load of other processes drift. Their order is random,
-because a variant influences the clock rate of the next variant. If a published difference is within twice its noise, repetitions
-increase, up to a limit.
+All variants run in each repetition, because clocks, temperature and the load of other processes drift. Their order is
+random, because a variant influences the clock rate of the next variant. If a difference that will be published is
+within twice its noise, repetitions increase, up to a limit.
 
-Timed results can be checked: in the last repetition, a callback gets the output of each row's last call.
+Timed results can be checked: in the last repetition, a callback receives the output of the last call of each row.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a benchmark. group: communicates the data. control: a gloo group for small numbers and common starts."""
+    """The ranks of a benchmark. group: the process group for the data. control: a gloo group for small numbers and
+    common starts.
+    """
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -71,7 +74,7 @@ class Ranks:
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Return at the same moment on all ranks: wait until an agreed time of the host's clock, which the ranks share."""
+        """Return at the same moment on all ranks: wait until an agreed time on the system clock, which the ranks share."""
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
@@ -85,8 +88,8 @@ class Ranks:
     def _meeting(self) -> Any:
         """A barrier of signals in symmetric memory; None if not available.
 
-        An NCCL barrier does not work here: the launch of a graph with NCCL collectives blocks the host until earlier NCCL work
-        ends.
+        An NCCL barrier does not work here: the launch of a graph with NCCL collectives blocks the CPU until earlier
+        NCCL work ends.
         """
         if self.world_size == 1:
             return None
@@ -94,7 +97,7 @@ class Ranks:
 
         try:
             return symm_mem.rendezvous(symm_mem.empty(1, dtype=torch.int64, device=self.device), self.group.group_name)
-        except RuntimeError:  # without peer access, only the hosts synchronise
+        except RuntimeError:  # without peer access, only the CPUs synchronise
             return None
 
     def synchronize(self) -> None:
@@ -102,7 +105,7 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Wait until the devices of all ranks are idle and all hosts have arrived."""
+        """Wait until the devices of all ranks are idle, and all ranks have made this call."""
         self.synchronize()
         dist.barrier(self.control)
 
@@ -111,8 +114,10 @@ class Ranks:
 class Timing:
     """The time of one call, in milliseconds.
 
-    skew_ms: the median over repetitions of slowest minus fastest rank. host_us: the microseconds that a call occupies the host,
-    the slowest rank's median (GPUs only). each_ms: the slowest rank's time in each repetition."""
+    skew_ms: the median over repetitions of the slowest rank's time minus the fastest rank's. host_us: the microseconds
+        that a call occupies the CPU, the slowest rank's median (GPUs only). each_ms: the slowest rank's time in each
+        repetition.
+    """
 
     p20_ms: float
     p50_ms: float
@@ -173,8 +178,8 @@ def time_variants(
         seconds: the approximate total time of the slowest variant.
         repetitions: (least, most); all variants get the same number.
         waiting: the variants that synchronise with the device in each call.
-        claims: pairs of variants whose difference will be published. While a difference is within its noise, both variants are
-            repeated more often, at most `_LONGER` times as often.
+        claims: pairs of variants whose difference will be published. While the difference is within its noise, both
+            variants are repeated more often, up to `_LONGER` times as often.
         advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition.
         inspect: called in the last repetition after each variant's row, in the same order on all ranks. Its arguments are the
@@ -241,9 +246,11 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class _HostClock:
-    """A row of calls that return when their results are complete. last: the input set and output of the last call.
+    """The timer for variants whose calls return when their results are complete. last: the input set and output of the
+    last call.
 
-    Each output is freed before the next call, which may reuse its memory."""
+    Each output is freed before the next call, which may reuse its memory.
+    """
 
     call: Call
     ranks: Ranks
@@ -253,7 +260,7 @@ class _HostClock:
     last: tuple[int, object] = field(default=(0, None), init=False)
 
     def measure(self, repetition: int) -> tuple[float, float]:
-        """Return (milliseconds per call, microseconds per call that the host was busy), on this rank."""
+        """Return (milliseconds per call, microseconds per call that the CPU was busy), on this rank."""
         self.ranks.start_together()
         start = time.perf_counter()
         self._row(repetition, self.calls)
@@ -269,7 +276,9 @@ class _HostClock:
 
 
 class _SingleClock(_HostClock):
-    """A row of single calls, each with a synchronisation; the time is their median, without the first call after the pause."""
+    """The timer for mode `single`: each call has a synchronisation. The time is the median, without the first call
+    after the pause.
+    """
 
     def measure(self, repetition: int) -> tuple[float, float]:
         found = []
@@ -288,10 +297,11 @@ class _SingleClock(_HostClock):
 
 @dataclass
 class _QueueClock(_HostClock):
-    """A row of calls after a sleep kernel.
+    """The timer for mode `queued`: calls are enqueued behind a sleep kernel.
 
-    If the sleep ends on any rank before all calls are enqueued, the row is repeated with a longer sleep. The first row has no
-    sleep, to measure the time to enqueue. Calls that synchronise with the device get no sleep, because they would wait for it.
+    If the sleep ends on any rank before all calls are enqueued, the calls are repeated with a longer sleep. The first
+    time there is no sleep, to measure the time to enqueue. Calls that synchronise with the device get no sleep, because
+    they would wait for it.
     """
 
     sleep_s: float = field(default=0.0, init=False)

@@ -1,7 +1,8 @@
 """Checks and timings of variants, for all operators: first calls, checks on poisoned memory, graph capture, timings.
 
-A variant is an implementation of a workload. It is timed only after its output was compared with the float64 reference. The output
-of the last timed call or graph replay is compared too. If that output is wrong, the time is discarded.
+A variant is an implementation of a workload. A variant is timed only after its output was compared with the float64
+reference. The output of the last timed call or graph replay is compared too. If this output is wrong, the time is
+discarded.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ class Workload(ABC):
     waiting: Collection[str] = ()
     """Variants that synchronise with the device in each call. They are neither enqueued ahead nor captured."""
     claims: Collection[tuple[str, str]] = ()
-    """(variant, baseline) pairs with published differences. They are repeated until the difference exceeds its noise."""
+    """(variant, baseline) pairs with published differences. They are repeated until the difference exceeds its noise.
+    """
 
     @abstractmethod
     def reference(self, which: int) -> Any:
-        """Return this rank's expected output for input set `which`, as a float64 matrix. Collective."""
+        """Return this rank's expected output for input set `which`, as a float64 matrix. All ranks must make this call."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
         """Return {variant: another variant with the same schedule}. Differences between the two are noise."""
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
-        """Hook after the first call of variant `name`."""
+        """Run a hook after the first call of variant `name`."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the largest error that variant `name` may have, given all variants' errors."""
+        """Return the largest error that variant `name` may have. errors: the measured errors of all variants."""
 
     def differs(self, name: str, how: str) -> str:
         """Return the start of the error text for a variant with a wrong result."""
@@ -64,7 +66,8 @@ class Workload(ABC):
         return output
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
-        """Return the largest error of `output` on any rank, relative to the reference's largest element. Collective.
+        """Return the largest error of `output` on any rank, relative to the reference's largest element. All ranks must
+        make this call.
 
         Return infinity if an element is not finite, or if the shape or dtype is wrong.
         """
@@ -76,7 +79,7 @@ class Workload(ABC):
 
 
 def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> float:
-    """Return max(abs(reference)), or max(abs(output - reference)), in blocks of rows to save memory."""
+    """Return max(abs(reference)), or max(abs(output - reference)), block by block to save memory."""
     worst = 0.0
     rows = max(1, _BLOCK_BYTES // (8 * max(1, reference.shape[1])))
     for start in range(0, reference.shape[0], rows):
@@ -115,7 +118,7 @@ class Results:
 
 
 class Recorder:
-    """Captures calls in CUDA graphs. Graphs are never replayed concurrently, so they share one memory pool."""
+    """A recorder of calls as CUDA graphs. Graphs are never replayed concurrently, so they share one memory pool."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -126,9 +129,11 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Call, which: int) -> Captured | str:
-        """Return (graph, the call's result), or the reason why the call cannot be captured. Collective.
+        """Return (graph, the call's result), or the reason why the call cannot be captured. All ranks must make this
+        call.
 
-        If the capture fails on one rank, no rank returns a graph."""
+        If the capture fails on one rank, no rank returns a graph.
+        """
         here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
         try:
@@ -152,7 +157,7 @@ def measure_variants(
     work: Workload, variants: VariantCalls, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check and time `variants`. Collective.
+    """Check and time `variants`. All ranks must make this call.
 
     beside: further calls to time without checks. Mode "graph" omits variants that synchronise with the device.
     """
@@ -213,9 +218,10 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 def first_calls(
     variants: VariantCalls, ranks: Ranks, called: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
-    """Return {variant: slowest rank's milliseconds of the first call, including a synchronisation}. Collective.
+    """Return {variant: slowest rank's milliseconds of the first call, including a synchronisation}. All ranks must make
+    this call.
 
-    called: a callback, which gets each variant's name after its call.
+    called: a function that is called with each variant's name after its call.
     """
     found = {}
     for name, variant in variants.items():
@@ -231,11 +237,12 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Add each variant's largest error over all input sets, relative to the largest element, to `found`. Collective.
+    """Add each variant's largest error over all input sets, relative to the largest element, to `found`. All ranks must
+    make this call.
 
-    Before each checked call, the variant computes another input set; that result is filled with NaN and dropped. This exposes
-    memory that the checked call does not write. With a recorder, the checked call replays a graph into memory full of NaN. Raise
-    RuntimeError if the first variant, the baseline, is wrong.
+    Before each checked call, the variant computes another input set; the result is filled with NaN and dropped. This
+    exposes elements that the checked call does not write. With a recorder, the checked call replays a graph into memory
+    full of NaN. Raise RuntimeError if the first variant, the baseline, is wrong.
     """
     found = found or Results(dict.fromkeys(variants, 0.0))
     for which in range(work.input_sets):

@@ -1,5 +1,5 @@
-"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables), `Variants` (inputs, variants, baselines
-and bytes of a preset), and their records.
+"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables) and `Variants` (inputs,
+variants, baselines and bytes of a preset).
 
 An operator with its own baselines has a module of its name in `weft.bench.ops`, whose `OPERATOR` is an `OperatorBenchmark`. All
 operators share timing, checks, records, command line and documents.
@@ -33,8 +33,8 @@ Columns = Mapping[str, Callable[[Record], str]]
 class Measured:
     """The results of one configuration: a JSON-ready object per (variant, mode).
 
-    beside: timings of calls that are not variants. title, notes: for the table on the terminal. wrong: error texts for variants
-    without times, because they differ from the reference.
+    beside: timings of calls that are not variants. title, notes: for the table on the terminal. wrong: error texts of
+        variants that differ from the reference, and so have no times.
     """
 
     records: list[Record]
@@ -61,7 +61,8 @@ class Variants(Workload):
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
         """Return the roofline time in ms: the longer of memory time and compute time at the peak rates `ceilings`.
 
-        Return None if bytes and FLOPs are not counted. Collective."""
+        Return None if bytes and FLOPs are not counted. All ranks must make this call.
+        """
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]
@@ -72,14 +73,14 @@ class Variants(Workload):
 
     @abstractmethod
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the operator's own fields of a variant. Collective."""
+        """Return the operator's own fields of a variant. All ranks must make this call."""
 
     @abstractmethod
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         """Return the notes below the table."""
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Check and time the variants. Collective; every rank returns the same times."""
+        """Check and time the variants. All ranks must make this call; every rank returns the same times."""
         variants, beside, notes = self.variants(options.variants)
         found = measure_variants(
             self,
@@ -166,7 +167,9 @@ class OperatorBenchmark(ABC, Generic[P]):
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
-    """Headers of the table of several configurations: before the times, of a variant's times, and after the gains."""
+    """Headers of the table of several configurations: columns before the times, columns of a variant's times, columns
+    after the gains.
+    """
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         """Return the modes to time on this type of device."""
@@ -215,7 +218,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Build, check and time one configuration. Collective; every rank returns the same result."""
+        """Build, check and time one configuration. All ranks must make this call; every rank returns the same result."""
         step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
@@ -250,7 +253,7 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), with a line per configuration: times, gains, `derived_cells`."""
+        """Return (header, cells), with a line per configuration: times, gains, and the cells of `derived_cells`."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]

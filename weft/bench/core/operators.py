@@ -1,6 +1,6 @@
 """The list of operators that every command shows, and the lookup of their benchmarks.
 
-This module has only names, and imports an operator's module on demand. So `--help` does not import torch. Each
+This module contains only names, and imports an operator's module on demand. So `--help` does not import torch. Each
 operator's module checks its own options.
 """
 
@@ -27,13 +27,13 @@ _HOMES = {
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""{benchmark: module:object}, for benchmarks whose module has another name."""
+"""{benchmark: module:object} for benchmarks that are not in `weft.bench.ops` under their own name."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
     """Return the operator and dtype under which `name` is planned and measured.
 
-    Scaled operators take fp8 alone: raise `ValueError` for another dtype.
+    Scaled operators support fp8 only: raise `ValueError` for another dtype.
     """
     if name not in SCALED:
         return name, dtype
@@ -55,8 +55,8 @@ def measured() -> list[str]:
 def operator(name: str) -> Any:
     """Return the `OperatorBenchmark` called `name`; raise `ValueError` with the known names if there is none.
 
-    An operator needs no module in `weft.bench.ops` if its spec draws calls and computes expected results. This includes operators
-    that a user registers (`weft.operator`).
+    An operator needs no module in `weft.bench.ops` if its spec draws calls and computes expected results. So operators
+    that a user registers (`weft.operator`) can be measured too.
     """
     home, _, what = _HOMES.get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in measured() and importlib.util.find_spec(home) is not None:

@@ -20,8 +20,8 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """Return the speed relative to `base`, such as "1.25x"; "" if either record is missing.
 
-    The result is in parentheses if the difference is within twice its noise, or if `same` (both ran the same schedule). Records
-    without noise count as exact.
+    The result is in parentheses if the difference is within twice its noise, or if `same` is True (both ran the same
+    schedule). Records without noise count as exact.
     """
     if not (one and base):
         return ""

@@ -97,14 +97,16 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
 
 
 def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
-    """Return the ceilings of these ranks. Collective."""
-    # Only on CPU, because on GPUs the time of a small copy is mostly launch time.
+    """Return the peak rates of these ranks. All ranks must make this call."""
+    # Reduce the size only on CPU, because on GPUs the time of a small copy is mostly launch time.
     size = 16 << 20 if options.quick and ranks.device.type == "cpu" else None
     return measure_ceilings(ranks, size, DTYPES[options.dtype] if operator(options.op).matmul else None)
 
 
 def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
-    """Return the default group's ranks, and limit this rank to its share of the cores. timeout: of the control group."""
+    """Return the default group's ranks, and limit this rank to its share of the cores. timeout: the timeout of the
+    control group.
+    """
     assert dist.group.WORLD is not None
     if device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
@@ -113,7 +115,7 @@ def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
 
 
 def free_bytes(ranks: Ranks) -> float:
-    """Return the smallest free memory of any rank, in bytes. Collective."""
+    """Return the smallest free memory of any rank, in bytes. All ranks must make this call."""
     on_gpu = ranks.device.type == "cuda"
     mine = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else available_memory_bytes() / ranks.world_size
     return -ranks.most(-mine)

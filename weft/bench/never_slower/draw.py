@@ -1,5 +1,5 @@
-"""Random shapes. A shape is a function of (seed, operator, number) and the machine's limits, so parts of a run agree on it.
-
+"""Random shapes. A shape depends only on (seed, operator, number) and the machine's limits, so all parts of a run draw
+the same shapes.
 
     M        30%: 1 to 256, as in decoding; else 128 to 65536, log-uniform, half of them multiples of 128. For operators whose ranks
              have equal parts of the rows, M is rounded up to a multiple of the number of ranks
@@ -40,7 +40,7 @@ _DECODE_SHARE = 0.3
 _ATTEMPTS = 100_000
 _ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
 _CHECKING = 2.4
-"""The float64 check may use this multiple of the limit on a shape's bytes, which is 60% of the memory."""
+"""The float64 check may use this multiple of a shape's limit on bytes. The product is 60% of the memory."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Bounds:
 
 
 def bounds_here(device: str, ranks: int) -> Bounds:
-    """Return the limits for this machine: 5 ms at the rates of its model, and a quarter of its memory; on CPU, constants."""
+    """Return the limits for this machine: 5 ms at the rates of its model, and a quarter of its memory; on CPU,
+    constants.
+    """
     if device == "cpu":
         return Bounds(device, ranks, 1e8, 8e6, 64e6)
     machine = machine_of(torch.cuda.get_device_name())
@@ -99,7 +101,8 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return (shape of the largest size, `count` different sizes up to it, or all sizes if there are fewer).
+    """Return (shape of the largest size, different sizes up to it). There are `count` sizes, or fewer if not so many
+    exist.
 
     A size is M, the number of tokens of a rank, or the number of samples of all ranks.
     """
@@ -165,7 +168,7 @@ def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return a lower bound on the cost of the busiest rank. costs: of the tables, which are not split."""
+    """Return a lower bound on the cost of the busiest rank. costs: the cost of each table; tables are not split."""
     return max(max(costs), sum(costs) / ranks)
 
 

@@ -1,10 +1,10 @@
 """The verdict on rows: is weft ever slower than serial?
 
-A row is the record of one shape in one mode. It has, for each repetition, the slowest rank's milliseconds of weft and of the
-baseline, which alternate. A row of mode `changing` has statistics over all sizes.
+A row is the record of one shape in one mode. For each repetition, a row has the slowest rank's milliseconds of weft and
+of the baseline, which alternate. A row of mode `changing` has statistics over all sizes.
 
-A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
-second run. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
+A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, in
+two runs. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from statistics import median
 
 from weft.bench.core.tables import Record, geomean, share
 from weft.bench.ops.any_operator import NEVER_BELOW
+from weft.words import counted
 
 BENCHMARK = "never-slower"
 """The field `benchmark` of this benchmark's rows."""
@@ -27,7 +28,7 @@ GAINS_BELOW = 0.9
 """Overlap can gain if the ideal time is below this fraction of serial's."""
 OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
-"""{True if weft's schedule overlaps: the most microseconds that weft may add to a single call}"""
+"""The most microseconds that weft may add to a single call. The key is True if weft's schedule overlaps."""
 CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
 """The limits for mode `changing`: weft's mean time / serial's, and weft's 99th percentile minus serial's in milliseconds."""
 
@@ -46,7 +47,7 @@ def key(row: Record) -> tuple[Hashable, ...]:
 
 
 def speed(row: Record) -> float:
-    """Return the speed of weft relative to serial by hand."""
+    """Return the speed of weft relative to the hand-written serial baseline."""
     return float(median(row["serial_ms"]) / median(row["weft_ms"]))
 
 
@@ -76,8 +77,9 @@ def overlaps(row: Record) -> bool:
 
 
 def ideal_ratio(row: Record) -> float | None:
-    """Return the longer of computation and collective, each alone, divided by serial's time. Return None if either was
-    not timed."""
+    """Return the ideal time divided by serial's time. The ideal time is the longer of the computation alone and the
+    collective alone. Return None if either was not timed.
+    """
     ideal = row["ideal_ms"]
     return None if ideal is None else float(ideal / median(row["serial_ms"]))
 
@@ -89,7 +91,9 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on all rows. Of rows with equal keys the last one is used, separately for the first and the second run."""
+    """The verdict on all rows. If several rows have the same key, the last row counts, separately for the first and the
+    second run.
+    """
 
     rows: Sequence[Record]
 
@@ -125,7 +129,9 @@ class Verdict:
 
     @property
     def worst(self) -> list[Record]:
-        """The rows sorted by speed relative to serial, the slowest first. If no mode is judged by speed, all timed rows."""
+        """The rows sorted by speed relative to serial, the slowest first. If no mode is judged by speed, all timed rows
+        are sorted.
+        """
         return sorted(self.judged or self.timed, key=speed)
 
     @property
@@ -170,17 +176,17 @@ class Verdict:
         """The violated criteria as phrases; empty if all hold."""
         found = []
         if self.below:
-            found.append(f"{len(self.below)} of {len(self.judged)} below {NEVER_BELOW}x")
+            found.append(f"{len(self.below)} of {len(self.judged)} pairs of shape and mode are below {NEVER_BELOW}x")
         if self.suspects:
-            found.append(f"{len(self.suspects)} under {NEVER_BELOW}x once and not measured again")
+            found.append(f"{len(self.suspects)} were below {NEVER_BELOW}x once, and were not measured again")
         overlapped = self.overlapped_share
         if overlapped is not None and overlapped < OVERLAPPED_SHARE:
-            found.append(f"{overlapped:.0%} overlapped where overlap can gain (at least {OVERLAPPED_SHARE:.0%})")
+            found.append(f"weft overlaps {overlapped:.0%} of the shapes that can gain (wanted: {OVERLAPPED_SHARE:.0%})")
         for how, most in ADDED_US.items():
             added = self.added_us(how)
             if added is not None and added > most:
                 found.append(
-                    f"single calls add {added:.0f} us {'overlapped' if how else 'serial'} (at most {most:.0f})"
+                    f"single calls of {'overlapped' if how else 'serial'} schedules add {added:.0f} us (limit: {most:.0f} us)"
                 )
         beyond = []
         for row in self.changing:
@@ -188,10 +194,10 @@ class Verdict:
             if mean > CHANGING_MEAN or p99_ms > CHANGING_P99_MS:
                 beyond.append(f"{row['op']} {mean:.2f}x and {p99_ms:+.2f} ms")
         if beyond:
-            limits = f"{CHANGING_MEAN}x serial's mean and {CHANGING_P99_MS} ms above its 99th percentile"
-            found.append(f"changing sizes (at most {limits}): {', '.join(beyond)}")
+            limits = f"mean time {CHANGING_MEAN}x serial's, 99th percentile {CHANGING_P99_MS} ms above serial's"
+            found.append(f"calls with changing sizes exceed a limit ({limits}): {', '.join(beyond)}")
         if self.errors:
-            found.append(f"{len(self.errors)} ended with an error")
+            found.append(f"{counted(len(self.errors), 'row')} ended with an error")
         return found
 
 

@@ -64,7 +64,7 @@ def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: 
 
 
 def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
-    """Measure a shape; return its rows, equal on all ranks. It is a collective call."""
+    """Measure a shape; return its rows, equal on all ranks. All ranks must make this call."""
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
     name, dtype = plain(item.op, None)
@@ -130,7 +130,7 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Measure mode `changing`: call each size by weft and by serial, with a synchronisation after each call."""
+    """Measure mode `changing`: call weft and serial for each size, with a synchronisation after each call."""
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)

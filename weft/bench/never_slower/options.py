@@ -1,4 +1,4 @@
-"""The command line of `weft bench never-slower`. Its help needs no torch."""
+"""The command line of `weft bench never-slower`. Its help does not import torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ SIZES = {"cuda": 1000, "cpu": 30}
 """The number of consecutive sizes in `changing`, by type of device."""
 
 _ABOUT = """
-Test if weft is ever slower than hand-written calls of NCCL (gloo) and cuBLAS, called "serial". It measures every forward operator
-on random shapes. Each shape is checked against float64, then weft and serial are timed alternately, five times. A shape is below
-if weft runs at less than 0.98 of serial's speed in four of the five, and again in a second measurement. Shapes have M from 1 to
-65536, and N and K from 512 to 53248, but at most 5 ms of GEMM and a quarter of the memory. On CPU shapes are small.
-The exit status is 0 for any result; the last line is the verdict.
+Test if weft is ever slower than hand-written calls of NCCL (gloo) and cuBLAS, called "serial".
+
+The command measures every forward operator on random shapes. It compares the results of each shape with float64, then times weft
+and serial in turn, five times. A shape counts as "below" if weft runs at less than 0.98 of serial's speed in four of these five
+repetitions, and again in a second measurement. M is between 1 and 65536, and N and K are between 512 and 53248. A GEMM takes at
+most 5 ms, and a shape at most a quarter of the memory. On CPU shapes are small. The last line of the output is the verdict. The
+exit status is 0 for any verdict.
 """
 _EXAMPLES = """modes:
-  queued    the host runs ahead of the device, as in training
-  graph     captured in a CUDA graph and replayed, as in decoding; not on CPU, nor where an operator cannot be captured
-  single    a synchronisation after each call; judged by the microseconds that weft adds
-  changing  another size in every call, each call synchronised; judged by mean and 99th percentile
+  queued    the CPU launches calls ahead of the GPU, as in training
+  graph     a CUDA graph is captured and replayed, as in decoding. Only on GPUs, for operators that can be captured
+  single    the CPU synchronises after each call. The verdict is on the microseconds that weft adds
+  changing  each call has another size, and the CPU synchronises after it. The verdict is on mean and 99th percentile
 
 examples:
   weft bench never-slower                                  5 minutes on two GPUs
   weft bench never-slower --ops all_gather_matmul,matmul_all_reduce --modes queued,graph
-  weft bench never-slower --json never.jsonl               interrupted? The same command again measures what is missing
+  weft bench never-slower --json never.jsonl               if interrupted, run it again: it measures only the missing shapes
   weft bench never-slower --shapes 40 --part 2/3 --seed 89614071 --json part-2.jsonl
   torchrun --nproc-per-node 2 -m weft.cli bench never-slower --device cuda
 """
@@ -97,8 +99,8 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--ops", metavar="A,B", help=f"operators. Default: all: {', '.join(forward_operators())}")
-    add("--shapes", type=int, default=SHAPES, metavar="N", help=f"shapes of each operator. Default: {SHAPES}")
+    add("--ops", metavar="A,B", help=f"operators. Default: all of {', '.join(forward_operators())}")
+    add("--shapes", type=int, default=SHAPES, metavar="N", help=f"number of shapes of each operator. Default: {SHAPES}")
     add("--part", default="1/1", metavar="I/N", help="measure the I-th of N equal parts of all shapes")
     add("--seed", metavar="HEX", help="seed of the shapes. Default: the first 8 digits of the measured commit")
     add(
@@ -110,7 +112,11 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
     add("--sizes", type=int, metavar="N", help="number of consecutive sizes in mode changing. Default: "
         f"{SIZES['cuda']} on GPUs, {SIZES['cpu']} on CPU")  # fmt: skip
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
-    add("--ranks", type=int, help="processes to start. Default: 2 on CPU, one per GPU on cuda. Not under torchrun")
+    add(
+        "--ranks",
+        type=int,
+        help="number of processes to start. Default: 2 on CPU, one per GPU on cuda. Do not pass it with torchrun",
+    )
     add("--json", type=Path, metavar="FILE", help=(
         "append a line for each shape and mode. Shapes that FILE already "
         "has for this seed, code and machine are skipped"

@@ -68,7 +68,7 @@ def verdict_of(verdict: Verdict) -> str:
     measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")
     if failures := verdict.failures:
         return f"does not hold on {measured}: {'; '.join(failures)}"
-    return f"holds on {measured}: none is below {NEVER_BELOW}x serial by hand"
+    return f"holds on {measured}: none is below {NEVER_BELOW}x of the baseline's speed"
 
 
 def said(verdict: Verdict) -> list[str]:
@@ -76,19 +76,19 @@ def said(verdict: Verdict) -> list[str]:
     lines = []
     if judged := verdict.judged:
         lines.append(
-            f"below {NEVER_BELOW}x serial, twice: {len(verdict.below)} of {len(judged)} (shape, mode) "
-            f"({len(verdict.below) / len(judged):.1%}); weft {times(geomean([speed(row) for row in judged]))} serial in the "
-            f"geometric mean"
+            f"below {NEVER_BELOW}x of serial's speed in two runs: {len(verdict.below)} of {len(judged)} pairs of shape and mode "
+            f"({len(verdict.below) / len(judged):.1%}). Geometric mean of weft's speed: "
+            f"{times(geomean([speed(row) for row in judged]))} of serial's"
         )
         serial, ideal = verdict.serial, verdict.mean_ideal_of_serial
         lines.append(
             f"serial chosen: {len(serial)} of {len(judged)}"
-            + (f", where the ideal is {ideal:.2f} of serial's time in the geometric mean" if ideal is not None else "")
+            + (f". There the ideal time is {ideal:.2f} of serial's time (geometric mean)" if ideal is not None else "")
         )
         if verdict.overlapped_share is not None:
             lines.append(
-                f"ideal under {GAINS_BELOW} of serial's time: {len(verdict.gaining)}, of which {verdict.overlapped_share:.0%} are "
-                f"overlapped (wanted: {OVERLAPPED_SHARE:.0%})"
+                f"ideal time below {GAINS_BELOW} of serial's time: {len(verdict.gaining)}. weft overlaps "
+                f"{verdict.overlapped_share:.0%} of these (wanted: {OVERLAPPED_SHARE:.0%})"
             )
     for how, most in ADDED_US.items():
         if (added := verdict.added_us(how)) is not None:
@@ -134,9 +134,9 @@ def _head(rows: Sequence[Record]) -> str:
     return (
         f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; {', '.join(codes)}; {last['date'][:10]}. Shapes "
         f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed divided by the speed of NCCL and "
-        f"cuBLAS calls (gloo and torch.mm on CPU), as geometric means. A shape is below {NEVER_BELOW}x if it was so in four of "
-        f"five repetitions, in each of two runs. For changing sizes, the mean time is a factor of serial's mean, and the 99th "
-        f"percentile a difference from serial's."
+        f"cuBLAS calls (gloo and torch.mm on CPU), as geometric means. A shape counts as below {NEVER_BELOW}x if at least four of "
+        f"five repetitions were below it, in each of two runs. In the columns for changing sizes, the first number is weft's mean "
+        f"time divided by serial's mean time. The second number is weft's 99th percentile minus serial's 99th percentile."
     )
 
 
@@ -209,7 +209,7 @@ def sentence(rows: Sequence[Record]) -> str:
     return (
         f"{counted(shapes, 'random shape')} of {operators} ({counted(len(seeds), 'seed')}) were measured on "
         f"{rows[-1]['machine']}. The baseline is "
-        f"{baseline}, called one after the other; both sides run as {' and '.join(modes)}. {found}. "
+        f"{baseline}, called one after the other. Both sides ran as {' and as '.join(modes)}. {found}. "
         f"The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
         f"{times(speed(slowest))}."
     )

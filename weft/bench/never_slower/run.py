@@ -1,8 +1,8 @@
 """A run of `weft bench never-slower`: measure all shapes of its part that the file lacks, then repeat suspects.
 
-Rank 0 draws the shapes, reads the file, decides, and broadcasts. If all ranks fail at a shape with the same type of error, and the
-group is alive, the run records the error as a row and continues. Otherwise the run ends. The same command with `--json` then
-continues after this shape.
+Rank 0 draws the shapes, reads the file, decides what to measure, and broadcasts the decision. If all ranks fail at a
+shape with the same type of error, and the group is alive, the run records the error as a row and continues. Otherwise
+the run ends. The same command with `--json` then continues after this shape.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Run:
         return self.ranks.rank == 0
 
     def told(self, value: T) -> T:
-        """Broadcast rank 0's `value`. Collective."""
+        """Broadcast rank 0's `value`. All ranks must make this call."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.meeting)
         found: T = box[0]
@@ -108,7 +108,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
-        """Return the file's rows for these shapes, and print the number of rows."""
+        """Return the rows for these shapes that the results file has already, and print the number of rows."""
         path = self.options.json
         if path is None or not path.is_file():
             return []
@@ -145,7 +145,9 @@ class _Run:
         return found
 
     def measure(self, todo: Sequence[tuple[ShapeToMeasure, tuple[str, ...]]], again: bool) -> None:
-        """Measure these shapes one after the other, and append each shape's rows to the file. Collective."""
+        """Measure these shapes one after the other, and append each shape's rows to the file. All ranks must make this
+        call.
+        """
         with progress(len(todo), shown=self.leads and bool(todo), prefix="again, " * again) as step:
             for number, (item, modes) in enumerate(todo, 1):
                 what = f"{number}/{len(todo)} {item.op} {item.config}"
@@ -168,7 +170,7 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows of a shape, reason why the group is unusable or ""). Collective."""
+        """Return (rows of a shape, reason why the group is unusable or ""). All ranks must make this call."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -197,7 +199,7 @@ class _Run:
             return [], _shown(error)
 
     def said(self, text: str) -> list[str]:
-        """Gather each rank's text. Collective."""
+        """Gather each rank's text. All ranks must make this call."""
         everybody: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(everybody, text, group=self.meeting)
         return everybody

@@ -6,8 +6,8 @@ inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
 
-Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal overlap takes the
-longer of the GEMM and the copies.
+Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
+overlap takes as long as the longer of the GEMM and the copies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GatherVariants(TorchVariants):
         if self.config.symmetric:
             self.x_shards = [_symmetric(x, self.ranks) for x in self.x_shards]
         w = self.normal(77 + self.ranks.rank, n, k)
-        # fp8 cannot represent small numbers, so its scale is small instead of w.
+        # fp8 cannot represent small numbers, so make the scale small instead of w.
         self.w = (w if self.scaled else w * k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=self.ranks.device)
         self.scale_of_x = self.x_scale[0]  # [1]: torch's operator interprets [1, 1] as a scale per row
@@ -148,12 +148,14 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """The copies' targets in the peers' memory. Allocated late, so that each first call includes its allocation."""
+        """The copies' targets in the peers' memory. They are allocated at the first use, so that each first call
+        includes its allocation.
+        """
         return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 
 def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return a copy in torch's symmetric memory. Collective."""
+    """Return a copy in torch's symmetric memory. All ranks must make this call."""
     import torch.distributed._symmetric_memory as symm_mem
 
     copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -3,11 +3,11 @@
 Tokens are sorted by expert; the number per expert is random. Weights are [experts, K, N]. Variants
 (details: benchmarks/README.md):
 
-    serial    the baseline: all_to_all_single of the splits, which the host reads, and of the tokens, torch's grouped GEMM
+    serial    the baseline: all_to_all_single of the splits, which the CPU reads, and of the tokens, torch's grouped GEMM
     padded    the baseline of mode `graph`, since CUDA graphs can capture it: all experts padded to the largest count,
               all_to_all_single with equal splits, torch.bmm over everything
-    weft, names of schedules     exactly the rows that arrive; the host waits for their number in each call
-    ...-bounded     with max_rows, the most rows of any rank, rounded up to 128; the host does not wait
+    weft, names of schedules     exactly the rows that arrive; the CPU waits for their number in each call
+    ...-bounded     with max_rows, the most rows of any rank, rounded up to 128; the CPU does not wait
 
 Also timed alone: torch's GEMMs on rows sorted by expert (grouped, and one per expert), and NCCL's all-to-all of tokens with known
 sizes.
@@ -88,7 +88,7 @@ class MoeShape(GemmShape):
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Return the problems of calls with exactly the rows that arrive, and with max_rows."""
+        """Return the problems of the exact calls (as many rows as arrive) and of the bounded calls (with max_rows)."""
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)
@@ -147,7 +147,8 @@ class ExpertVariants(GemmVariants):
         self.received = [self.counts(which).to(ranks.device) for which in range(self.input_sets)]
         self.draw_rows()
         self.w = torch.empty(self.experts, shape.k, shape.n, dtype=self.dtype, device=ranks.device)
-        for i, of_expert in enumerate(self.w):  # one expert at a time: fp32 copies of all would triple the memory
+        # one expert at a time: fp32 copies of all weights would triple the memory
+        for i, of_expert in enumerate(self.w):
             of_expert.copy_(self.expert(ranks.rank, i))
 
     @abstractmethod
@@ -162,9 +163,11 @@ class ExpertVariants(GemmVariants):
         return drawn.to(self.dtype)
 
     def counts(self, which: int, rank: int | None = None) -> torch.Tensor:
-        """Return int64 [world size, local experts], on the host: the number of rows from each rank for each expert of `rank`.
+        """Return the number of rows from each rank for each expert of `rank`: int64 [world size, local experts], on the
+        CPU.
 
-        rank: default this rank."""
+        rank: default this rank.
+        """
         first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]
 
@@ -192,7 +195,7 @@ class ExpertVariants(GemmVariants):
         return self.ahead if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (variant, baseline). For graphs, the variant is the bounded one, because it never waits."""
+        """Return (variant, baseline). For graphs, the variant is `weft-bounded`, because it never waits."""
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
@@ -200,7 +203,7 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Take a proportional part of the rows for each expert."""
+        """Take a proportional part of the rows of `whole` for each expert."""
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
         self.splits = [splits[self.ranks.rank].to(self.ranks.device) for splits in self.all_splits]
@@ -234,7 +237,7 @@ class ExpertVariants(GemmVariants):
             f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows over mean: "
             f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms * (PADDED in self.baselines)}",
             f"all variants except {self.ahead} and those ending in {BOUNDED} synchronise with the device in each call, "
-            f"in queued mode too: the host must learn how many rows arrive",
+            f"in queued mode too, because the CPU must read the number of arriving rows",
             *super().notes(records, ceilings),
         ]
 
@@ -332,9 +335,10 @@ class DispatchVariants(ExpertVariants):
         return experts.all_to_all_matmul(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
-        """Run with all experts padded to `capacity` rows per source rank, so that the host need not wait for sizes.
+        """Run with all experts padded to `capacity` rows per source rank, so that the CPU need not wait for sizes.
 
-        Returns [experts * world size * capacity, n], by expert and then by source. Padding rows hold other tokens."""
+        Returns [experts * world size * capacity, n], by expert and then by source. Padding rows hold other tokens.
+        """
         splits, tokens = self.splits[which], self.tokens[which]
         rows = ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=tokens.shape[0] - 1)
         padded = tokens.index_select(0, rows.flatten())
@@ -419,7 +423,9 @@ class ExpertsOperator(GemmOperator[MoeShape]):
     def twin(self, record: Record) -> str | None:
         """Return the variant that pins the same schedule.
 
-        With `max_rows` the serial schedule has no such variant: it cannot be pinned, and the baseline has another shape."""
+        With `max_rows` the serial schedule has no such variant: the schedule cannot be pinned, and the baseline has
+        another shape.
+        """
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:
             return BASELINE if variant == OWN_SERIAL else None

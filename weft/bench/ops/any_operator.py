@@ -1,4 +1,4 @@
-"""Benchmark of any registered operator (`weft.operator`): shapes x variants. It is also the base of benchmarks with their own
+"""Benchmark of any registered operator (`weft.operator`): shapes x variants. Also the base of benchmarks with their own
 baselines.
 
 The operator's spec draws the calls and computes the expected results. Variants:
@@ -64,7 +64,7 @@ class GemmVariants(ChoosingVariants):
     """The shape."""
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
-    """The baselines of each variant that selects its schedule; its main baseline comes first."""
+    """The baselines of each variant that selects its schedule. The main baseline comes first."""
     rules: ClassVar[tuple[str, ...]] = ()
     """Variants with a selection rule other than the default (`weft.plan.use`); they run only if named."""
     beside: ClassVar[tuple[str, ...]] = ()
@@ -96,7 +96,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return the operator's call for a variant. schedule: the pinned schedule; None lets the operator select."""
+        """Return the operator's call for a variant. schedule: the schedule to pin; None lets the operator select."""
 
     @abstractmethod
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
@@ -127,9 +127,10 @@ class GemmVariants(ChoosingVariants):
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
-        """Record the schedule that the operator selected now, because the operator evicts old calls from its cache.
+        """Record the schedule that the operator selected. Do it now, because the operator evicts old calls from its
+        cache.
 
-        Raises RuntimeError if no call has this problem, since records would not describe the timed calls.
+        Raise RuntimeError if no call has this problem, since records would not describe the timed calls.
         """
         if name not in self.compared and name not in self.rules:
             return
@@ -139,7 +140,8 @@ class GemmVariants(ChoosingVariants):
         if not found:
             made = "; ".join(str(call.p) for call in of_rule) or "nothing"
             raise RuntimeError(
-                f"{name} of {self.spec.name} was called for {self.problem}, but its calls are for {made}"
+                f"variant {name} of {self.spec.name} ran {made}, but its record would say {self.problem}: let the spec's "
+                "drawn() return calls of this problem"
             )
         self._taken[name] = found[-1]
 
@@ -194,7 +196,9 @@ class GemmVariants(ChoosingVariants):
 
 
 class MatmulVariants(GemmVariants):
-    """Variants of [m, k] @ [k, n] in some form. Each input set has its own random call; the first result is compared."""
+    """Variants of [m, k] @ [k, n], with or without a collective. Each input set has its own random call; the first
+    result is compared.
+    """
 
     def draw(self) -> None:
         self.calls = [self._drawn(which, self.ranks.rank) for which in range(self.input_sets)]
@@ -224,7 +228,7 @@ class MatmulVariants(GemmVariants):
         return {BASELINE: self.serial}, {}, []
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the ms to read all inputs and write all results once in memory."""
+        """Return the time in ms to read all inputs and write all results once."""
         outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
         tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
         return max(c.ms(sum(t.nbytes for t in tensors)) for c in ceilings)
@@ -263,8 +267,8 @@ class MatmulVariants(GemmVariants):
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
         """{mode: (calibrated, blind)}, each {schedule: predicted milliseconds of a call in a row}.
 
-        Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only the
-        machine's file (and `weft plan calibrate`).
+        Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only
+        the machine file and the results of `weft plan calibrate`.
         """
         found = {}
         for mode, choice in self.choices.items():
@@ -374,7 +378,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return header, [[config, *(milliseconds(ms.get(kind)) for kind in variants)] for config, ms in fastest.items()]
 
     def _on_host(self, rows: Sequence[Record]) -> list[str]:
-        """Return sentences on the host time of calls."""
+        """Return sentences on the CPU time of calls."""
         if rows[0]["mode"] != "queued":
             return []
         found, fields = [], ("host_us", "first_call_ms")
@@ -382,7 +386,7 @@ class GemmOperator(OperatorBenchmark[S]):
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        return [f"Medians of a call's host time and of a shape's first call: {', '.join(found)}."] if found else []
+        return [f"CPU time of a call, and time of a shape's first call (medians): {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) for each pinned schedule of a shape, the fastest first."""
@@ -402,7 +406,7 @@ class GemmOperator(OperatorBenchmark[S]):
 
 
 class AnyOperator(GemmOperator[GemmShape]):
-    """The benchmark of operators that compute [m, k] @ [k, n] in some form."""
+    """The benchmark of operators that compute [m, k] @ [k, n] with or without a collective."""
 
     variants, shape = MatmulVariants, GemmShape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
@@ -465,6 +469,6 @@ def _summary_of_predictions(mine: Sequence[Record]) -> list[str]:
         else ""
     )
     return [
-        f"On {calibrated:.0%} of the shapes the prediction from measured GEMMs is within {_NEAR_PREDICTION:.0%} of the time"
-        f"{on_blind or '. Predictions from the machine file alone were not recorded'}"
+        f"On {calibrated:.0%} of the shapes the prediction from measured GEMMs is within {_NEAR_PREDICTION:.0%} of the measured "
+        f"time{on_blind or '. Predictions from the machine file alone were not recorded'}"
     ]

@@ -1,6 +1,7 @@
 """The base of benchmarks with a counterpart in torch's AsyncTP (`torch.ops.symm_mem`).
 
-It adds AsyncTP's variant, remarks on AsyncTP, and the time of the peer copies that an overlap hides."""
+The base adds AsyncTP's variant, remarks on AsyncTP, and the time of the peer copies that an overlap hides.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class TorchVariants(HandVariants):
         return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the longest time in ms: operands and result once in memory, the GEMM, or a rank's outgoing bytes over the link."""
+        """Return the longest of these times in ms: operands and result once in memory, the GEMM, a rank's outgoing
+        bytes over the link.
+        """
         memory, wire, flops = self.moved()
         return max(c.ms(memory, wire, flops) for c in ceilings)
 
@@ -102,4 +105,4 @@ class TorchOperator(AnyOperator):
         return [*peers, *remarks.of_nccl(rows)]
 
     def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
-        return ["asynctp ran without NVLink multicast, which it would not use here."]
+        return ["asynctp ran without NVLink multicast, which torch does not use for this operator."]

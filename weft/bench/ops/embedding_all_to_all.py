@@ -46,8 +46,9 @@ POOL, EXCHANGE = " pooling alone", "exchange alone"
 class Traffic:
     """Bytes that one rank must move in a call, independent of the algorithm.
 
-    rows: all row reads, including repetitions. distinct_rows: each row once, as with a perfect cache. Ids and offsets are read,
-    and pooled vectors are written, locally or at a peer. wire: the vectors that leave the rank.
+    rows: all row reads, including repetitions. distinct_rows: each row once, as with a perfect cache. wire: the vectors
+        that leave the rank. The other fields: ids and offsets that are read, and vectors that are written locally or at
+        a peer.
     """
 
     rows: float
@@ -137,11 +138,11 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
     @cached_property
     def traffics(self) -> list[Traffic]:
-        """The traffic of each rank. Collective."""
+        """The traffic of each rank. All ranks must make this call."""
         return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
-        """Return this rank's exact bytes, averaged over the input sets."""
+        """Return the exact number of bytes that this rank must move, averaged over the input sets."""
         rows = distinct = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())
@@ -167,7 +168,8 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
         return Scale(scale, scale)
     free = free_bytes(ranks)
     if ranks.device.type == "cuda":
-        # FBGEMM copies the tables. All variants together keep about ten outputs; the reference takes as much as two.
+        # FBGEMM copies the tables. All variants together keep about ten outputs, and the reference takes as much as
+        # two.
         share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
     else:

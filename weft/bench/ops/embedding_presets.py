@@ -3,9 +3,9 @@
 `embedding_all_to_all.toml` has the configurations and their sources. A `Scale` shrinks the batch, and the rows of tables above
 `SMALL_TABLE` rows. Dimensions, bag lengths and the number of tables stay, because they determine the access pattern.
 
-If rows are drawn uniformly, batch and rows shrink separately, each no more than needed: time limits the batch, memory the rows.
-(Tables that fit a cache are a different benchmark.) If rows follow a Zipf law, batch and rows shrink by the same factor. This
-preserves how often a batch repeats a row.
+If rows are drawn uniformly, batch and rows shrink separately, each no more than needed: time limits the batch, and
+memory limits the rows. (Tables that fit a cache are a different benchmark.) If rows follow a Zipf law, batch and rows
+shrink by the same factor. This preserves how often a batch repeats a row.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class TrainingData(EmbeddingData):
 
 
 class TrainingStep(ABC):
-    """A variant. A call with the number of an input set runs one step, and returns the forward's pooled vectors."""
+    """A variant. Calling it with the number of an input set runs one step, and returns the forward's pooled vectors."""
 
     def __init__(self, work: TrainingData) -> None:
         self.work = work
@@ -132,7 +132,7 @@ class WeftStep(TrainingStep):
             return found
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
-        """Return {part of a step: call}. All parts but the forward use the first input set."""
+        """Return {part of a step: call}. All parts except the forward use the first input set."""
 
         def forward(which: int) -> torch.Tensor:
             with torch.no_grad():

@@ -4,13 +4,13 @@ All variants update the same tables. A check refills the tables and makes two st
 forward's vectors, sampled rows and their states with float64. Timed steps do not refill the tables, as in training. The check is
 repeated after the timing.
 
-A step's time is compared with two lower bounds, the bytes that a rank moves at the rates measured in the same run:
+A step's time is compared with two lower bounds: the time to move a rank's bytes, at the rates measured in the same run:
 
     once            each distinct row is read for the forward, and read and written for the update
     per occurrence  a row and a gradient are read for each id, and each distinct row is read and written once
 
-Both bounds also include ids and offsets twice, and one pass of a sort over 4-byte keys and numbers. They include vectors written
-once, gradients read once, and the bytes over the link.
+Both bounds also include the bytes over the link, reading ids and offsets twice, and one pass of a sort over 4-byte keys
+and numbers. They also include writing vectors once and reading gradients once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from weft.bench.ops.embedding_steps import (
 from weft.words import counted
 
 BASELINES = (DETERMINISTIC, FBGEMM, TORCH)
-_SAMPLED = 64  # checked rows per table: this many that occur, and as many drawn from all rows
+_SAMPLED = 64  # rows per table that are checked: this many that occur, and as many drawn from all rows
 _BY_OTHERS = {DETERMINISTIC, FBGEMM}
 _STEPS = 2  # steps of a check; the second step starts with nonzero states
 _CHUNK_BYTES = 128 << 20  # bytes of float64 gradients per block of the reference
@@ -110,7 +110,9 @@ class TrainingWorkload(TrainingData, Variants):
     # --- the check ---
 
     def gradients_of_slot(self, number: int, which: int) -> torch.Tensor:
-        """Return the gradients of this rank's slot `number`, [global batch, D]; empty if there is no such slot. Collective."""
+        """Return the gradients of this rank's slot `number`, [global batch, D]; empty if there is no such slot. All
+        ranks must make this call.
+        """
         config, rank = self.config, self.ranks.rank
         slots = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
         there = [of[number] if number < len(of) else None for of in slots]
@@ -127,9 +129,10 @@ class TrainingWorkload(TrainingData, Variants):
         return received.view(config.global_batch, dims[rank])
 
     def expected(self) -> list[Expected]:
-        """Return the expected sampled rows of each of this rank's tables after a check. Collective.
+        """Return the expected sampled rows of each of this rank's tables after a check. All ranks must make this call.
 
-        The tables must be freshly filled."""
+        The tables must be freshly filled.
+        """
         found = []
         most = max(len(self.config.sharding.local_slots(r)) for r in range(self.ranks.world_size))
         for number in range(most):
@@ -168,7 +171,8 @@ class TrainingWorkload(TrainingData, Variants):
         return Expected(rows, values, states)
 
     def error_of_step(self, step: TrainingStep, expected: Sequence[Expected], pooled: torch.Tensor) -> float:
-        """Return the largest error of a variant in a check, relative to the largest element. Collective.
+        """Return the largest error of a variant in a check, relative to the largest element. All ranks must make this
+        call.
 
         The error is infinite if a row without ids has changed. pooled: the vectors of the first step, in float64.
         """
@@ -286,7 +290,9 @@ class TrainingWorkload(TrainingData, Variants):
         return False
 
     def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
-        """Return the error text of another library's call; "" if none. Collective: a failure on one rank counts on all."""
+        """Return the error text if a call of another library fails on any rank; "" if it does not fail. All ranks must
+        make this call.
+        """
         why = ""
         try:
             call(0)
@@ -297,9 +303,10 @@ class TrainingWorkload(TrainingData, Variants):
         return (why or "on another rank") if failed else ""
 
     def _extra_bytes(self, call: Callable[[int], torch.Tensor]) -> int | None:
-        """Return the peak bytes of a step on the worst rank; None on CPU. Collective.
+        """Return the peak bytes of a step on the worst rank; None on CPU. All ranks must make this call.
 
-        Tables, inputs, states and kept buffers do not count."""
+        Tables, inputs, states and kept buffers do not count.
+        """
         if self.ranks.device.type != "cuda":
             return None
         torch.cuda.synchronize()
@@ -342,7 +349,7 @@ def _ordered(names: Sequence[str]) -> list[str]:
 
 
 def training_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """Return `options.scale`, or the largest scale that fits. All ranks return the same. On GPUs only rows shrink."""
+    """Return `options.scale`, or the largest scale that fits, the same on all ranks. On GPUs only rows shrink."""
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)
@@ -378,7 +385,9 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
             if name not in known:
                 raise ValueError(f"no variant {name!r}: give {', '.join(known)}")
             if name == PUSH and options.device == "cpu":
-                raise ValueError(f"variant {name!r} cannot run here: kernels of GPUs store gradients at their owners")
+                raise ValueError(
+                    f"variant {name!r} cannot run on CPU, because a GPU kernel sends its gradients: use --device cuda"
+                )
             if name in DEFAULT_FBGEMM and (why := why_no_fbgemm()):
                 raise ValueError(f"variant {name!r} cannot run here: {why}")
 

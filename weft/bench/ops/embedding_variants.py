@@ -75,16 +75,18 @@ class EmbeddingData(Workload):
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: twice the error of `nn.EmbeddingBag` in the same dtype, or one rounding of the largest element.
+        """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and one
+        rounding of the largest element.
 
-        The limit of `nn.EmbeddingBag` itself is one rounding per row of the longest bag."""
+        The limit of `nn.EmbeddingBag` itself is one rounding per row of the longest bag.
+        """
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:
             return eps * max(2 * bag.mean for bag in self.config.bags)
         return max(2 * errors[BASELINE], eps)
 
     def reference(self, which: int) -> torch.Tensor:
-        """Return float64 [local batch, sum of D]: the expected output of this rank. Collective.
+        """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call.
 
         In round i every rank pools and exchanges only its i-th slot, to save memory.
         """
@@ -160,15 +162,16 @@ class SerialVariant:
 
     @cached_property
     def extra_bytes(self) -> tuple[int, str]:
-        """Return (peak bytes on the worst rank, how they are known). Collective.
+        """Return (peak bytes on the worst rank, how they are known). All ranks must make this call.
 
-        The bytes include the output, but not tables and inputs. On GPUs they are measured; on CPU they are the buffers' sizes.
+        The bytes include the output, but not tables and inputs. On GPUs they are measured; on CPU they are the buffers'
+        sizes.
         """
         work, config = self.work, self.work.config
         if work.ranks.device.type != "cuda":
             pooled = config.global_batch * work.local_dim * config.itemsize
             received = work.local_batch * config.sharding.total_dim * config.itemsize
-            # The peaks of: pooling per table and concatenating; exchanging; unpacking.
+            # The three peaks: pooling per table and concatenating, exchanging, unpacking.
             most = max(2 * pooled * self.pooled_twice, pooled + received, 2 * received)
             return int(work.ranks.most(most)), "counted"
         self(0)
@@ -245,9 +248,10 @@ def parse(name: str) -> EmbeddingOptions | None:
 
 
 class FusedVariant:
-    """weft's operator. per_table: launch its kernel once per table instead of once.
+    """weft's operator. per_table: True to launch its kernel once per table, False to launch it once.
 
-    (The fused embedding paper launches per table within a node, with a non-persistent kernel; weft's kernel is persistent.)
+    (The fused embedding paper launches per table within a node, with a non-persistent kernel; weft's kernel is
+    persistent.)
     """
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, per_table: bool = False):

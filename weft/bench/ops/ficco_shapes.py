@@ -56,7 +56,7 @@ class GatherShape(GemmShape):
         over, by = int(match[2] or 0), int(match[2] or 1)
         if odd := [gemm for gemm in gemms if gemm.m % by]:
             of = f"M={odd[0].m} of {odd[0].name}"
-            raise ValueError(f"preset {name!r}: {of} cannot be divided by {over}: use a power of two")
+            raise ValueError(f"preset {name!r}: {of} is not divisible by {over}: divide by a power of two")
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
@@ -65,7 +65,7 @@ class GatherShape(GemmShape):
             return self
         (gemm,) = _GEMMS[self.gemm]
         if self.m % ranks:
-            raise ValueError(f"preset {self.name}: M={self.m} must be divisible by ranks={ranks}")
+            raise ValueError(f"preset {self.name}: M={self.m} must be divisible by ranks={ranks}: use 2, 4 or 8 ranks")
         said = f"FiCCO's {self.gemm}, {gemm}: N / {ranks}" + (f", M / {self.over}" if self.over > 1 else "")
         return replace(self, n=gemm.sharded(ranks).n, sources=(said,))
 
@@ -84,7 +84,8 @@ class GatherShape(GemmShape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """Return `shape` with M halved until inputs, results and all schedules with a prefix in `names` fit. Collective.
+    """Return `shape` with M halved until inputs, results and all schedules with a prefix in `names` fit. All ranks must
+    make this call.
 
     Only GEMMs of the paper without a given divisor of M are reduced. If no M fits, return the full shape, which is refused later.
     See `pinned_schedules`.

@@ -123,7 +123,9 @@ def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ..
 
 
 def check_room(shape: GemmShape, ranks: Ranks, item_bytes: int) -> None:
-    """Raise ValueError if the inputs and the float64 reference of a rank exceed the free memory. Collective."""
+    """Raise ValueError if the inputs and the float64 reference of a rank exceed the free memory. All ranks must make
+    this call.
+    """
     needed, free = shape.bytes(ranks.world_size, item_bytes), free_bytes(ranks)
     if needed > free:
         needs = f"{needed / 1e9:.1f} GB on each rank for inputs and the float64 reference"
@@ -139,8 +141,9 @@ class Pinned(NamedTuple):
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
     """Yield (suffix, variant, candidate) for the variants with a prefix in `names`.
 
-    Candidates are the planner's, and full names in `names` with other parameters. Only the first of `problems` yields the serial
-    schedule."""
+    Candidates are the planner's, and the full names in `names` that have other parameters. Only the first of `problems`
+    yields the serial schedule.
+    """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
         others = []
@@ -154,9 +157,11 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
-    """Return (schedules of variants with a prefix in `names` that apply and fit in memory; notes on the others). Collective.
+    """Return (schedules of variants with a prefix in `names` that apply and fit in memory; notes on the others). All
+    ranks must make this call.
 
-    If equal schedules have several names, keep the first name."""
+    If equal schedules have several names, keep the first name.
+    """
     free, kept, left_out = MEMORY_SHARE * free_bytes(ranks), [], []
     for one in _distinct(problems, names):
         free -= _memory(one.schedule)
@@ -226,7 +231,9 @@ def _why_not(name: str, problems: Problems) -> str:
 
 
 def roundings(schedule: Schedule) -> int:
-    """Return the most roundings of an output element to its dtype. Every step or tile that adds to the element rounds it again."""
+    """Return the largest number of times that an output element is rounded to its dtype. Every step or tile that adds
+    to the element rounds it again.
+    """
     steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
     added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)
     return 1 + max(added.values(), default=0)

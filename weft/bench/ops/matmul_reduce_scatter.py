@@ -6,8 +6,8 @@ operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor
     serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, reduce_scatter_tensor
     asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter (fused_scaled_matmul_reduce_scatter); GPUs only
 
-Also timed alone: the GEMM, the copies of all peers' rows to the peers, and NCCL's reduce-scatter. An ideal overlap takes the longer
-of the GEMM and the copies.
+Also timed alone: the GEMM, the copies of all peers' rows to the peers, and NCCL's reduce-scatter. An ideal overlap
+takes as long as the longer of the GEMM and the copies.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class ScatterVariants(TorchVariants):
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (source, target) of each peer's rows, starting with the next rank.
 
-        Targets are allocated late, so that each variant's first call includes its own allocation."""
+        Targets are allocated at the first use, so that each variant's first call includes its own allocation.
+        """
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)
         theirs = [parts[(rank + i) % world] for i in range(1, world)]

@@ -56,9 +56,10 @@ VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
 class Comparison(Variants):
-    """A block's inputs and variants on one rank. Construction is collective.
+    """A block's inputs and variants on one rank. All ranks must construct it.
 
-    A variant's results are its output and all gradients. The reference is the results of `serial`."""
+    A variant's results are its output and all gradients. The reference is the results of `serial`.
+    """
 
     baselines, claims, input_sets = (BASELINE, ASYNCTP), ((WEFT, BASELINE), (COMPILED, ASYNCTP)), 1
 
@@ -99,7 +100,7 @@ class Comparison(Variants):
 
     @cached_property
     def wanted(self) -> dict[str, torch.Tensor]:
-        """The results of the baseline. Collective."""
+        """The results of the baseline. All ranks must make this call."""
         return {key: value.clone() for key, value in self.results(BASELINE, self.call(BASELINE)).items()}
 
     def reference(self, which: int) -> dict[str, torch.Tensor]:
@@ -122,7 +123,9 @@ class Comparison(Variants):
         return errors[self.worst[name]]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: a few roundings, because both variants round several times and sum in different orders."""
+        """Return the error limit: a few roundings, because both variants round several times and sum in different
+        orders.
+        """
         return 4 * torch.finfo(self.dtype).eps + 1e-4
 
     def differs(self, name: str, how: str) -> str:

@@ -63,7 +63,9 @@ class Variant(NamedTuple):
 
 
 def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Variant]:
-    """Return `compute`, `serial` and the variants of `wanted`, all with the same weights. Collective."""
+    """Return `compute`, `serial` and the variants of `wanted`, all with the same weights. All ranks must make this
+    call.
+    """
     model = block.model
     torch.manual_seed(0)
     sequence_dim = None if model.whole else 0
@@ -136,7 +138,9 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """The exchanges of a plain block. anything: arbitrary data in place of gathered data, for runs without communication."""
+    """The exchanges of a plain block. anything: arbitrary data in place of gathered data, for runs without
+    communication.
+    """
 
     anything: torch.Tensor | None = None
     whole = False

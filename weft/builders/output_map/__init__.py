@@ -2,5 +2,5 @@
 
 `map` has the maps, `routes` derives the routes between ranks, and `steps` builds the schedule.
 
-`matmul_reduce_scatter` and `matmul_all_reduce` have schedules that are made from maps.
+Some schedules of `matmul_reduce_scatter` and `matmul_all_reduce` are built from maps.
 """

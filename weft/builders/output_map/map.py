@@ -1,25 +1,26 @@
-"""T3's output map: the destination of each chunk of a GEMM's output. A schedule is built from it.
+"""T3's output map: a list of the destination of each chunk of a GEMM's output, from which a schedule is built.
 
 The GEMM before a collective computes its output chunk by chunk. The map only lists destinations;
 `weft.builders.output_map.steps` derives the waits, copies and sums.
 
     local(c)                        chunk c stays on this rank
-    remote_map(c, to=, op=)         the GEMM stores the chunk in the memory of rank `to`, and locally only with local(c) too
+    remote_map(c, to=, op=)         the GEMM stores the chunk in the memory of rank `to`, and with local(c) locally too
     dma_map(c, to=, op=, after=)    the chunk is stored locally. When it has been written or updated `after` times, by the GEMM
                                     and by peers, a copy engine sends it to rank `to`
 
-op="update" adds to the peer's product for the same chunk. op="store" overwrites; the peer must not compute the chunk. Chunks are
-numbered in the order in which a rank computes them. Ranks are staggered: rank r computes the rows of rank r + 1 first, then those
-of rank r + 2, and so on, and its own rows last. The paper's ring reduce-scatter (section 4.4) on four ranks is
+op="update" adds to the peer's product for the same chunk. op="store" overwrites; the peer must not compute the chunk.
+Chunks are numbered in the order in which a rank computes them. Ranks are staggered: rank r computes the rows of rank r
++ 1 first, then the rows of rank r + 2, and so on, and its own rows last. The paper's ring reduce-scatter (section 4.4)
+on four ranks is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
     ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
     schedule = ring.schedule(MatmulReduceScatter(4, M, N, K, "bf16"))
 
-One map describes all ranks, because ranks are expressions. If ranks differ by more than their position in the ring, write a map
-for each: `schedule_of([map_of(rank) for rank in range(4)], problem)`. The functions below return the maps of the paper and some
-more.
+One map describes all ranks, because ranks are expressions. If ranks differ by more than their position in the ring,
+write a map for each rank: `schedule_of([map_of(rank) for rank in range(4)], problem)`. The functions below return the
+paper's maps and some others.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (figures 11 and 12), 4.2
 (triggers) and 7.1 (other collectives).
@@ -87,10 +88,9 @@ class OutputMap:
 
     rows: the number of rows of the output of all ranks.
     chunks: the number of chunks of these rows; a multiple of the world size.
-    order: for chunk 0, 1, ..., its position in the output: `owner * chunks_per_rank + piece`. Default: the staggered order.
-    Chunks
-        that this rank does not compute, as in an all-gather, have numbers too.
-    entries: the calls so far.
+    order: for chunk 0, 1, ..., its position in the output: `owner * chunks_per_rank + piece`. Default: the staggered
+        order. Chunks that this rank does not compute, as in an all-gather, have numbers too.
+    entries: the entries so far.
 
     The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.
 
@@ -152,8 +152,9 @@ class OutputMap:
             add: how the updates of a reduce-scatter are added. "gemm": the GEMM of the same chunk waits for the updates and
                 accumulates into them. "reduce": a kernel adds them and the GEMMs do not wait; required for gemm="tracked".
             by: how dma-mapped chunks are copied: by copy engine ("dma") or by kernel.
-            engines: the number of chunks that a rank sends concurrently, each to another rank. Use 1 if a single peer can
-                receive at the GPU's full bandwidth (a switch), world_size - 1 if there is a link to each peer (a mesh).
+            engines: the number of chunks that a rank sends concurrently, each to a different rank. Use 1 if a single
+                peer can receive at the GPU's full bandwidth (a switch), and world_size - 1 if there is a link to each
+                peer (a mesh).
 
         Raise `ValueError` for an impossible map. Raise `NotApplicableError` if there is nothing to compute, or there are fewer
         rows than chunks.
@@ -237,7 +238,7 @@ def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInt
     return MatmulInto("all_gather", p.world_size, p.n, p.k, p.dtype), p.world_size * p.m
 
 
-# --- Maps. per_rank: the number of chunks of each rank's rows. rank: a number, to return the map of that rank only ---
+# --- Maps. per_rank: the number of chunks of each rank's rows. rank: a number, to return the map of this rank only ---
 
 
 def ring_reduce_scatter(
@@ -246,8 +247,9 @@ def ring_reduce_scatter(
 ) -> OutputMap:  # fmt: skip
     """Return the map of a ring reduce-scatter (figures 7, 11 and 12): sums travel to the left, and each rank adds its product.
 
-    first: how the first chunk, which gets no updates, is sent. "store": the GEMM stores it in the neighbour's memory. "dma": a
-    copy engine sends it, like the other chunks."""
+    first: the sender of the first chunk, which gets no updates. "store": the GEMM stores it in the neighbour's memory.
+        "dma": a copy engine sends it, like the other chunks.
+    """
     made, neighbour = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     if to == "right":
         owners = [(rank + world - distance) % world for distance in range(1, world + 1)]
@@ -269,8 +271,9 @@ def direct_reduce_scatter(
 ) -> OutputMap:
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
-    sliced: compute the first chunk for every peer before the second chunk for any, so that all links are busy from the
-    start. Otherwise compute all rows for one peer before the rows for the next."""
+    sliced: True to compute the first chunk for every peer, then the second chunk for every peer, and so on, so that all
+        links are busy from the start. False to compute all rows for one peer before the rows for the next.
+    """
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 
 
@@ -286,9 +289,10 @@ def ring_all_gather(
 ) -> OutputMap:
     """Return the map of a ring all-gather (section 7.1): the configuration of the ring reduce-scatter, with stores.
 
-    This rank's chunks stay and are also sent to the left. Chunks from the right are forwarded, except the last, which the left
-    neighbour has computed. With first="store" a kernel after the GEMM stores this rank's chunks again, because a GEMM stores
-    once."""
+    This rank's chunks stay and are also sent to the left. Chunks from the right are forwarded, except the last chunk,
+    which the left neighbour has computed. With first="store" a kernel after the GEMM stores this rank's chunks in the
+    neighbour's memory, because a GEMM can store only once.
+    """
     made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     for chunk in range(world * per_rank):
         distance = chunk // per_rank
@@ -302,7 +306,7 @@ def ring_all_gather(
 
 
 def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
-    """Return the map of a direct all-gather (section 7.1): this rank's chunks stay and are sent to every other rank."""
+    """Return the map of a direct all-gather (section 7.1): this rank's chunks stay and are sent to every peer."""
     made = OutputMap(rows, world * per_rank)
     for chunk in range((world - 1) * per_rank, world * per_rank):
         made = made.local(chunk)

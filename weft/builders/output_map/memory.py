@@ -20,8 +20,8 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 class SharedMemory:
     """The buffers and signals that are the same on all ranks, and the last readers of slots.
 
-    m: the number of rows that a rank owns. Buffers consist of parts of m rows. A node is a (rank, place of a chunk).
-    times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
+    m: the number of rows that a rank owns. Buffers consist of parts of m rows. the time at which its chunk may be
+        forwarded (`Routes.times`).
     slots: for each node, the first part of `box` for its arriving updates.
     made_slots: for each node, the part of `made` for its product.
     """
@@ -76,14 +76,17 @@ class SharedMemory:
         self._signals: dict[str, Signals] = {}
 
     def _by(self, rank: int, how: str) -> set[int]:
-        """Return the places of the chunks that a rank sends by `how`, a remote_map or a dma_map."""
+        """Return the places of the chunks that a rank sends by remote_map or by dma_map. how: the name of the map
+        method.
+        """
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
         """Return (index of the credit signal, lane) of each lane that signals to `rank` that its slots are free.
 
-        distance: from `rank` to the rank that has the slots."""
+        distance: the distance from `rank` to the rank that has the slots.
+        """
         return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
     def signals(self, name: str) -> Signals:
@@ -93,7 +96,9 @@ class SharedMemory:
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """True if the GEMM stores this chunk in `made`, to be sent or added; False if it stores in a slot or in the result."""
+        """True if the GEMM stores this chunk in `made`, for sending or adding; False if the GEMM stores it in a slot or
+        in the result.
+        """
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
         if self.tiles is not None:
@@ -107,11 +112,11 @@ class SharedMemory:
         return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
-        """Return the lane on which a rank's copy engines send to rank `to`. Targets take the lanes round-robin."""
+        """Return the lane on which a rank's copy engines send to rank `to`. Targets are assigned to lanes round-robin."""
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes with the last reads of the slot that the nth source of (rank, place) fills."""
+        """Return the lanes that read the slot of (rank, place) and its nth source last."""
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
@@ -124,7 +129,9 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the chunk's only update is copied into the result, and the GEMM accumulates into it."""
+        """True if the chunk has only one update, which is copied into the result, and the GEMM accumulates into the
+        copy.
+        """
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
 
@@ -133,9 +140,10 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Return ({node: its first part}, the largest number of parts on a rank). counts: the number of parts of each node.
+        """Assign a range of parts to each node. Return ({node: its first part}, the largest number of parts on a rank).
 
-        The chunks of one owner's rows share their parts."""
+        counts: the number of parts of each node. The chunks of one owner's rows share their parts.
+        """
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in routes.ranks:
             begin = 0

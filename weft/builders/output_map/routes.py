@@ -8,8 +8,8 @@ other before a schedule is built from them. Errors name the chunk, the value and
     all_gather       a rank computes its own chunks, and each chunk is stored on every other rank exactly once
     all_to_all       every rank computes every chunk, and stores it on the rank that owns it. Nothing is reduced
 
-Here a chunk is identified by its place, the position in the output of all ranks: `owner * per_rank + piece`. In maps it is
-identified by its number in the order of computation.
+Here a chunk is identified by its place, the position in the output of all ranks: `owner * per_rank + piece`. In maps a
+chunk is identified by its number in the order of computation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"
 MapKind: TypeAlias = Literal["local", "remote_map", "dma_map"]
 StoreOp: TypeAlias = Literal["store", "update"]
 ChunkOrder: TypeAlias = tuple[Index, ...] | None
-"""The places of the chunks in the order of computation. None: the staggered order, the next rank's first, this rank's last."""
+"""The places of the chunks in the order of computation. None: the staggered order, from the next rank's chunks to this
+rank's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,10 @@ def routes_of(
 class Routes:
     """The evaluated maps of all ranks.
 
-    alike: True if ranks differ only by their position in the ring. Then only rank 0 is evaluated, and represents all.
-    ranks: the ranks that are evaluated.
-    order: for each of these ranks, the places of its chunks, in the order of computation. number: the inverse of `order`.
+    alike: True if ranks differ only by their position in the ring. Then only rank 0 is evaluated, and represents all
+        ranks.
+    order: for each evaluated rank, the places of its chunks, in the order of computation. number: the inverse of
+        `order`.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Routes:
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
-        """Return how and to which ranks `rank` sends the chunk."""
+        """Return the sends of the chunk by `rank`: the senders and the target ranks."""
         found = self._sends.get(self.representative(rank, place), ())
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
@@ -158,9 +161,10 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks whose sends of this chunk `rank` must wait for before it forwards or adds the chunk.
+        """Return the ranks that must have sent this chunk to `rank` before `rank` forwards or adds the chunk.
 
-        It is empty for an all-to-all, because results of other ranks have their own places."""
+        The list is empty for an all-to-all, because results of other ranks have their own places.
+        """
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
@@ -174,8 +178,9 @@ class Routes:
     def times(self, in_turn: bool = False) -> dict[Node, int]:
         """Return {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk.
 
-        in_turn: a GEMM that accumulates into an arriving chunk waits for it, and delays the later GEMMs of its rank. Raise
-        `ValueError` if chunks wait for each other."""
+        in_turn: True if a GEMM that accumulates into an arriving chunk waits for the chunk, and so delays the later
+            GEMMs of its rank. Raise `ValueError` if chunks wait for each other.
+        """
         if in_turn not in self._times:
             before, least = self._waits(self.ranks, in_turn)
             if self.alike:
@@ -212,7 +217,7 @@ class Routes:
         return [self._seen(-rank, place) for place in self.order[0]]
 
     def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if all ranks and places in the map are valid, and depend on the rank only by rotation."""
+        """True if all ranks and places in the map are valid, and maps of different ranks are rotations of each other."""
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
         return None not in distances
@@ -232,7 +237,7 @@ class Routes:
         return places
 
     def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return {place: entries} of a rank, with evaluated ranks."""
+        """Return {place: entries} of a rank, evaluated for this rank."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -240,7 +245,7 @@ class Routes:
         return found
 
     def _seen_from(self, rank: int) -> list[tuple]:
-        """Return the entries of `rank` with all ranks relative to it, so that they can be compared between ranks."""
+        """Return the entries of `rank` with ranks as distances from `rank`, so that ranks can be compared."""
 
         def from_here(place: int) -> tuple[int, int]:
             return (self.owner(place) - rank) % self.world, place % self.per_rank
@@ -268,7 +273,7 @@ class Routes:
             self._sends[rank, place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Return what is wrong with a single entry; "" if nothing is."""
+        """Return the error in a single entry; "" if the entry is valid."""
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":
@@ -383,7 +388,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
-    """Return {node: time}: at least `least[node]`, and later than the nodes that it waits for. Nodes in cycles are omitted."""
+    """Return {node: time}. A time is at least `least[node]`, and later than the times of the nodes that it waits for.
+    Nodes in cycles are omitted.
+    """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
         for one in earlier:
@@ -400,21 +407,23 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
 
 
 def _from(rank: int, to: Index, world: int) -> int:
-    """Return the distance from `rank` to `to`; `to` itself if it is not a rank, which `_trouble` refuses later."""
+    """Return the distance from `rank` to `to`. If `to` is not a rank, return `to`, which `_trouble` refuses later."""
     number = int(to)
     return (number - rank) % world if 0 <= number < world else number
 
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the offset of place `number` from the first place of the rank, modulo `count`, if it is the same on all ranks.
+    """Return the offset of place `number` from the first place of the rank, modulo `count`, if the offset is the same
+    on all ranks.
 
-    Return None if it differs between ranks, or if `number` is not a place on some rank."""
+    Return None if the offset differs between ranks, or if `number` is not a place on some rank.
+    """
     ranks = np.arange(world)
     try:
         found = np.asarray(number.evaluated_over({"rank": ranks}) if isinstance(number, Expr) else number)
     except (KeyError, IndexError, ArithmeticError):
-        return None  # errors name rank and number when they are evaluated one by one
+        return None  # evaluation of single entries reports the error with rank and number
     distances = (found - ranks * (count // world)) % count
     legal = (found >= 0).all() and (found < count).all()
     return int(distances[0]) if legal and (distances == distances[0]).all() else None

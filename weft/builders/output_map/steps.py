@@ -9,16 +9,18 @@ The schedule has these lanes:
     to sums     copies a chunk's only update into the result, where the GEMM accumulates its product
     to y        copies arrived chunks from slots into the result
 
-T3's memory adds updates in place. Today's memory cannot, so every update is a store into a slot on the receiver, which has a slot
-for each arriving chunk, and the receiver adds. With add=gemm, the GEMM of the same chunk waits for the update and accumulates
-into it (beta = 1). With add=reduce, a kernel after the GEMM adds, and the GEMM does not wait. Updates from several peers are
-reduced in fp32 in ring order, starting with the rank before the receiver, so that the bits are reproducible.
+T3's memory adds updates in place. Today's memory cannot, so every update is a store into a slot on the receiver, and
+the receiver adds it. There is a slot for each arriving chunk. With add=gemm, the GEMM of the same chunk waits for the
+update and accumulates into it (beta = 1). With add=reduce, a kernel after the GEMM adds, and the GEMM does not wait.
+Updates from several peers are reduced in fp32 in ring order, starting with the rank before the receiver, so that the
+bits are reproducible.
 
-With gemm=tracked, one kernel computes all chunks in order: T3's tracker in software. It sets a chunk's signal when all its
-tiles are stored, locally or in a peer's slot. The kernel does not wait, so it requires add=reduce.
+With gemm=tracked, one kernel computes all chunks in order. The kernel is T3's tracker in software: it sets a chunk's
+signal when all tiles of the chunk are stored, locally or in a peer's slot. The kernel does not wait, so it requires
+add=reduce.
 
-A slot is reused only after its last reader has signaled this (`credit`) to the ranks that fill it. A signal covers all slots that
-a rank fills, because the next run may have other sizes and other chunks.
+A slot is reused only after its last reader has sent the signal `credit` to the ranks that fill it. A signal covers all
+slots that a rank fills, because the next run may have other sizes and other chunks.
 """
 
 from __future__ import annotations
@@ -97,9 +99,11 @@ class _RankLanes:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Group the chunks that stay on this rank; each group is computed by one GEMM. Return {first chunk: chunks of the group}.
+        """Group the chunks that stay on this rank, so that one GEMM computes each group. Return {first chunk: chunks of
+        the group}.
 
-        Adjacent chunks are grouped if no GEMM waits for an arriving chunk and no peer is signaled per chunk."""
+        Adjacent chunks are grouped if no GEMM waits for an arriving chunk and peers are not signaled chunk by chunk.
+        """
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]
@@ -160,7 +164,9 @@ class _RankLanes:
         compute.set(plan.signals("computed"), self._number(place))
 
     def _compute_tracked(self, kernel: TrackedMatmul) -> None:
-        """Append one tracked GEMM for all chunks. It stores chunks in a peer's slot, in the result, or locally to be sent."""
+        """Append one tracked GEMM for all chunks. The GEMM stores chunks in a peer's slot, in the result, or locally
+        for sending.
+        """
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends(rank, p) if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
@@ -216,7 +222,9 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Signal to the ranks that copy this rank's sums that a chunk is complete."""
+        """Append the signal that a chunk of this rank's sums is complete. The signal goes to the ranks that copy the
+        chunk.
+        """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
@@ -290,9 +298,11 @@ class _RankLanes:
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Append a wait until the slots on rank `to` are free, once per lane.
 
-        Only one lane waits for the credit: `compute`, if its GEMMs fill some of the slots. If two lanes waited, the reader could
-        signal again before the second lane has seen the first signal. Lanes that forward chunks then wait for the signal
-        `opened` of `compute`. Lanes that send output of GEMMs need no wait, because they run after the GEMMs."""
+        Only one lane waits for the credit: `compute`, if its GEMMs fill some of the slots. If two lanes waited, the
+        reader could signal again before the second lane sees the first signal. Lanes that forward chunks then wait for
+        the signal `opened` of `compute`. Lanes that send output of GEMMs need no wait, because they run after the
+        GEMMs.
+        """
         if (lane.name, to) in self._opened:
             return
         self._opened.add((lane.name, to))
@@ -326,7 +336,9 @@ class _RankLanes:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """Append a wait until the chunk from the nth source has arrived: for all its tiles, if a tracked GEMM stores it."""
+        """Append a wait until the chunk from the nth source has arrived. If a tracked GEMM stores the chunk, wait for
+        all its tiles.
+        """
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]
         sends = routes.sends(source, routes.landing(self.rank, place))

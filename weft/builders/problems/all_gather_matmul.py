@@ -31,8 +31,8 @@ class Scaled:
     column of a weight. out: the dtype of each y. biased: for each y, True if it has a bias. fast: for each y, True for cuBLAS's
     fast accumulation, which is less accurate.
 
-    Input buffers, beside the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and for
-    each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
+    Input buffers in addition to the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or
+    [1, n[i]], and for each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
     """
 
     by: Literal["tensor", "row"]
@@ -47,17 +47,16 @@ class Scaled:
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
         """Raise `ValueError` for sizes, dtypes or entries that fp8 GEMMs do not support."""
         if dtype != "fp8":
-            raise ValueError(f"dtype={dtype!r}: operands with scales must be fp8")
+            raise ValueError(f"dtype={dtype!r}: scaled GEMMs need fp8 operands: use dtype='fp8'")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
-            raise ValueError(f"{self}: out, biased and fast must each have one entry per weight, as n={n} does")
+            raise ValueError(f"{self}: give out, biased and fast one entry for each of the {len(n)} weights (n={n})")
         require_multiple("K", k)
         for i, columns in enumerate(n):
             require_multiple(f"N of Bs[{i}]", columns)
         for dtype in self.out:
             if dtype not in ("bf16", "fp16", "fp32") and (dtype, self.by) != ("fp8", "tensor"):
                 raise ValueError(
-                    f"out={self.out} is not supported: results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if "
-                    "there is one scale per tensor"
+                    f"out={self.out} is not supported: use bf16, fp16 or fp32, or, if there is one scale per tensor, fp8"
                 )
 
 
@@ -65,9 +64,9 @@ class Scaled:
 class AllGatherMatmul(Problem):
     """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
 
-    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with `return_gathered` also
-    x [sum(rows), k]. `scaled` adds the buffers that it names. Source: "Design Space Exploration of DMA based Finer-Grain Compute
-    Communication Overlap", II-B.
+    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
+        `return_gathered` also x [sum(rows), k]. `scaled` adds buffers (see `Scaled`). Source: "Design Space Exploration
+        of DMA based Finer-Grain Compute Communication Overlap", II-B.
 
     Builders: `weft.builders.all_gather_matmul`, `weft.builders.ficco`.
     """
@@ -83,7 +82,7 @@ class AllGatherMatmul(Problem):
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.world_size:
-            raise ValueError(f"rows={self.rows} must have one entry for each of {self.world_size} ranks")
+            raise ValueError(f"rows={self.rows}: give one number for each of {self.world_size} ranks")
         if min(self.rows) < 0 or self.k < 0 or min(self.n, default=0) < 0 or not self.n:
             raise ValueError(
                 f"rows={self.rows}, n={self.n}, k={self.k}: sizes must not be negative, and n must not be empty"
@@ -95,7 +94,7 @@ class AllGatherMatmul(Problem):
 
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
-        """Return the problem of one [m, k] gathered from equal shards times one [k, n] on every rank."""
+        """Return the problem of one [m, k], gathered from equal shards, times one [k, n] on every rank."""
         require_even(m, n, k, world_size)
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
@@ -121,9 +120,10 @@ class AllGatherMatmul(Problem):
         return self.name if self.scaled is None else "all_gather_scaled_matmul"
 
     def takes(self, candidate: Candidate) -> bool:
-        """False, for more than 32 ranks, for schedules that cut shards into W pieces, or whose ranks compute different parts.
+        """Return False for schedules that are planned for at most 32 ranks, if there are more ranks.
 
-        Planning such schedules would take longer than planning all others together: each rank sends more than a thousand
+        These schedules cut shards into W pieces, or their ranks compute different parts. Planning such schedules for
+        more ranks would take longer than planning all other schedules together: each rank sends more than a thousand
         pieces, or each rank has to be simulated.
         """
         given = dict(candidate.parameters)
@@ -143,9 +143,10 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(the problem without M and whether shards are uneven, the rows of the largest shard).
+        """(the problem without M, together with True if shards are uneven; the rows of the largest shard).
 
-        Uneven shards are measured separately, because they have other schedules."""
+        Uneven shards are measured separately, because they have other schedules.
+        """
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 
     def resized(self, size: float) -> AllGatherMatmul:

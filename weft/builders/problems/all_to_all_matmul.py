@@ -13,12 +13,12 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class AllToAllMatmul(ExpertsProblem):
-    """Every token goes to the rank of its expert and is multiplied there by the expert's weights.
+    """MoE dispatch: send every token to the rank of its expert, and multiply it there by the expert's weights.
 
-    exact: y has exactly as many rows as arrive, so the host must read their number; otherwise y has at least as many rows.
-    return_x: return the tokens that arrive too.
+    exact: True if y has exactly as many rows as arrive, so that the CPU must read their number; False if y may have
+        more rows. return_x: True to return the tokens that arrive too.
 
-    Buffers, of which the last three are outputs (x only with return_x):
+    Buffers. The last three are outputs (x only with return_x):
 
         tokens    [rows[rank], k]              sorted by expert
         splits    [1, experts of all] int64    this rank's tokens for each expert
@@ -54,10 +54,13 @@ class AllToAllMatmul(ExpertsProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """False for `ficco_2d` with 16-bit dtypes and more than 8 ranks, and for schedules with W pieces on more than 32 ranks.
+        """Return False for `ficco_2d` with 16-bit dtypes and more than 8 ranks, and for schedules with W pieces on more
+        than 32 ranks.
 
-        `ficco_2d` rounds at every step, which costs too much accuracy in 16 bits. On many ranks, schedules with W pieces send
-        thousands of small pieces, and planning them takes longer than planning all others together."""
+        `ficco_2d` rounds at every step, which costs too much accuracy in 16 bits. On many ranks, schedules with W
+        pieces send thousands of small pieces, and planning them takes longer than planning all other schedules
+        together.
+        """
         if candidate.pieces_grow and self.world_size > 32:
             return False
         return candidate.builder != "ficco_2d" or ITEM_BYTES[self.dtype] > 2 or self.world_size <= 8

@@ -19,7 +19,6 @@ _MOST_SAMPLES = 1024  # schedules are selected for at most this many samples per
 class EmbeddingAllToAll(Problem):
     """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one rank.
 
-
     slots: for each rank, (first column of out, columns) of each of its tables, in ascending order of columns. rows_read: the
     average number of rows per bag of each slot, in the same order; (): one row per bag.
 
@@ -46,13 +45,16 @@ class EmbeddingAllToAll(Problem):
     def __post_init__(self) -> None:
         if len(self.batch_sizes) != self.world_size or len(self.slots) != self.world_size or self.world_size < 1:
             raise ValueError(
-                f"batch_sizes={self.batch_sizes} and the slots of {len(self.slots)} ranks were given: both must "
-                f"have one entry for each of {self.world_size} ranks"
+                f"batch_sizes has {len(self.batch_sizes)} entries and slots has {len(self.slots)}: give each of them one entry "
+                f"for each of {self.world_size} ranks"
             )
         if min(self.batch_sizes) < 0:
             raise ValueError(f"batch_sizes={self.batch_sizes} must not be negative")
         if self.rows_read and [len(rows) for rows in self.rows_read] != [len(slots) for slots in self.slots]:
-            raise ValueError("rows_read must have one number for each slot of each rank, or be empty")
+            raise ValueError(
+                f"rows_read has {[len(rows) for rows in self.rows_read]} numbers for the ranks: give one for each of their "
+                f"{[len(slots) for slots in self.slots]} slots, or leave it empty"
+            )
         if min((rows for of_rank in self.rows_read for rows in of_rank), default=0) < 0:
             raise ValueError(f"rows_read={self.rows_read} must not be negative")
         if self.dtype not in ITEM_BYTES:
@@ -61,8 +63,8 @@ class EmbeddingAllToAll(Problem):
         for column, dim in sorted(slot for of_rank in self.slots for slot in of_rank):
             if column != end or dim < 1:
                 raise ValueError(
-                    f"slots must cover all columns exactly once, but a slot of {dim} columns begins at {column} "
-                    f"instead of {end}"
+                    f"a slot of {dim} columns begins at column {column}: it must begin at {end}, because slots must cover all "
+                    "columns exactly once"
                 )
             end = column + dim
         if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
@@ -134,5 +136,5 @@ class EmbeddingAllToAll(Problem):
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """True for candidates without parameters: order and slice size are chosen by the caller."""
+        """Return True for candidates without parameters: the caller chooses order and slice size."""
         return not candidate.parameters

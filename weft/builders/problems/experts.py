@@ -12,14 +12,14 @@ from weft.schedule.steps import ITEM_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem(Problem):
-    """The numbers of tokens of each rank, and of their experts.
-
+    """The base class of MoE problems: the number of tokens of each rank, and for each expert.
 
     experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
-    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known only at
-    run time. (): equally many for each expert. most: the largest number of tokens that a rank may send to the experts of one
-    other rank. exact: True if the host reads the number of rows of the result. False if the caller passes a number, so that the
-    host does not wait."""
+    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known
+        only at run time. (): equally many for each expert. most: the largest number of tokens that a rank may send to
+        the experts of one peer. exact: True if the CPU reads the number of rows of the result. False if the caller
+        passes a number, so that the CPU does not wait.
+    """
 
     world_size: int
     experts: int
@@ -49,16 +49,21 @@ class ExpertsProblem(Problem):
         if not self.splits:
             object.__setattr__(self, "splits", self._even_splits())
         if [(len(of_rank), sum(of_rank)) for of_rank in self.splits] != [(everywhere, count) for count in self.rows]:
-            raise ValueError(f"splits must be {everywhere} numbers on each rank that sum to its rows={self.rows}")
+            raise ValueError(
+                f"splits={self.splits}: give each rank {everywhere} numbers (one for each expert of all ranks) whose sum is the "
+                f"rank's entry in rows={self.rows}"
+            )
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
             raise ValueError(
-                f"splits: a rank sends {sent} tokens to one other rank, but most={self.most}: pass most={sent} or more"
+                f"most={self.most}, but splits send {sent} tokens from one rank to another: pass most={sent} or more"
             )
 
     def __str__(self) -> str:
-        """Return the repr. Omit `splits` if they are even, because they have an entry per expert, and `return_x` if it is False."""
+        """Return the repr without `return_x` if it is False, and without `splits` if they are even: `splits` has an
+        entry per expert.
+        """
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
@@ -80,7 +85,7 @@ class ExpertsProblem(Problem):
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
         experts: Annotated[int | None, "Required: the number of experts of all ranks together. All ranks have "
                                        "the same number."] = None,
-        bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
+        bounded: Annotated[bool, "The CPU does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
         """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's weights.

@@ -61,7 +61,7 @@ class MatmulAllGather(GemmProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse tracked GEMMs with a short K."""
+        """Return False for tracked GEMMs with a short K."""
         return candidate.builder != "tracked" or self.k >= TrackedMatmul.least_k
 
     def worth_running(self, candidate: Candidate) -> bool:

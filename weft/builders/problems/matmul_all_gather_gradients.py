@@ -14,8 +14,7 @@ from weft.words import counted
 class MatmulAllGatherGradients(MatmulAllGather):
     """grad_x = own @ wt and grad_w = xt @ own, where `own` is this rank's block of the sum of g over all ranks.
 
-
-    Input buffers: g [ranks * m, n], with `columns` [m, ranks * n]; the transposed x and w, xt [k, m] and wt [n, k].
+    Input buffers: g [ranks * m, n], or with `columns` [m, ranks * n]; the transposed x and w: xt [k, m] and wt [n, k].
     Output buffers: grad_x [m, k] and grad_w [k, n].
 
     Builders: `weft.builders.matmul_all_gather_gradients`.

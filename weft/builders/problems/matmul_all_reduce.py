@@ -13,10 +13,11 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(GemmProblem):
-    """y = sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual; optionally also its RMSNorm.
+    """y = sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual. Optionally also the RMSNorm of
+    y.
 
-    normed = y / sqrt(mean(y^2 over a row) + eps) * norm. bias, residual: True if it is added. eps: of the norm; None: no norm.
-
+    normed = y / sqrt(mean(y^2 over a row) + eps) * norm. bias, residual: True to add it. eps: the norm's epsilon; None
+    for no norm.
 
     Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
     Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and
@@ -59,7 +60,7 @@ class MatmulAllReduce(GemmProblem):
         return f"{product} on each of {ranks}, reduced{more}, all of it to each, {self.dtype}"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse `collective`, which is for ranks on several hosts."""
+        """Return False for `collective`, which is for ranks on several hosts."""
         return candidate.builder != "collective"
 
     @property

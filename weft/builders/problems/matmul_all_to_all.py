@@ -14,10 +14,10 @@ from weft.words import counted
 class MatmulAllToAll(ExpertsProblem):
     """MoE combine: multiply the received rows by their experts' weights, and return every row to the rank that sent it.
 
-    exact: True if the host reads the number of rows of the result. False if the caller passes it, so that the host does not wait.
+    exact: True if the CPU reads the number of rows of the result. False if the caller passes a number, so that the CPU
+        does not wait.
 
-    Buffers; the last is the output:
-
+    Buffers. The last is the output:
 
         h         [rows that arrived, k]       by local expert, and then by source rank
         received  [ranks, experts] int64       the number of these rows
@@ -37,7 +37,7 @@ class MatmulAllToAll(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"a CUDA graph cannot capture {self.name} without rows, because the host must read the number of "
+            f"a CUDA graph cannot capture {self.name} without rows, because the CPU must read the number of "
             "rows: plan it with --option bounded=true (in Python bounded=True), and call it with rows"
         )
 
@@ -45,7 +45,7 @@ class MatmulAllToAll(ExpertsProblem):
     def text(self) -> str:
         return (
             f"{self.tokens} of each of {counted(self.world_size, 'rank')}, [{self.k}] of them @ [{self.experts}, {self.k}, "
-            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the host' if self.exact else 'bounded'}"
+            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the CPU' if self.exact else 'bounded'}"
         )
 
     def worth_running(self, candidate: Candidate) -> bool:

@@ -35,8 +35,9 @@ class MatmulReduceScatter(GemmProblem):
         return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, reduced, {self.rows} rows to each, {self.dtype}"
 
     def takes(self, candidate: Candidate) -> bool:
-        """False for tracked GEMMs with a short K, for `pulled`, which was not timed on GPUs, and for `collective`, which is for
-        ranks on several hosts."""
+        """Return False for tracked GEMMs with a short K, for `pulled`, which was not timed on GPUs, and for
+        `collective`, which is for ranks on several hosts.
+        """
         short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
         return candidate.builder not in ("pulled", "collective") and not short
 

@@ -20,7 +20,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     which is less accurate.
 
     Input buffers: x [m, k], w [k, n]; x_scale [1, 1] or [m, 1] and w_scale [1, 1] or [1, n], in fp32; with `biased`
-    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: the same as of `MatmulReduceScatter`, for unscaled
+    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: as for `MatmulReduceScatter`, which covers unscaled
     data.
 
     Builders: `weft.builders.matmul_reduce_scatter`.
@@ -40,10 +40,10 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
-        """matmul_reduce_scatter with one scale for x and one for w. dtype: the dtype of the result; fp8, the operands' dtype,
-        means bf16.
+        """matmul_reduce_scatter with one scale for x and one for w. dtype: the dtype of the result. "fp8", the
+        operands' dtype, means bf16.
 
-        weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
+            weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
         """
         return cls(ranks, m, n, k, "bf16" if dtype == "fp8" else dtype, "tensor", False, False)
 

@@ -1,6 +1,5 @@
 """Topologies as TOML files. Every number has a unit and a source, as in machine files:
 
-
     name = "two hosts of four GPUs"
     shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/links.py
 
@@ -12,8 +11,7 @@
 A name with a size needs no file, and requires exactly this number of ranks. `torus:16x8` has rows of 16 GPUs and columns of 8,
 `hosts:4x8` has 4 hosts of 8 GPUs, and `ring:8`, `mesh:8` and `switch:8` have 8 GPUs.
 
-
-Numbers that the file lacks are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
+Missing numbers are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
 are linked directly.
 """
 
@@ -65,8 +63,9 @@ def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
 
 
 def ranks_of(name: str | Path) -> int | None:
-    """Return the number of ranks that a sized name says, such as 128 for `torus:16x8`, or that an InfraGraph file has; None for
-    any other name."""
+    """Return the number of ranks of a sized name, such as 128 for `torus:16x8`, or of an InfraGraph file; None for any
+    other name.
+    """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks
     sized = size_of(name)
@@ -79,11 +78,13 @@ def known_topologies() -> tuple[str, ...]:
 
 
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
-    """Return the topology `name` (see `known_topologies`), with a size or not, or the topology in the TOML file at that path, of
-    these machines. A JSON file is an InfraGraph (`weft.hw.topology.infragraph`), which has all its numbers itself.
+    """Return a topology with the numbers of `machine`.
 
-    name: one of `known_topologies`, a name with a size, or the path of a TOML file. Raise `ValueError` if the file is not a
-    topology, and `KeyError` for a number that neither the file nor the machine has.
+    name: one of `known_topologies`, a name with a size, the path of a TOML file, or the path of an InfraGraph (JSON),
+        which has all its numbers itself (`weft.hw.topology.infragraph`).
+
+    Raise `ValueError` if the file is not a topology, and `KeyError` for a number that neither the file nor the machine
+    has.
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name)

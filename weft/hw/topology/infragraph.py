@@ -2,11 +2,13 @@
 
     weft sim matmul_reduce_scatter --shape 16384,8192,4096 --hw mi300x --topology cluster.json
 
-Every component of type `xpu` is a rank, in the order of the file; all other components forward bytes. An edge is two links, one
-in each direction, with the bandwidth and latency of the edge's link. Edges without a bandwidth carry no bytes. A flow takes the
-fastest of the routes with the fewest links. It spreads over up to `MOST_ROUTES` equal ones, and is no faster than one of them.
+Every component of type `xpu` is a rank, in the order of the file; all other components forward bytes. An edge is two
+links, one in each direction, with the bandwidth and latency of the edge's link. Edges without a bandwidth carry no
+bytes. A flow uses the fastest of the routes with the fewest links. It spreads over up to `MOST_ROUTES` equal routes,
+and is no faster than one of them.
 
-Reading needs PyPI's `infragraph`, which expands instances, indices and devices in devices. Writing does not.
+Reading needs the PyPI package `infragraph`, which expands instances, indices and nested devices. Writing does not need
+the package.
 
 Source: "InfraGraph (INFRAstructure GRAPH)", https://infragraph.dev, version 3.1.
 """
@@ -50,7 +52,7 @@ class Spread(Topology):
         return tuple(route for route in ways[target] if _quickness(route) == fastest)
 
     def _seen(self, source: int, steps: int) -> set[int]:
-        """Return the nodes that are at most so many links away."""
+        """Return the nodes that are at most `steps` links away from `source`."""
         levels: list[set[int]] = self.known.setdefault(("seen", source), [{source}])
         while len(levels) <= steps:
             beyond = {link.target for node in levels[-1] for link in self._leaving.get(node, ())}
@@ -64,7 +66,7 @@ def _quickness(route: Route) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Graph:
-    """The links of one cluster, as a builder of its topology."""
+    """The links of one cluster, from which `topology` is built."""
 
     links: tuple[Link, ...]
 
@@ -91,7 +93,7 @@ def read_infragraph(path: str | Path) -> Wiring:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             service.set_graph(content.decode())
-    except Exception as error:  # the package raises its own, and those of yaml and networkx
+    except Exception as error:  # the package raises its own errors, and those of yaml and networkx
         raise UnreadableError(f"{path} is not a valid InfraGraph infrastructure: {error}") from error
     graph = service.get_networkx_graph()
     return _wiring(str(path), list(graph.nodes(data="type")), list(graph.edges(data=True)))
@@ -100,7 +102,7 @@ def read_infragraph(path: str | Path) -> Wiring:
 def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[str, str, dict[str, Any]]]) -> Wiring:
     ranks = [name for name, of in nodes if of == "xpu"]
     if not ranks:
-        raise ValueError(f"{path} has no component of type xpu: ranks are xpus")
+        raise ValueError(f"{path} has no component of type xpu: give the GPUs this type, because each xpu is a rank")
     numbers = {name: number for number, name in enumerate((*ranks, *(name for name, of in nodes if of != "xpu")))}
     links: list[Link] = []
     sent, got = [0] * len(numbers), [0] * len(numbers)
@@ -112,7 +114,7 @@ def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[s
         rate = _number(path, about, "bandwidth")
         us = _number(path, about, "latency") if "latency" in about else 0.0
         for source, target in ((numbers[one], numbers[other]), (numbers[other], numbers[one])):
-            # Names by rank, so that ranks are alike if each has equal links in equal order.
+            # Name links by rank, so that ranks are alike if each has equal links in equal order.
             if source < len(ranks):
                 kind, at = f"out {sent[source]}", source
                 sent[source] += 1
@@ -150,10 +152,11 @@ def _number(path: str, about: dict[str, Any], what: str) -> float:
 def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     """Return a topology as a JSON value of an InfraGraph `Infrastructure`: an instance for each rank and each switch.
 
-    Raises `ValueError` if two nodes have different links in the two directions, because InfraGraph's edges have none.
+    Raises `ValueError` if the links between two nodes differ by direction, because InfraGraph's edges have no
+    direction.
     """
     if not topology.links:
-        raise ValueError("a topology without links cannot be written")
+        raise ValueError("the topology has no links to write: use a topology of at least 2 ranks")
     between: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for link in topology.links:
         between.setdefault((link.source, link.target), []).append((link.bytes_per_us, link.latency_us))
@@ -161,7 +164,10 @@ def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     edges = []
     for (source, target), numbers in between.items():
         if len(numbers) > 1 or between.get((target, source)) != numbers:
-            raise ValueError(f"nodes {source} and {target} need one link in each direction, both equally fast")
+            raise ValueError(
+                f"the links between nodes {source} and {target} differ by direction, which InfraGraph cannot represent: give "
+                "them one link in each direction, with equal numbers"
+            )
         if source < target:
             kind = kinds.setdefault(numbers[0], f"link{len(kinds)}")
             ends = (_endpoint(node, topology.ranks) for node in (source, target))

@@ -3,9 +3,10 @@
 Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a link. The
 latency of a route is the sum of its links' latencies.
 
-A route has as few links as possible. On a torus it goes along the row first (dimension-ordered routing). If two ranks are half a
-ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive routing, but the
-transfer is no faster than one link. On other topologies, if several links are on shortest routes, the first in the list is taken.
+A route has as few links as possible. On a torus it goes along the row first (dimension-ordered routing). If two ranks
+are half a ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive
+routing, but the transfer is no faster than one link. Other topologies use the first link in the list that is on a
+shortest route.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Route: TypeAlias = tuple[Link, ...]
 class Paths(NamedTuple):
     """The routes between two ranks, and the latency and bandwidth of a transfer that runs alone.
 
-    Even with several routes, the bandwidth is at most that of one link."""
+    Even with several routes, the bandwidth is at most the bandwidth of one link.
+    """
 
     routes: tuple[Route, ...]
     latency_us: float
@@ -49,8 +51,8 @@ class Paths(NamedTuple):
 class Topology:
     """The links between `ranks` ranks. Without links, transfers take no time.
 
-    dims: the sizes of a grid of ranks, such as (GPUs per host, hosts). Along each dimension all lines are equal; ranks are
-    numbered along the first dimension first. Collectives may use one dimension after the other.
+    dims: the sizes of a grid of ranks, such as (GPUs per host, hosts). All lines along a dimension have equal links.
+        Ranks are numbered along the first dimension first. Collectives may use one dimension after the other.
     torus: True if each line is a ring, of links "row" or "column".
     """
 
@@ -61,10 +63,11 @@ class Topology:
     _routes: dict[int, dict[int, Route]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paths: dict[tuple[int, int], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """A cache for other modules: what they derive from this topology, by keys of their own."""
+    """A cache in which other modules store what they derive from this topology, each under its own keys."""
 
     def routes(self, source: int, target: int) -> tuple[Route, ...]:
-        """Return the routes from `source` to `target`, which carry equal parts of a transfer. A rank's route to itself is empty.
+        """Return the routes from `source` to `target`, each of which carries an equal part of a transfer. A rank's
+        route to itself is empty.
 
         Raise `ValueError` if there is no route.
         """
@@ -130,10 +133,11 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """The smallest rotation of the ranks under which the topology is unchanged: 1 if it looks the same from all ranks.
+        """The smallest rotation of the ranks under which the topology is unchanged: 1 if the topology looks the same
+        from all ranks.
 
-        It is `ranks` if no smaller rotation exists. A rotation by the period maps each route to the route of the rotated ranks,
-        over equally fast links of the same kinds.
+        `ranks` if no smaller rotation exists. A rotation by the period maps each route to the route of the rotated
+        ranks, over equally fast links of the same kinds.
         """
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
         return next((turn for turn in turns if self._is_same(turn)), self.ranks)
@@ -141,7 +145,8 @@ class Topology:
     def _is_same(self, turn: int) -> bool:
         """True if a rotation by `turn` maps each link to an equally fast link of the same kind, between the rotated nodes.
 
-        The links must also be in the same order on each rank, so that the same route of several shortest routes is taken.
+        The links must also be in the same order on each rank, so that each rank selects the same one of several
+        shortest routes.
         """
         moved: dict[int, int] = {}  # switch -> rotated switch
         for link in self.links:
@@ -167,8 +172,9 @@ def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
 class Wiring:
     """A topology for any number of ranks.
 
-    builder: one of the functions below. numbers: its arguments after the number of ranks. ranks: the only allowed number of
-    ranks; 0: any."""
+    builder: one of the functions below. numbers: the builder's arguments after the number of ranks. ranks: the only
+        allowed number of ranks; 0 for any number.
+    """
 
     builder: Callable[..., Topology]
     numbers: tuple[float, ...] = ()
@@ -237,7 +243,7 @@ def hosts(
 ) -> Topology:
     """Return hosts of `gpus` ranks, each host with a switch. Every rank also has a NIC on the network that joins all hosts."""
     links, network = [], ranks + -(-ranks // gpus)
-    for rank in range(ranks):  # the links of the host's switch are first, so that routes within a host take them
+    for rank in range(ranks):  # the links of the host's switch come first, so that routes within a host use them
         for kind, hub, rate, us in (
             ("", ranks + rank // gpus, bytes_per_us, latency_us),
             ("NIC ", network, nic_bytes_per_us, nic_latency_us),

@@ -2,5 +2,5 @@
 
 `schedule` is the executor. `checked` refuses schedules that cannot run. `program` prepares the steps, `steps`
 implements each step kind, `places` locates buffers and counters, and `sizes` evaluates dynamic sizes. `run` is the
-state that the lanes share in a run. `embedding` is embedding_all_to_all, which has its own executor.
+state that the lanes share in a run. `embedding` is the separate executor of embedding_all_to_all.
 """

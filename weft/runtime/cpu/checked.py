@@ -1,7 +1,7 @@
 """Checks that a schedule matches the group's ranks, this rank's memory, and the CPU executor.
 
-All steps of a rank are evaluated and checked before anything is allocated. So a schedule that cannot run is refused,
-and the error names the wrong step.
+All steps of a rank are evaluated and checked before anything is allocated. The error for a schedule that cannot run
+names the wrong step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.words import counted
 class Checked:
     """A schedule, evaluated for `rank`. Raises `ScheduleError` if a step of this rank does not match its memory.
 
-    lanes: this rank's lanes that have steps. The first one runs on the caller's thread.
+    lanes: this rank's lanes that have steps. The first lane runs on the caller's thread.
     setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
     rows: for each collective of this rank, in order, the number of rows of each rank.
     shared: the buffers to which peers or several lanes may add.
@@ -73,7 +73,7 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return `schedule` with only its sets and collectives, which peers need. Evaluating all steps of all ranks is
+    """Return `schedule` with only the steps that peers need: sets and collectives. Evaluating all steps of all ranks is
     slow.
     """
 
@@ -119,7 +119,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
 
 
 def _wrong_operation(step: Compute, dtype: str) -> list[str]:
-    """Return the faults of an operation whose output has dtype `dtype`."""
+    """Return the errors in an operation whose output has dtype `dtype`."""
     if step.op == "embedding_bag":
         return ["the CPU executor does not pool: call weft.embedding_all_to_all"]
     if dtype == "fp8" and not step.op.startswith("scaled_matmul"):

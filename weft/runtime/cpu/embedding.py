@@ -1,11 +1,11 @@
 """embedding_all_to_all on CPU processes, for one rank.
 
 A call has four phases: synchronise (`weft.runtime.meeting`), pool and store into the peers' memory, notify the peers,
-wait for them. The rendezvous ensures that every rank has a free output buffer, that plans and batch sizes are equal,
-and that no rank refuses the call.
+wait for the peers. The rendezvous ensures that every rank has a free output buffer, that plans and batch sizes are
+equal, and that no rank refuses the call.
 
-Memory order. `direct`: all stores of the native kernel are fenced before it returns. Then done[rank] = epoch is set at
-every peer with release, and the reader acquires it. `put`: every slice has its own flag
+Memory order. `direct`: all stores of the native kernel are fenced before it returns. Then this rank sets done[rank] =
+epoch at every peer with release order, and the peer reads it with acquire order. `put`: every slice has its own flag
 (csrc/embedding_all_to_all.hpp). A buffer is written again only after its owner has offered it in the rendezvous of a
 later call.
 """
@@ -161,7 +161,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
             largest = max(checked.batch_sizes, default=0)
             slot_bytes = largest * sharding.total_dim * sharding.dtype.itemsize
             if self.outputs.reserve(slot_bytes, lambda: None, deadline_s):
-                # All ranks grow in the same call. No new buffer is lent yet.
+                # All ranks grow their memory in the same call. No new buffer is lent yet.
                 slot = self.outputs.acquire()
                 slots = [slot] * comm.world_size
             bases = self.outputs.base_addresses()
@@ -188,7 +188,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return {"out": output}
 
     def close(self) -> None:
-        """Release the memory. Every rank must close between the same calls. Idempotent."""
+        """Release the memory. Every rank must close between the same calls. Repeated calls have no effect."""
         if self.closed:
             return
         self.closed = True
@@ -238,8 +238,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         count = batch_sizes[comm.rank] * sum(self.plan.slices_per_sample)
         flags, until = self._flags.address(comm.rank), time.monotonic() + deadline_s
         while True:
-            # Read the clock before the flags: a process that was stopped past its deadline may find that they have been
-            # set.
+            # Read the clock before the flags: if the process was stopped past its deadline, the flags may have been set
+            # meanwhile.
             remaining = until - time.monotonic()
             patience_s = max(0.0, min(_LOOK_S, remaining))
             status, index, found = _core.wait_flags(flags, count, self._epoch, patience_s, comm.failed_address)

@@ -30,10 +30,10 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
 def update(
     of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> int:
-    """Update each row that occurs. Return the number of rows that were skipped because their gradient is infinite or
-    NaN.
+    """Update each row that occurs in the batch. Return the number of rows that were skipped because their gradient is
+    infinite or NaN.
 
-    scale: a number on the device, by which every gradient is multiplied.
+    scale: a one-element tensor by which every gradient is multiplied.
     """
     optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers
@@ -51,9 +51,11 @@ def update(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradients for each rank's tables, [samples, columns of its tables], one behind the other, as `dtype`.
+    """Return the gradients for each rank's tables, [samples, columns of its tables], as one flat tensor of dtype
+    `dtype`.
 
-    grad: [samples, columns of all tables]."""
+    grad: [samples, columns of all tables].
+    """
     samples, runs = len(grad), column_runs(sharding)
     pieces: list[list[torch.Tensor]] = [[] for _ in range(sharding.world_size)]
     for (rank, _, _), piece in zip(runs, grad.split([end - begin for _, begin, end in runs], dim=1), strict=True):
@@ -70,7 +72,9 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return the addresses of tables and states, and the index of each table. Cached by layout, which determines them."""
+    """Return the addresses of tables and states, and the index of each table. The result is cached by layout, which
+    determines it.
+    """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:
         return known

@@ -4,8 +4,9 @@ first.
     pieces   the samples of each rank on another host, in 2 or 4 parts. Each part is sent while the next is pooled
     near     the samples of this host's ranks, pooled and exchanged while the pieces are being sent
 
-A piece is pooled directly into the rank-major buffer that an all_to_all_single sends. Vectors have the same bits as
-without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same order.
+A piece is pooled directly into the buffer that all_to_all_single sends, which is ordered by rank. Vectors have the same
+bits as without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same
+order.
 
 More pieces hide more of the pooling, but each piece is an exchange of all ranks. For pooling as long as the transfer of far
 data, L, and a latency of t for each exchange, p pieces take L + L / p + p t, which is least for p = sqrt(L / t). So there are 4
@@ -39,7 +40,7 @@ _MANY = 4  # pieces of large transfers
 
 
 class FarFirst:
-    """The calls of `plan` on this rank. alone: a plan with only this rank's tables; None if it has none.
+    """The calls of `plan` on this rank. alone: a plan with only this rank's tables; None if this rank has no tables.
 
     pinned_pieces: the number of pieces; None for 2 or 4. far_last: True if the samples of this host are first. Benchmarks
         change both.
@@ -79,7 +80,7 @@ class FarFirst:
     def run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks have
+        """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks must have
         synchronised.
         """
         with ending_the_group(self.comm, _NAME):
@@ -113,7 +114,9 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples are pooled in `phase`: a piece for other hosts, or None for this host."""
+        """Return the ranks whose samples are pooled in `phase`: ranks of other hosts for a piece, ranks of this host
+        for None.
+        """
         return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 
     def _pool(

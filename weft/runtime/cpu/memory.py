@@ -1,11 +1,11 @@
 """Resources that all executors of a group on CPU share: shared memory, counters, scratch memory, and threads for lanes.
 
-A group makes one call at a time. So its schedules share one memory, as large as the largest schedule needs, and the
+A group makes one call at a time. So its schedules share one memory of the size that the largest schedule needs, and the
 numbers of mappings and threads do not grow with the number of shapes. The resources are kept until the communicator
 closes.
 
-Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank does so only after all of its lanes
-have ended the previous run:
+Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`), but a rank only after all of its lanes have
+ended the previous run:
 
     a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
     the calling thread, that rank    publishes that it begins run e (release)
@@ -13,15 +13,15 @@ have ended the previous run:
     a lane in run e, this rank       takes its job from the queue
 
 So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. No
-schedule reads values that an earlier run left. A wait for a set of the previous run (`Wait.previous`) is satisfied when
-a run begins.
+schedule reads values that an earlier run left. A wait for a set of the previous run (`Wait.previous`) is already
+satisfied when a run begins.
 
 Counters only grow, and all schedules use the same counters, from the first one. `Mapped.sets` is the value of each
 counter of this rank at the end of the current run. All sets of earlier runs are done when a run begins. So if a counter
 is n above its value at the end of the previous run, it has been set n times in the current run.
 
-Growth is collective: ranks make executors in the same order, and their needs determine the size. Other executors are
-bound to the new memory at their next run (`MemoryUser.map`).
+All ranks grow the memory together: they make executors in the same order, and the executors' needs determine the size.
+Other executors are bound to the new memory at their next run (`MemoryUser.map`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from weft.symm import Communicator
 _SLACK = 1.25  # least growth factor, so that growth is rare and at most a quarter is wasted
 _COUNTERS = 256  # initial number
 BOUND = 64
-"""The number of a group's programs that stay bound to memory: those that ran last. Others are bound again when they
-run.
+"""The number of a group's programs that stay bound to memory: the programs that ran last. Other programs are bound
+again when they run.
 
 Bound steps keep views of tensors. Thousands of views that were made between allocations of large tensors would fragment
 the heap.
@@ -53,12 +53,12 @@ the heap.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """One version of the group's memory, which growth replaces. Programs contain addresses in it; a run keeps it
-    mapped.
+    """One version of the group's memory, which growth replaces. Programs contain addresses in this memory, and a run
+    keeps it mapped.
 
-    version: from 1. owners: objects that keep the mappings. addresses: the address of each rank's first counter, 0 for
-        ranks on other hosts. Buffers begin `buffers_at` bytes after it.
-    sets: for each counter of this rank, its value at the end of the current run. scratch: this rank's private memory.
+    version: the number of the version, from 1. owners: objects that keep the mappings. addresses: the address of each
+        rank's first counter, 0 for ranks on other hosts. Buffers begin `buffers_at` bytes after it.
+    sets: for each counter of this rank, the value at the end of the current run. scratch: this rank's private memory.
     """
 
     version: int
@@ -95,9 +95,7 @@ class Memory:
         comm._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
-        """Reserve resources for one more executor. Collective if shared memory has to grow. May raise
-        `OutOfSharedMemoryError`.
-        """
+        """Reserve resources for one more executor. May raise `OutOfSharedMemoryError`. All ranks must make this call."""
         now = self.mapped
         if now is None or layout.buffer_bytes > now.nbytes or layout.n_counters > len(now.sets):
             now = self._grown(layout, now, what)
@@ -165,13 +163,13 @@ class Worker(threading.Thread):
     def begin(self, job: Callable[[], None]) -> None:
         with self._ending:
             if self._ended:
-                raise ValueError("this group was closed during a run")
+                raise ValueError("this group was closed during a run: close it only after all calls have returned")
             self._done.acquire(blocking=False)  # an interrupted wait may have left the lock released
             self._busy = True
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Wait until the job is done, even after interrupts, because it uses the caller's tensors.
+        """Wait until the job is done, even after interrupts, because the job uses the caller's tensors.
 
         An interrupt may arrive after the lock has been taken.
         """
@@ -184,7 +182,7 @@ class Worker(threading.Thread):
     def end(self) -> None:
         """End the thread after its queued jobs.
 
-        The caller may be this thread itself, if garbage collection on it closes the communicator.
+        The caller may be this thread itself, if its garbage collection closes the communicator.
         """
         with self._ending:
             self._ended = True

@@ -1,8 +1,8 @@
 """Addresses of the buffers and counters that a rank's steps use: shared memory of all ranks, and the caller's tensors.
 
-A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor keeps
-its address until a run gets another tensor. Views contain an address and own nothing. So no tensor is kept between
-runs, and autograd and inference mode do not affect lanes on their own threads.
+A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor may have
+a new address in each run. Views contain only an address. So no tensor is kept between runs, and autograd and inference
+mode do not affect the threads of lanes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def size(region: Region) -> tuple[int, int]:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """A buffer of one rank, in this process's address space: a flat view of all of it, and strides in elements."""
+    """A buffer of one rank, in this process's address space: a flat view of the whole buffer, and strides in elements."""
 
     flat: torch.Tensor
     row_stride: int
@@ -50,7 +50,7 @@ class Place:
 
 
 def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_stride: int, col_stride: int) -> Place:
-    """Return the `Place` of a matrix at `address`. It does not own the memory."""
+    """Return the `Place` of a matrix at `address`. The `Place` does not own the memory."""
     items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
     flat = lent(address, [items * dtype.itemsize], torch.uint8, _CPU, ())
     return Place(flat.view(dtype), row_stride, col_stride, rows, cols)
@@ -115,7 +115,7 @@ class Places:
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return (index, sets per run) for each counter of this rank that is set."""
+        """Return (index, sets per run) for each counter of this rank that any step sets."""
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:

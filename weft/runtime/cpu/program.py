@@ -1,7 +1,7 @@
 """The steps of one rank, ready to run.
 
-Steps are bound to memory once, and again when memory has grown. Steps on a caller's tensor are also bound again if its
-address has changed since the last run. Steps with dynamic sizes, and tiles, are evaluated in each run.
+Steps are bound to memory once, and again when memory has grown. Steps on a caller's tensor are also bound again if the
+tensor's address has changed since the last run. Steps with dynamic sizes, and tiles, are evaluated in each run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.schedule.steps import substitute, variables_of
 class Bound:
     """A step, and the function that runs it.
 
-    rows: the number of rows of each rank in a collective. late: True if the step has dynamic sizes.
+    rows: the number of rows of each rank, for a collective. late: True if the step has dynamic sizes.
     """
 
     step: Step
@@ -48,7 +48,7 @@ BoundLanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
-    """The lanes of this rank. They can run when they have been mapped and bound."""
+    """The lanes of this rank. Call `map` and `bind` before they run."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
         self.run, self._rank, self._schedule = run, run.comm.rank, schedule
@@ -77,13 +77,12 @@ class Program:
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
         self._given = [_CallerTensor(buffer, users[name]) for name, buffer in given.items()]
-        self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that the present run has made
+        self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that the current run has made
         self._making = threading.Lock()
 
     def close(self) -> None:
-        """Drop the steps' functions, which form reference cycles with this program.
-
-        So memory is released now, and not at a later garbage collection.
+        """Drop the steps' functions, which form reference cycles with this program, so that memory is released without
+        garbage collection.
         """
         for _, steps in self.lanes:
             for bound in steps:
@@ -92,7 +91,9 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps to the group's memory, unless they are bound to it. `bind` binds steps on a caller's tensors."""
+        """Bind the steps to the group's memory, unless they are bound to it already. `bind` binds steps on a caller's
+        tensors.
+        """
         if self._version == mapped.version:
             return
         self.places.map(mapped)
@@ -117,7 +118,7 @@ class Program:
     def bind(self, tensors: Tensors) -> str:
         """Bind the steps to these tensors. Return "", or the reason why a tensor does not match; then nothing changes.
 
-        If an exception (Ctrl-C, out of memory) interrupts it, the next run binds all steps on new tensors again.
+        If an exception (Ctrl-C, out of memory) interrupts this method, the next run binds all steps again.
         """
         try:
             if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
@@ -156,7 +157,7 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _make_outputs(self, known: dict[str, PrefixSums]) -> None:
-        """Make the outputs that the caller passed as functions, when their number of rows is known."""
+        """Make the outputs that the caller passed as functions, once their numbers of rows are known."""
         for given in self._given:
             make = self.run.tensors.get(given.name)
             if given.rows is None or not variables_of(given.rows) <= known.keys() or not callable(make):
@@ -202,7 +203,7 @@ class _CallerTensor:
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Return the tensor's address, strides and number of rows; None if the run makes the tensor. Raise `ValueError`
-        if it does not match.
+        if the tensor does not match.
         """
         if self.rows is not None and callable(tensor):
             return None

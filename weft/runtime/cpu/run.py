@@ -35,22 +35,23 @@ class Run:
     def __init__(self, name: str, what: str, comm: Communicator) -> None:
         """name: the schedule's name. what: the purpose of the runs, for error texts."""
         self.name, self.comm, self.meeting = name, comm, meeting_of(comm)
-        self.meeting.schedules += 1  # all ranks make schedules in the same order, so the number tells equal names apart
+        # all ranks make schedules in the same order, so the number distinguishes schedules with equal names
+        self.meeting.schedules += 1
         self._topic = Topic(
             f"schedule {name!r} of {what or f'number {self.meeting.schedules}'}", str(self.meeting.schedules)
         )
         self.errors: list[BaseException] = []
-        self._sets: list[int] = []  # for each counter of this rank, its value at the end of this run
+        self._sets: list[int] = []  # for each counter of this rank, the value at the end of this run
         self._deadline_s = 0.0
         self.tensors: Tensors = {}
         self.levels: TwoLevels | None = None
-        """The two-level collectives between hosts, if ranks form rails."""
+        """The two-level collectives between hosts; None if two levels cannot be used."""
 
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Return when every rank begins this run.
 
-        sets: the number of sets of each counter of this rank in all earlier runs, which is updated here.
-        of_run: pairs (index of a counter, its sets in this run).
+        sets: the number of sets of each counter of this rank in all earlier runs. This method updates it.
+        of_run: pairs (index of a counter, number of sets in this run).
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
@@ -87,7 +88,8 @@ class Run:
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
             return
-        # Waits for another lane of this rank last longer, so that the other lane reports first what is missing.
+        # Waits for another lane of this rank have a later deadline, so that the other lane reports its own missing
+        # signal first.
         deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.comm.rank else 0.0)
         self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
@@ -96,7 +98,7 @@ class Run:
 
         Only one thread may call this at a time.
 
-        If a rank fails meanwhile, the others raise as in any wait.
+        If a rank fails meanwhile, the other ranks raise as in any wait.
         """
         if not dst.numel():
             return
@@ -119,8 +121,8 @@ class Run:
             dst.copy_(whole)
 
     def exchange(self, sent: list[int], received: list[int], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Send sent[r] rows of src to each rank r, and receive received[r] rows from it into dst, with gloo. Only one
-        thread may call this at a time.
+        """Send sent[r] rows of src to each rank r, and receive received[r] rows from rank r into dst, with gloo. Only
+        one thread may call this at a time.
         """
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
@@ -144,7 +146,7 @@ class Run:
     def reduce_scatter(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
         """Sum all ranks' src [sum(rows), cols], and write this rank's rows to dst [rows[rank], cols], with gloo.
 
-        Only one thread at a time.
+        Only one thread may call this at a time.
         """
         source = src.contiguous()
         if len(set(rows)) == 1 and self.levels is not None:

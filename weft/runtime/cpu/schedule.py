@@ -4,10 +4,10 @@ Lanes. The first compute lane runs on the thread that calls `run`. The other lan
 the group share. Copies, matmuls and waits release the GIL, so lanes overlap.
 
 Memory order in a run. A copy ends with a release fence, a set adds with release order, and a wait reads with acquire
-order (csrc/signal.hpp). So a lane that has waited sees everything that the setting lane did before.
+order (csrc/signal.hpp). So a lane that has waited sees everything that the setting lane wrote before.
 `weft.runtime.cpu.memory` explains the order of different runs.
 
-Ranks synchronise before a run, and each may refuse it (`weft.runtime.meeting`).
+Ranks synchronise before a run, and each rank may refuse it (`weft.runtime.meeting`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from weft.timeline import Span, Timeline
 
 
 class CpuSchedule(Executor):
-    """The executor of `schedule` on this rank of `communicator`. It ends with `close()` or with the communicator.
+    """The executor of `schedule` on this rank of `communicator`, until `close()` or until the communicator closes.
 
-    The constructor is collective: ranks compare schedules, and the group's memory may grow. It raises on every rank:
-    `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not match its memory or these ranks,
-    or `OutOfSharedMemoryError`.
+    All ranks must construct it: they compare schedules, and the group's memory may grow. The constructor raises on
+    every rank: `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not match its memory or
+    these ranks, or `OutOfSharedMemoryError`.
 
     what: the purpose of the schedule, for errors of ranks that make different calls.
     kind: a key that schedules share if they differ only in sizes and are correct for all sizes. Ranks compare and check
@@ -71,7 +71,7 @@ class CpuSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """Run the schedule once, on every rank. This rank's outputs are complete when it returns.
+        """Run the schedule once. All ranks must make this call. This rank's outputs are complete when it returns.
 
         Return the outputs that were passed as functions of their number of rows, by name.
 
@@ -83,9 +83,10 @@ class CpuSchedule(Executor):
 
         Raises `RefusedError` on every rank if a tensor on any rank does not match, before any rank starts. The group
         stays usable. Any other error makes the group fail on all ranks: `DeadlineError` (with rank, signal, expected
-        and found value), `PeerLostError`, `DisagreementError` if ranks make different calls, or the error of a step.
+        and found value), `PeerLostError`, or the error of a step. If ranks make different calls, it is a
+        `DisagreementError`.
         """
-        # These references last until the end of the run, so that a concurrent close does not unmap memory that lanes
+        # These references exist until the end of the run, so that a concurrent close does not unmap memory that lanes
         # use.
         program, mapped, workers = self._program, self._memory.mapped, self._memory.workers
         if program is None or mapped is None:
@@ -125,9 +126,11 @@ class CpuSchedule(Executor):
         self.comm.check()
 
     def close(self) -> None:
-        """Drop the program. The group keeps memory and threads. Idempotent, not collective."""
+        """Drop the program. The group keeps memory and threads. Each rank may close on its own; repeated calls have no
+        effect.
+        """
         program, self._program = self._program, None
-        # Skipped during a run: garbage collection in a run may call `close`.
+        # Skip this during a run: garbage collection in a run may call `close`.
         if program is not None and program.run.meeting.lock.acquire(blocking=False):
             program.close()
             program.run.meeting.lock.release()
@@ -138,7 +141,7 @@ class CpuSchedule(Executor):
 
 
 def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
-    """Compare and check `schedule` on all ranks. Collective."""
+    """Compare and check `schedule` on all ranks. All ranks must make this call."""
     agree_on_schedule(schedule, comm)
     checked, error = None, ""
     try:

@@ -21,7 +21,8 @@ Place = tuple[str, int]
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
     """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Omit steps on empty regions.
 
-    size_of: returns (rows, columns) of a buffer of a rank. Raise `ValueError` for a region outside its buffer.
+    size_of: a function that returns (rows, columns) of a buffer of a rank. Raise `ValueError` for a region outside its
+        buffer.
     """
     if not isinstance(step, Tiles | Copy | Compute):
         yield substitute(step, values)
@@ -46,7 +47,9 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
-    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative. Name the ranks that write it."""
+    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative. The text names the ranks that
+    write the size.
+    """
     if min(read, default=0) >= 0:
         return
     place = next(i for i, number in enumerate(read) if number < 0)
@@ -91,7 +94,7 @@ def _table(
         if wrong.any():
             row, n_rows, col, n_cols, _ = here[wrong][0].tolist()
             raise ValueError(
-                f"{region.buffer}@{at}[{row}:+{n_rows}, {col}:+{n_cols}] is outside {region.buffer} of {most[0]} x {most[1]}, "
-                f"by the sizes of this run"
+                f"with the sizes of this run, {region.buffer}@{at}[{row}:+{n_rows}, {col}:+{n_cols}] is outside buffer "
+                f"{region.buffer} of {most[0]} x {most[1]}: correct the sizes, or declare a larger buffer"
             )
     return [Region(region.buffer, *numbers) for numbers in rows.tolist()]

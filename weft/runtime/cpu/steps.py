@@ -50,14 +50,14 @@ def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], obje
 def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, PrefixSums]) -> None:
     """Run the tiles of a step one after another, on memory at `places`.
 
-    To give a kernel its own implementation, register it with `run_tiles.register`. The executor then does not check its
-    tiles. kernel: has been evaluated with `known`. known: the contents that the lane has read, by buffer.
+    To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check
+    the kernel's tiles. kernel: evaluated with `known`. known: the contents that the lane has read, by buffer.
     """
     run_numbered(step, places, known)
 
 
 def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
-    """Run the step with these contents. Tiles run one after another."""
+    """Run the step with the contents `known`. Tiles run one after another."""
     for inner in numbered(step, known, places.size_of):
         bind(inner, places, rows)()
 

@@ -1,6 +1,6 @@
 """The launcher of the reduction kernel, `weft.kernels.add_up`.
 
-It compiles all variants before any stream waits, and makes its table once per step.
+The launcher compiles all variants before any stream waits, and makes its table once per step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
-"""The largest number of parts that a launch passes as arguments. With more parts, a table has the addresses, except
-those of the caller's tensors, which change between runs.
+"""The largest number of parts whose addresses a launch passes as arguments. More addresses are passed in a table,
+except those of the caller's tensors, which change between runs.
 """
 _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
-"""The bytes of each part that a program reduces at a time: without a norm; and with a norm, where a program handles a
-whole row.
+"""The bytes of each part that a program reduces at a time: (without a norm, with a norm). With a norm, a program
+handles a whole row.
 """
 
 
@@ -49,8 +49,8 @@ class SumNorm(NamedTuple):
 class SumVariant(NamedTuple):
     """The parameters of a compiled kernel.
 
-    block: the bytes that a program reduces at a time. step: a power of two that divides all addresses and pitches, in
-        bytes.
+    block: the bytes that a program reduces at a time. step: a power of two, in bytes, that divides all addresses and
+        pitches.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class AddUp:
     """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all
     rows.
 
-    If the only part is `out`, the kernel writes only its norm. fixed: the addresses of the bases; 0 for the caller's
+    If the only part is `out`, the kernel writes only the norm of `out`. fixed: the base addresses; 0 for the caller's
     tensors.
     """
 
@@ -95,8 +95,8 @@ class AddUp:
         passed = [part for part in parts if len(parts) <= _ARGUMENTS or not fixed[part.base]]
         if len(passed) > _ARGUMENTS:
             raise ScheduleError(
-                f"{len(passed)} of the {len(parts)} parts of a reduction are the caller's tensors: the GPU kernel takes at most "
-                f"{_ARGUMENTS} of them"
+                f"a reduction has {len(parts)} parts, of which {len(passed)} are inputs or outputs of the schedule: use at most "
+                f"{_ARGUMENTS} such parts, and copy the others to scratch first"
             )
         # Without gaps between the rows, treat the matrix as one long row.
         if norm is None and all(place.pitch == cols * item for place in (out, *parts)):
@@ -137,7 +137,9 @@ class AddUp:
         return record_one_of(program, stream, calls)
 
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
-        """Launch the kernel. bases: all addresses, with the caller's. stream: a handle; None in Triton's interpreter."""
+        """Launch the kernel. bases: all base addresses, including the caller's tensors. stream: a handle; None in
+        Triton's interpreter.
+        """
         if not self._programs:
             return
         numbers = [bases[n.number] + n.offset if isinstance(n, Base) else n for n in self._numbers]

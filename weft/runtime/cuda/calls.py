@@ -1,7 +1,7 @@
 """Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
 
-Each call is prepared when a schedule is compiled, so a run only takes views and calls. Results are written where the
-step says, not into memory that torch allocates.
+Each call is prepared when a schedule is compiled, so a run only makes views and calls. Results are written to the
+step's destination, not into memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
 
     what, views: the operation and its operands. Calls with equal `what` and `views` run the same kernel. If `what` is
         None, the kernel is unknown.
-    aside: a call that loads the same kernel without writing memory that peers read or add to.
+    aside: a call that loads the same kernel, but writes no memory that peers read or add to.
     """
 
     call: Callable[[Tensors], None]
@@ -90,7 +90,9 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
         return Operation(lambda t: void(all_reduce_single(dst(t).copy_(src(t)), group=group)))
     if step.op == "reduce_scatter":
         if len(set(sizes)) > 1:
-            raise ScheduleError(f"{step}: reduce_scatter needs equal parts, but the ranks' parts have {sizes} rows")
+            raise ScheduleError(
+                f"{step}: the parts of the ranks have {sizes} rows, but reduce_scatter needs equal parts: pad them"
+            )
         return Operation(lambda t: void(reduce_scatter_single(dst(t), src(t), group=group)))
     if len(set(sizes)) == 1:
         return Operation(lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group)))

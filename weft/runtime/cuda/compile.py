@@ -1,22 +1,23 @@
-"""The compiler from a rank's steps to the list of operations that the host issues: native operations, calls of torch
-and NCCL, and small kernels.
+"""The compiler from a rank's steps to the list of operations that the CPU issues: native operations, calls of torch and
+NCCL, and small kernels.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.flags`), so that a CUDA
-graph can capture them. Copies by kernel include the signals around them.
+Signals between ranks are stream waits and stream writes, the same in every run (`weft.runtime.cuda.flags`), so that a
+CUDA graph can capture them. Copies by kernel include the signals around them.
 
 Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no
 operation, because a run begins after the previous run has ended on its rank.
 
 A separate stream, the monitor, writes the signals that compute lanes set: a write to a peer takes microseconds, and
-kernels need not wait for it. Each run also writes to memory that it has begun, for the watchdog.
+kernels need not wait for it. Each run also writes a mark to memory when it begins, for the watchdog.
 
 Calls of torch and NCCL (`weft.runtime.cuda.calls`) and steps of dynamic size (`weft.runtime.cuda.sizes`) are not native
-operations. They are in the same list (`weft.runtime.cuda.issue`). All operations get addresses from
+operations. They are entries of the same list (`weft.runtime.cuda.issue`). All operations get addresses from
 `weft.runtime.cuda.regions`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 from functools import singledispatch
@@ -35,13 +36,13 @@ from weft.runtime.cuda.move import CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
-from weft.runtime.cuda.tile_kernels import Gemms, Tracked
+from weft.runtime.cuda.tile_kernels import Gemms, Sorted, Tracked
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
-from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import GroupedMatmul, Permute, ReturningMatmul, SortedMatmul, TileKernel, TrackedMatmul
 from weft.schedule.launches import Launch, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
+from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (True to wait, number of the base, offset in bytes, value)."""
@@ -49,16 +50,18 @@ _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is kn
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Compile the rank's steps. This loads kernels, so no stream may wait on the device meanwhile."""
+    """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile."""
     return Compiler(context, timed).compile()
 
 
 class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
-    program, items: what a run issues.
-    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}.
-    ahead: {lane: its `ReadAhead`, whose host wait comes after the GEMMs are issued}.
+    program, items: the operations that a run issues.
+    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a `Permute`
+        step, {id of the step: the address of these numbers for all its copies}.
+    sorted: {id of a `Permute` step: its copies}.
+    ahead: {lane: its `ReadAhead`, whose CPU wait comes after the GEMMs are issued}.
     scratch: {lane: memory for partial sums}.
     """
 
@@ -70,6 +73,7 @@ class Compiler:
         self._event_of: dict[Key, int] = {}
         self.ahead: dict[int, ReadAhead] = {}
         self.sizes: dict[int, int] = {}
+        self.sorted: dict[int, list[Copy]] = {}
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
@@ -81,7 +85,7 @@ class Compiler:
             context.schedule, context.rank, context.lanes, context.order, self._awaited, context.buffers
         )
         # By lane: the indices of steps whose signals the lane's stream writes, and the flags that the lane waits for.
-        # Copying kernels clear their own flags. Compute lanes clear their flags right after the wait: the monitor
+        # Copy kernels clear their own flags. Compute lanes clear their flags right after the wait, because the monitor
         # writes their signals, possibly after the lane's next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
         self._of_stream: dict[str, list[Flag]] = {name: [] for name in context.lanes}
@@ -100,8 +104,8 @@ class Compiler:
         last = {launch.lane: launch for launch in self._launches}
         waiting = [launch for launch in self._launches if self._flags_in(launch)]
         # Choose where the watchdog's words are written. If only kernels on one stream wait: at the first and the last
-        # of them. Otherwise at the first step of a lane whose flag is cleared soon, and therefore is 0 during most of a
-        # run. Otherwise on the monitor.
+        # of these kernels. Otherwise, if possible, at the first step of a lane whose flag is cleared soon, and
+        # therefore is 0 during most of a run. Otherwise on the monitor.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
         self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -135,8 +139,8 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """Return True if `launch` is the first of a copy lane, waits for a flag of the previous run, and only copies
-        delay the clearing of the flag.
+        """True if `launch` is the first of a copy lane, waits for a flag of the previous run, and only copies delay the
+        clearing of the flag.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -171,7 +175,7 @@ class Compiler:
             self.items.stamp(launch.lane, 2 * first + 1)
 
     def crosses(self, step: Step) -> bool:
-        """Return True if the step is a signal between ranks."""
+        """True if the step is a signal between ranks."""
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
@@ -205,7 +209,7 @@ class Compiler:
         if not parts:
             return  # no rank waits for this signal
         if self._computes[launch.lane] and not mine:
-            # A write to a peer takes microseconds, and kernels need not wait for it: write on the monitor.
+            # A write to a peer takes microseconds, and kernels need not wait for it, so write on the monitor.
             self._signal_aside(launch.lane, parts)
         else:
             self.program.signal(launch.lane, parts)
@@ -231,8 +235,8 @@ class Compiler:
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
-        """Issue a launch of copies as one kernel: first its signals and waits, then the copies, then signals and waits
-        again.
+        """Issue a launch of copies as one kernel: signals and waits before the copies, the copies, and signals and
+        waits after them.
         """
         context, words = self.context, self.context.words
 
@@ -313,7 +317,7 @@ def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and the signals around
     them, are issued as kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its
     kernel. An operation that writes to a peer's memory must define `Operation.aside`, which loads the kernel without
-    writing there.
+    writing to this memory.
     """
     raise AssertionError(f"{step} was not refused")
 
@@ -394,7 +398,7 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the host reads the sizes too.
+    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the CPU reads the sizes too.
 
     The device computes the numbers for the lane's copies by kernel.
     """
@@ -411,10 +415,18 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     name = context.lanes[lane]
     copies = of_kind((step for lane_of, step in context.order if lane_of == name and step.copies_by == "kernel"), Copy)
     copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in compiler.sizes]
-    if not copies:
+    sized = {id(copy): [copy] for copy in copies}
+    for step_of, permute in context.order:
+        if step_of == name and isinstance(permute.tile_kernel, Permute) and id(permute) not in compiler.sizes:
+            sized[id(permute)] = compiler.sorted[id(permute)] = _copies_of(permute)
+    if not sized:
         return
+    copies = [copy for some in sized.values() for copy in some]
     totals = Totals(context.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)])
-    compiler.sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
+    first = 0
+    for key, some in sized.items():
+        compiler.sizes[key] = totals.address(3 * first)
+        first += len(some)
     compiler.items.kept.append(totals)
     if not totals.record(compiler.program, lane):
         compiler.items.launch(lane, lambda bases, stream: totals.launch(stream))
@@ -425,13 +437,32 @@ def _tiles(step: Tiles, compiler: Compiler, launch: Launch) -> None:
     emit_tiles(step.kernel, step, compiler, launch.lane)
 
 
+def _copies_of(step: Step) -> list[Copy]:
+    """Return the copies of all tiles of a `Permute` step. Copies from one buffer are consecutive."""
+    assert isinstance(step, Tiles)
+    tiles = [of_kind(substitute(step.body, {step.index: number}, partially_evaluated=True), Copy)
+             for number in range(int(step.extent))]  # fmt: skip
+    return sorted(itertools.chain(*tiles), key=lambda copy: copy.src.buffer)
+
+
+@emit_tiles.register
+def _permute(kernel: Permute, step: Tiles, compiler: Compiler, lane: int) -> None:
+    if id(step) not in compiler.sizes:
+        raise ScheduleError(f"{step}: on GPUs a permutation needs a read of its sizes earlier on its lane")
+    call = Sorted(compiler.context, compiler.regions, compiler.sorted[id(step)], compiler.sizes[id(step)])
+    compiler.items.dynamic(lane, call)
+
+
 @emit_tiles.register(GroupedMatmul)
+@emit_tiles.register(SortedMatmul)
 @emit_tiles.register(ReturningMatmul)
-def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
+def _grouped_matmul(
+    kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int
+) -> None:
     context = compiler.context
     expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
-    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied rows. All
-    # other GEMMs leave multiprocessors free for them.
+    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied
+    # rows. All other GEMMs leave multiprocessors free for these copies.
     name = context.lanes[lane]
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and s.tile_kernel][-1]

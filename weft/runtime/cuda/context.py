@@ -1,7 +1,7 @@
 """The context of a compiled schedule on GPUs: the steps of one rank, its memory, its streams.
 
-A `Context` is made once and does not change. Its `LastRun` has the state that runs change. The compiler and its items
-get only the context, so that they do not depend on the executor.
+A `Context` is made once and does not change, except for its `LastRun`. The compiler and its items get only the context,
+so that they do not depend on the executor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weft.symm.lasting import lasting
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """A schedule as one rank sees it.
+    """A schedule for one rank.
 
     given: the buffers that the caller passes. order: (lane, step) in the order of issue. flags: the flags of all ranks.
-        lanes: the names of lanes; the first is the caller's stream.
+    lanes: the names of lanes; the first is the caller's stream.
     """
 
     schedule: Schedule
@@ -41,16 +41,18 @@ class RankSchedule:
     def standing_word(self) -> int:
         """The number of the standing word, which follows the words of flags.
 
-        While a run is blocked in waits, the word is 1 + the number of waits known to have passed. Otherwise it is 0. It
-        is not used if a lane begins with waits for the previous run only, since their flags are 0 during a run.
+        While a run is blocked in waits, the word is 1 + the number of waits known to have passed. Otherwise it is 0.
+        The word is not used if a lane begins with waits for the previous run only, since their flags are 0 during a
+        run.
         """
         return max(len(flags) for flags in self.flags)
 
 
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
-    """Return `schedule` as `rank` runs it. Raise `ScheduleError` if streams cannot run it.
+    """Return `schedule` for one rank. Raise `ScheduleError` if streams cannot run it.
 
-    like: a schedule of the same kind. If `schedule` differs from it only in sizes, its order and flags are reused.
+    like: a schedule of the same kind. If `schedule` differs from `like` only in sizes, the order and flags of `like`
+        are reused.
     """
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
@@ -85,8 +87,8 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 class LastRun:
     """The state of the last issued run.
 
-    known: contents of buffers that the host has read. made: outputs that the caller passed as functions. caller: the
-        caller's stream, if the host reads sizes. failure: an error found since that run.
+    known: contents of buffers that the CPU has read. made: outputs that the caller passed as functions. caller: the
+        caller's stream, if the CPU reads sizes. failure: an error found since the run.
     """
 
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -100,8 +102,8 @@ class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
-        side: the streams of all lanes except the first. begun_word: pinned memory. [0] is not 0 if a run has begun. [1]
-        is 1 + the rank that sent a different number of rows than this rank expected.
+    side: the streams of all lanes except the first. begun_word: pinned memory. [0] is not 0 if a run has begun. [1]
+            is 1 + the rank that sent a different number of rows than expected, or 0.
     """
 
     comm: Communicator
@@ -120,7 +122,7 @@ class Context(RankSchedule):
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
-        """Raise the error that was found since the last run, if any. Do not wait."""
+        """Raise the error that was found since the last run, if any. Does not wait for the device."""
         run = self.run
         if run.failure is not None:
             failure, run.failure = run.failure, None

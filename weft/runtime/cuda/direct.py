@@ -1,4 +1,4 @@
-"""Launches of Triton kernels by their handles, for calls whose host time matters.
+"""Launches of Triton kernels by their handles, for calls whose CPU time matters.
 
 `kernel[grid](...)` inspects every argument in Python. `launch` finds the compiled kernel by dtypes, alignments and
 constants. It launches the kernel through a `_core.StreamProgram`, to which each call passes the addresses, the numbers
@@ -33,8 +33,9 @@ def launch(
 ) -> None:
     """Enqueue a Triton kernel on the current stream.
 
-    arguments: tensors and non-negative numbers, in the order of the kernel's parameters, without its constants. The kernel must
-    not specialize numbers (`do_not_specialize`). The first launch with other dtypes, alignments or constants compiles.
+    arguments: tensors and non-negative numbers, in the order of the kernel's parameters, without its constants. The
+        kernel must not specialize numbers (`do_not_specialize`). The first launch with new dtypes, alignments or
+        constants compiles the kernel.
     """
     places: list[int] = []
     key: list[Any] = [id(kernel), warps, *constants.items()]
@@ -46,7 +47,7 @@ def launch(
         else:
             places.append(address := given.data_ptr())
             key.append(given.dtype)
-            aligned = aligned << 1 | (address % 16 == 0)  # a compiled kernel may rely on it
+            aligned = aligned << 1 | (address % 16 == 0)  # a compiled kernel may rely on the alignment
     if isinstance(kernel, JITFunction):  # the interpreter has no handles
         device = torch._C._cuda_getDevice()
         known, programs = (device, aligned, *key), _programs.known

@@ -1,9 +1,9 @@
 """The GPU executor of embedding_all_to_all: one rank's part of every call, enqueued on the current stream.
 
-The host never waits. Results are valid in stream order. The device records errors (a missed deadline, ranks that
+The CPU never waits. Results are valid in stream order. The device records errors (a missed deadline, ranks that
 disagree, bad indices) in pinned memory, and the next call or `check()` raises them. When the communicator fails (a peer
-died or gave up), the watchdog overwrites this rank's signals with POISON by the copy engine. Kernels that wait for the
-signals then return.
+died or gave up), the watchdog overwrites this rank's signals with POISON, using the copy engine. Kernels that wait for
+the signals then return.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", d
 
 
 class EmbeddingAllToAllCuda(LendingExecutor):
-    """The executor of one plan on a communicator of GPUs. The constructor is collective."""
+    """The executor of one plan on a communicator of GPUs. All ranks must construct it."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
@@ -56,7 +56,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._row_bytes = plan.sharding.total_dim * plan.output_dtype.itemsize
         self._flags_per_sample = sum(plan.slices_per_sample) if plan.options.transport == "put" else 0
         self._usual_deadline_s = env.deadline_s()
-        # Allocate now everything that the watchdog needs: it may not load a module while a kernel waits.
+        # Allocate everything that the watchdog needs now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(comm.device, priority=-1)
         self._take_back = comm.on_failure(self._release_waiters)
@@ -128,8 +128,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return {"out": output}
 
     def check(self) -> None:
-        """Raise errors of earlier calls and failures of the communicator, and warn of bad indices. Do not wait for the
-        device.
+        """Raise errors of earlier calls and failures of the communicator, and warn of bad indices. Does not wait for
+        the device.
         """
         record = self._record
         _warn_of_bad_input(self.kernel, record, self._last_input, self.comm.rank)
@@ -140,8 +140,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.check()
 
     def look(self) -> None:
-        """Fail the group if the device has recorded a failed call. The watching thread and the calls of all operators
-        run this.
+        """Make the group fail if the device has recorded a failed call. The watching thread and the calls of all
+        operators run this.
         """
         if self._record[device_code.R_STATUS]:
             with self._noting:
@@ -171,8 +171,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.poison(text)
 
     def close(self) -> None:
-        """Free the memory, after the devices of all ranks are done. No captured graph may be replayed afterwards.
-        Idempotent.
+        """Free the memory, after the devices of all ranks are done. Captured graphs must not be replayed afterwards.
+        Repeated calls have no effect.
         """
         if self.closed:
             return
@@ -203,7 +203,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.all_gather(None)
 
     def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels. The watchdog thread runs this."""
+        """End every wait of this rank's kernels. Runs on the watchdog thread."""
         with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
             words = [(self._signals, 3 * self.comm.world_size), (self._flags, self._flag_count)]
             for region, count in (*words, *self._flags_of_graphs):
@@ -224,7 +224,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
 
 class _Look:
-    """Lets the watching thread read an operator's record for as long as the operator exists."""
+    """A link from the watching thread to an executor's record, for as long as the executor exists."""
 
     deadline_s = math.inf
 
@@ -260,7 +260,7 @@ def _warn_of_bad_input(
     if bad_offsets:
         warn(
             f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values; they were clamped. "
-            f"Check the offsets on the host, or pass bounds_check='fatal'"
+            f"Check the offsets on the CPU, or pass bounds_check='fatal'"
         )
     if bad:
         where = f"the first at position {at} of values"
@@ -277,7 +277,7 @@ def _warn_of_bad_input(
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
-    """Return a memoryview of `record`: it reads a number in nanoseconds, a tensor takes microseconds."""
+    """Return a memoryview of `record`, which reads a number in nanoseconds. A tensor takes microseconds."""
     return memoryview(cast(Any, record.numpy()))
 
 
@@ -300,8 +300,7 @@ def pool_on_gpu(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> None:  # fmt: skip
-    """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, with the same kernel and a world size
-    of 1.
+    """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, with the kernel for a world size of 1.
 
     Warn of bad input in earlier calls, naming `rank`. widest: see `EmbeddingKernel`.
     """
@@ -310,7 +309,7 @@ def pool_on_gpu(
     if pool is None:
         pool = _local_pools[key] = _LocalPool(plan, out.device, widest)
     _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
-    # The host runs ahead of the stream, so a fill kernel writes the address of `out` in stream order. A graph captures
+    # The CPU runs ahead of the stream, so a fill kernel writes the address of `out` in stream order. A graph captures
     # the kernel too.
     address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
     memory = RankAddresses(Tables.of(address, pool.words[:1], pool.words[1:2]), 0)

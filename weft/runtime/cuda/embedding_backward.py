@@ -1,7 +1,7 @@
-"""The local computation of embedding_all_to_all's backward on a GPU, by the kernels of
+"""The local computation of embedding_all_to_all's backward on a GPU, with the kernels of
 `weft.kernels.embedding_backward`.
 
-The host never waits for the device, except for sparse gradients, whose sizes it needs. Ids are sorted by
+The CPU never waits for the device, except to read the sizes of sparse gradients. Ids are sorted by
 `weft.runtime.cuda.embedding_runs`.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
     "update",
 ]
 
-_OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program puts in order
+_OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program permutes
 _GROUP = 512  # elements of the rows that a warp updates at once
 _ROWS = 8192  # elements of partial sums of long runs that a program adds at once
 _GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and the sums of squares of gradients
@@ -54,7 +54,7 @@ def update(
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
     numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
     if optimizer.rounding == "stochastic" and dtype != torch.float32:
-        seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around as `seed_of_update` does
+        seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around like `seed_of_update`
     skip = optimizer.nonfinite == "skip"
     rate = tables.learning_rate
     skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed, rate=rate)
@@ -65,8 +65,8 @@ def update(
 def add_each(
     of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, ok: torch.Tensor | None = None
 ) -> None:
-    """Add the SGD update of each id to its row with atomics, for fp32 tables. ok: a device tensor; 0 leaves the rows
-    unchanged.
+    """Add the SGD update of each id to its row with atomics, for fp32 tables. ok: a device tensor; if it is 0, rows
+    stay unchanged.
     """
     shape, ids, device = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged), received.device
     count = ids.keys.numel()
@@ -90,7 +90,7 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
     """Return the sum of squares of all gradients that an update would use, float64 [], on the device."""
     device = received.device
     squares = torch.zeros(rows.count, dtype=torch.float32, device=device)
-    # Use the update's device table: a graph's capture cannot copy another one from the host.
+    # Use the update's device table: a graph capture cannot copy another table from the CPU.
     table, skip = _table_of_update(of, tables, rows.shape, device), tables.optimizer.nonfinite == "skip"
     numbers, dtype = _fixed_numbers((), of.factor, math.inf, device), of.plan.sharding.dtype
     _launched(rows, received, table, numbers, _SQUARES, False, skip, dtype, squares=squares)
@@ -119,7 +119,7 @@ def gradients_of_tables(
 ) -> list[torch.Tensor]:
     """Return the gradient of each table: dense, or a coalesced sparse COO tensor. Sparse gradients wait for the device.
 
-    dtype: the dtype of the gradients; by default that of the tables.
+    dtype: the dtype of the gradients (default: the tables' dtype).
     """
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
@@ -228,9 +228,11 @@ def _launched(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradients for each rank's tables, [samples, columns of its tables], one behind the other, as `dtype`.
+    """Return the gradients for each rank's tables, [samples, columns of its tables], as one flat tensor of dtype
+    `dtype`.
 
-    grad: [samples, columns of all tables]. One launch, however many tables there are."""
+    grad: [samples, columns of all tables]. One launch handles all tables.
+    """
     width, table = _columns_by_owner(sharding, grad.device)
     samples, columns = grad.shape
     if grad.stride(1) != 1 or grad.stride(0) % width:
@@ -247,7 +249,7 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
 
 @functools.lru_cache(maxsize=64)
 def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Return the number of columns that move together, and the table of `by_owner_kernel`."""
+    """Return the number of columns that move together, and the table for `by_owner_kernel`."""
     runs, counts = column_runs(sharding), sharding.columns_of_ranks
     width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
     before = [0, *itertools.accumulate(counts)]
@@ -267,7 +269,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _none_skipped(device: torch.device) -> torch.Tensor:
-    """Return a device tensor of one zero that no kernel writes."""
+    """Return a device tensor with a zero that no kernel writes."""
     return lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
 
 
@@ -297,8 +299,8 @@ def _made_numbers(
 
 
 def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the device tensor of a rule's numbers. The number of updates is read on the device. scale: multiplies the
-    factor.
+    """Return the device tensor of a rule's numbers. The number of updates is read on the device. scale: a factor of the
+    gradients.
     """
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
@@ -316,9 +318,7 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 
 
 class _DeviceTable(NamedTuple):
-    """The addresses and sizes of tables on the device, the number of tables, and whether all addresses are multiples of
-    16.
-    """
+    """Tables on the device: addresses and sizes, the number of tables, and True if all addresses are multiples of 16."""
 
     lines: torch.Tensor
     size: int
@@ -329,8 +329,8 @@ _device_tables: dict[tuple[Any, ...], _DeviceTable] = {}
 
 
 def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
-    """Return the device table for `lines`, cached: copying it takes the host longer than a launch, and tables rarely
-    move.
+    """Return the device table for `lines`, from a cache: copying it takes more CPU time than a launch, and tables
+    rarely move.
     """
     key = device, tuple(map(tuple, lines))
     table = _device_tables.get(key)

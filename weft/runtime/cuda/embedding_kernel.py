@@ -2,7 +2,7 @@
 grid.
 
 The caller passes the addresses of every rank's output, signals and flags. So the launcher needs no process group, and
-one process can run all ranks one after the other under Triton's interpreter.
+tests can run all ranks in one process under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: 
 _REGISTERS = {False: 168, True: 128}  # limits, by whether slices are staged; the fastest of 112 to 168 on H200
 _UNIT_BYTES = 16384  # bytes per unit of work: large enough to hide the atomic, small enough to balance programs
 _MAX_UNIT_SLOTS = 32
-# With `direct`, programs start and finish one after the other, which costs time per program. So small calls use fewer
-# programs: one per this many bags or bytes, and at least this many per SM. Measured on H100.
+# With `direct`, starting and ending a program costs time. So small calls use fewer programs: one per this many bags or
+# bytes, but at least this many per SM. Measured on H100.
 _PROGRAM_BAGS = 24
 _PROGRAM_BYTES = 96 << 10
 _PROGRAMS_PER_SM = 8
@@ -43,7 +43,7 @@ _INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have
 
 
 class Tables(NamedTuple):
-    """Tensors for many launches, with their addresses. Reading the addresses at every launch takes longer than the
+    """Tensors for many launches, with their addresses. Reading the addresses at every launch would take longer than the
     launch.
     """
 
@@ -64,14 +64,16 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Tables that calls with the same batch sizes (or with even ones) and the same size of units share."""
+    """The tables of units. Calls share them if they have the same size of units, and if their batch sizes are equal or
+    all even.
+    """
 
     tables: Tables
-    """The units of a sample; for uneven batch sizes, the first sample of each rank and the end (int64)."""
+    """The units of a sample. For uneven batch sizes also the first sample of each rank and the end (int64)."""
     per_sample: int
     """Units per sample."""
     is_even: bool
-    """True if ranks share the batch evenly. Then the kernel computes the first samples."""
+    """True if ranks share the batch evenly. The kernel then computes the first sample of each rank."""
 
 
 class VariantKey(NamedTuple):
@@ -96,7 +98,7 @@ class _Variant:
     constants: tuple[Any, ...]
     resident: int
     tables: Tables
-    """Staging, state and record."""
+    """The tables for staging, state and record."""
     program: _core.StreamProgram | None
     """A prepared launch to which each call passes its grid and arguments, or None if Triton must launch."""
 
@@ -104,8 +106,8 @@ class _Variant:
 class EmbeddingKernel:
     """The kernel for one rank of a plan on one device.
 
-    widest: the largest number of columns of a feature block that another kernel pools. The block size covers it and this plan's own
-        columns, so results have the same bits for any placement of tables.
+    widest: the largest number of columns of a feature block that another kernel pools. The block size is large enough
+        for `widest` and for this plan's columns, so results have the same bits for any placement of tables.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
@@ -117,8 +119,8 @@ class EmbeddingKernel:
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
         self._staged = plan.options.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
-        # The slots of all ranks determine the tiles: the order in which a bag is reduced must depend neither on the
-        # owner of the table nor on the number of ranks.
+        # The slots of all ranks determine the tiles: the order in which a bag is reduced must not depend on the owner
+        # of the table or on the number of ranks.
         dims = [widest, *(slot.dim for slot in sharding.slots)]
         self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
@@ -188,8 +190,8 @@ class EmbeddingKernel:
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return int64 first samples of the ranks, and the end. Do not wait for the device: batch sizes may change in
-        every call.
+        """Return the first sample of each rank, and the end, as int64. Does not wait for the device, because batch
+        sizes may change in every call.
         """
         table = self._batches.get(batch_sizes)
         if table is None:
@@ -200,10 +202,10 @@ class EmbeddingKernel:
         return table
 
     def _taken(self) -> torch.Tensor:
-        """Return int64 `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
+        """Return an int64 tensor `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
 
-        If the block is used up, forget all tables and reuse their memory in stream order. If a graph reads the block,
-        allocate another.
+        If the block is full, forget all tables and reuse their memory in stream order. If a graph reads the block,
+        allocate another block.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
@@ -217,8 +219,8 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return the number of pooled vectors per unit with `direct`: about _UNIT_BYTES, but enough units for all
-        programs.
+        """Return the number of pooled vectors per unit with `direct`: about _UNIT_BYTES, but few enough that all
+        programs have units.
         """
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
@@ -256,9 +258,9 @@ class EmbeddingKernel:
     ) -> None:
         """Enqueue one call on the current stream.
 
-        wait: False if no peer takes part in the call: do not wait for peers.
-        count: count copies and flags in `state`.
-        launch_per_table: launch the kernel once per feature instead of once for all.
+        wait: False if no peer takes part in the call, so that the kernel does not wait.
+        count: True to count copies and flags in `state`.
+        launch_per_table: True to launch the kernel once per feature instead of once for all.
         timeline: int64 `[n_units(...), 3]`; each unit writes a line.
         captured: True if a CUDA graph captures the call, so that replays read the same tables.
         """
@@ -274,7 +276,9 @@ class EmbeddingKernel:
             self._launch_part(*call, number, number == 0, number == last)
 
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Return the number of units of work of a call with this input, which is the number of lines in its timeline."""
+        """Return the number of units of work of a call with this input, which is also the number of lines of its
+        timeline.
+        """
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
@@ -339,7 +343,7 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """Return a hash of what ranks must agree on in a call, besides the plan."""
+        """Return a hash of the values that must be equal on all ranks in a call, besides the plan."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
@@ -348,7 +352,7 @@ class EmbeddingKernel:
         dims = [slot.dim for slot in sharding.slots]
         # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
         steps = [*dims, *(slot.column for slot in sharding.slots), sharding.total_dim, 16 // self._item_bytes]
-        # Lanes exchange row numbers: 32 bits are enough, except for tables of more than 2^31 rows.
+        # Lanes exchange row numbers. 32 bits are enough, except for tables of more than 2^31 rows.
         most_rows = max((table.num_embeddings for table in sharding.tables), default=1)
         stage_width = -(-self._unit_table(0)[2] // 8) * 8 if self._staged else 1
         return {
@@ -381,7 +385,7 @@ class EmbeddingKernel:
         }
 
     def _compile(self, key: VariantKey) -> _Variant:
-        """Compile and load a variant before anything waits for it: a load while a kernel waits would deadlock."""
+        """Compile and load a variant before any kernel waits for a peer: loading while a kernel waits would deadlock."""
         refuse_capture(self.device)
         constants = self.constants(key)
         compiled, program, resident = None, None, self._sms
@@ -410,21 +414,21 @@ class EmbeddingKernel:
         }
         pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
-        # By default ptxas saves registers and splits the loads of a block of rows. With a limit, it uses up to that
+        # By default ptxas saves registers and splits the loads of a block of rows. With a limit, it uses up to this
         # many registers.
         limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
 
 def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
-    """Return True if ranks share the batch evenly, with the remainder on the first ranks."""
+    """True if ranks share the batch evenly, with the remainder on the first ranks."""
     each, more = divmod(batch, len(batch_sizes))
     return batch_sizes == (each + 1,) * more + (each,) * (len(batch_sizes) - more)
 
 
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
-    """Return the sample of the global batch with which `rank` begins to pool. After the last sample, it continues with
-    sample 0.
+    """Return the sample of the global batch with which `rank` begins to pool. After the last sample, the rank continues
+    with sample 0.
 
     order: "natural" begins with sample 0. "remote_first" begins with the first sample of the next rank, so that this
         rank's own samples are last.

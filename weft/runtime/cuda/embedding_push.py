@@ -1,6 +1,7 @@
-"""The exchange of embeddings' gradients with `weft.kernels.embedding_push`. All modules on a communicator share one.
+"""The exchange of embeddings' gradients with `weft.kernels.embedding_push`. All modules on a communicator share one
+exchange.
 
-The host waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or
+The CPU waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or
 the watching thread, makes the group fail.
 """
 
@@ -98,7 +99,7 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
 
 
 class PushedGradients:
-    """The exchange on a communicator. The constructor and every call are collective."""
+    """The exchange on a communicator. All ranks must construct it and make every call."""
 
     deadline_s = math.inf  # kernels have their own deadlines
 
@@ -115,7 +116,7 @@ class PushedGradients:
         self._signals_at = self._addresses(self._signals)
         self._inboxes_at = self._signals_at
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        # Allocate now what the watchdog needs: it must not load a module while a kernel waits.
+        # Allocate what the watchdog needs now: it must not load a module while a kernel waits.
         self._poison = torch.full((2 * world,), POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(device, priority=-1)
         self._failure: WeftError | None = None
@@ -129,9 +130,10 @@ class PushedGradients:
         self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Enqueue the exchange. Return the gradients of the vectors that this rank pooled. They are valid until `free`.
+        """Enqueue the exchange. Return the gradients of the vectors that this rank pooled, [global batch, columns of
+        this rank's tables], as `dtype`.
 
-        They are [global batch, columns of this rank's tables], as `dtype`.
+        The gradients are valid until `free`.
         """
         self.check()
         comm, patience_s = self.comm, deadline_s or env.deadline_s()
@@ -161,7 +163,7 @@ class PushedGradients:
             self._last = here, here.record_event()
 
     def check(self) -> None:
-        """Raise the error of an earlier exchange, or of the group. Do not wait."""
+        """Raise the error of an earlier exchange, or of the group. Does not wait for the device."""
         self.look()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -187,7 +189,7 @@ class PushedGradients:
             self.comm.poison(text)
 
     def has_begun(self) -> bool:
-        """Check the record, for the watching thread. Return False."""
+        """Check the record for a failure, on the watching thread. Return False."""
         self.look()
         return False
 
@@ -230,5 +232,5 @@ _exchanges: dict[Communicator, PushedGradients] = {}
 
 
 def pushed_on(comm: Communicator) -> PushedGradients:
-    """Return the exchange on `comm`. Collective if it has to be made."""
+    """Return the exchange on `comm`. All ranks must make the first call together, which makes the exchange."""
     return of_communicator(_exchanges, comm, PushedGradients)

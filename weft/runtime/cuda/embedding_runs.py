@@ -1,8 +1,8 @@
-"""Sorts a batch's ids by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch between
-kernels of `weft.kernels.embedding_runs`.
+"""A sort of a batch's ids by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch
+between kernels of `weft.kernels.embedding_runs`.
 
-The host never waits for the device. The numbers of runs and of segments stay on the device, and arrays are allocated
-for the largest possible numbers. Keys have 32 bits if that is enough for all rows of a rank.
+The CPU never waits for the device. The numbers of runs and of segments stay on the device, and arrays are allocated for
+the largest possible numbers. Keys have 32 bits if this is enough for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TILE = 1024  # elements that a program sums at once
 _BLOCK = 1024  # ids or keys per program
 _RUNS = 256  # runs per program of the search for long runs
 _MOST_32 = 2**31  # smaller numbers fit into int32
-_PROGRAMS_PER_SM = 32  # of programs of one warp
+_PROGRAMS_PER_SM = 32  # programs of one warp
 
 
 class _Slots(NamedTuple):
     """This rank's slots, as tensors on the device.
 
-    of_key: `[layers, blocks of offsets]`, the slot that reads each key, or -1. If several slots read a key, they are in
+    of_key: `[layers, blocks of offsets]`, the slot that reads each key, or -1. Several slots that read one key are in
         different layers.
     table: see `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
@@ -48,8 +48,8 @@ class Shape:
     """Numbers that are the same for all calls of a plan.
 
     split: the largest number of slots of a table. rows: the number of rows of all tables of this rank. block_d, lanes:
-        the size of a tile. align: a divisor of all widths, at most 16 bytes. uniform: True if all widths are block_d.
-        The sizes follow from the slots of all ranks, so that sums do not depend on the placement of tables.
+        the size of a tile, which follows from the slots of all ranks, so that sums do not depend on the placement of
+        tables. align: a divisor of all widths, at most 16 bytes. uniform: True if all widths are block_d.
     """
 
     split: int
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def no_row(self) -> int:
-        """The key of an id without a row; it is larger than all other keys."""
+        """The key of an id without a row. It is larger than all other keys."""
         return self.split * self.rows
 
     @property
@@ -84,7 +84,7 @@ class Occurrences(NamedTuple):
     """All ids of a batch, ordered by layer and position.
 
     keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
-        scales: None if all are 1.
+    scales: None if all are 1.
     """
 
     keys: torch.Tensor
@@ -97,10 +97,10 @@ class Occurrences(NamedTuple):
 class Rows:
     """The runs of a batch. A run is all occurrences of one row.
 
-    count: the number of all occurrences. starts, keys: one per run. runs: the number of runs. places, scales: one per
-        occurrence, ordered by run. ends: for each block of occurrences, the number of runs that begin in it or in an
-        earlier block. For runs of more than SEGMENT occurrences: first_segment (of each run), run_of_segment,
-        long_runs, and counters (the numbers of segments and of long runs).
+    count: the number of all occurrences. starts, keys: one number per run. runs: the number of runs. places, scales:
+        one number per occurrence, ordered by run. ends: for each block of occurrences, the number of runs that begin in
+        this or an earlier block. For runs of more than SEGMENT occurrences: first_segment (of each run),
+        run_of_segment, long_runs, and counters (the numbers of segments and of long runs).
     """
 
     shape: Shape
@@ -118,7 +118,8 @@ class Rows:
 
 
 class SortedAhead:
-    """Rows in memory of the stream `home`, computed by another stream, and the event at the end of their computation.
+    """Rows in memory of the stream `home`, computed by the stream `side`, and the event at the end of their
+    computation.
 
     home, side: None for rows that the current stream computes.
     """
@@ -128,7 +129,7 @@ class SortedAhead:
         self._done = None if side is None else side.record_event()
 
     def take(self) -> Rows:
-        """Return the rows, and order the current stream after their computation."""
+        """Return the rows. Work on the current stream then waits for their computation."""
         self._is_taken = True
         if self._done is not None:
             here = torch.cuda.current_stream(self._rows.starts.device)
@@ -138,7 +139,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """Keep the rows' memory from reuse until they are computed, if no stream has waited for them."""
+        """Keep the rows' memory from reuse until the rows are computed, unless a stream has waited for the rows."""
         if not self._is_taken and self._side is not None:
             self._note(self._side)
 
@@ -151,13 +152,13 @@ class SortedAhead:
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    `sorted_rows` of the same call returns the result. So the sort runs concurrently with later work, such as the dense
-    part of the model. While a graph is captured, this function does nothing.
+    The sort runs concurrently with later work, such as the dense part of the model. `sorted_rows` of the same call
+    returns the result. While a graph is captured, this function does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
         return
-    room = _room_for(of, jagged)  # from the current stream: for memory of two streams the allocator needs events
+    room = _room_for(of, jagged)  # on the current stream: the allocator needs events for memory of two streams
     if device.type != "cuda":
         of.sorted_ahead = SortedAhead(_sorted(of, jagged, room), None, None)
         return

@@ -1,11 +1,10 @@
-"""Binary flags as signals between ranks. A captured CUDA graph can wait for them, since every replay waits for the same
-value.
+"""Binary flags, the signals between GPU ranks. A captured CUDA graph can wait for flags, since every replay waits for
+the same value.
 
 Each wait has a 64-bit word in its rank's symmetric memory. The flag is a 1 in the low half of the word. A set raises
 the flags of all waits for its counter. A wait ends when its flag is raised. The flag is cleared before it can be raised
-again. CPU executors use counters instead, but their values differ in every run, and a graph repeats its values. Kernels
-that wait, and read the awaited count from memory, would occupy a part of the GPU, so that GEMMs that need the whole GPU
-had to wait.
+again. Counters, as on CPU, do not work here: their values differ in every run, but a graph repeats its values. Kernels
+that wait for a count in memory would occupy a part of the GPU, and delay GEMMs that need the whole GPU.
 
     word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
             high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
@@ -13,16 +12,17 @@ had to wait.
 A wait with `previous=True` starts with its flag raised, because no run precedes the first.
 
 If tiles of a kernel set one counter many times, the flag is raised after the last set. The kernel counts in memory of
-its own device, and streams of its rank wait for the flag as they wait for peers.
+its own device. Streams of its own rank wait for the flag like streams of peers.
 
-When to clear a flag. It must be clear before it is raised again, or the second signal is lost. A write is slow (it
-includes a system-scope fence), so a stream clears a flag together with another write if it can. Rank b clears W's flag
-together with its next set for rank a. This is correct if rank a waits for that set before it raises the flag again:
+When to clear a flag. A flag must be clear before it is raised again, or the second signal is lost. A write is slow (it
+includes a system-scope fence), so a stream clears a flag together with another write if possible. Rank b clears the
+flag of wait W together with its next set A for rank a. This is correct if rank a waits for A before it raises the flag
+again:
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-Then S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then
-verifies that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
+Then the set S cannot precede the clear. If there is no such set A, the flag is cleared right after the wait. `flags_of`
+then verifies that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ AWAITED = FLAG | POISONED
 class Flag:
     """The flag of one wait.
 
-    word: its index among the rank's words. passed: the number of waits of the lane, up to and including this one.
-    carrier: the index in the lane of the set with which a stream clears the flag. None: it is cleared right after the
-        wait.
+    word: the index among the rank's words. passed: the number of waits of the lane, up to and including this wait.
+    carrier: the index in the lane of the set with which a stream clears the flag; None to clear it right after the wait.
     """
 
     word: int
@@ -67,7 +66,7 @@ class Flag:
 def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait.
 
-    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is raised.
+    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised again before it is cleared.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     _require_set_once(schedule, ranks)
@@ -104,7 +103,7 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
     """Raise `ScheduleError` unless the wait is for all sets by a tile kernel.
 
-    On GPUs the kernel raises the flag once, after its last tile.
+    On GPUs the kernel raises the flag only once, after its last tile.
     """
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
@@ -128,8 +127,9 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
     blocked.
 
     words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run is blocked as
-        long as the flag of a wait for the previous run is clear, because a run clears that flag first. Flags that this
-        run has cleared are clear too, so several waits may be returned. Signals of this run are likelier.
+        long as the flag of a wait for the previous run is clear, because a run clears this flag first. Flags that this
+        run has already cleared look the same, so the result may contain waits that have ended. Waits for signals of
+        this run come first.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):
@@ -139,10 +139,10 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of the lane's next set for the setter, if it can carry the clear; otherwise None.
+    """Return the index of the lane's next set for the setter, if this set can carry the clear; otherwise None.
 
-    It can if the setter waits for it before it sets the wait's counter again. For a wait for the previous run's set,
-    the setter does so in the same run, otherwise in the next run.
+    The set can carry the clear if the setter waits for this set before it sets the wait's counter again. The setter
+    does so in the same run if the wait is for the previous run's set, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

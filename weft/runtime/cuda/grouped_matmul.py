@@ -1,5 +1,5 @@
-"""The launcher of `weft.kernels.grouped_matmul`. It makes tensor maps or pointers, chooses the grid, and compiles
-variants before any stream waits.
+"""The launcher of `weft.kernels.grouped_matmul`. The launcher makes tensor maps or pointers, chooses the grid, and
+compiles variants before any stream waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.words import counted
 
 __all__ = ["Config", "GroupedMatmulLauncher", "choose_config", "launch", "prepare"]
 
-_NUMBERS = 16  # number arguments of the kernel, after its eight tensors
+_NUMBERS = 17  # number arguments of the kernel, after its eight tensors
 MAX_SEGMENTS = 1024
 
 
@@ -40,6 +40,7 @@ class GroupedVariant(NamedTuple):
     config: Config
     back: bool = False
     adds: bool = False
+    merged: bool = False
 
     def constants(self) -> dict[str, Any]:
         c, segments = self.config, self.world_size * self.experts
@@ -63,11 +64,12 @@ class GroupedVariant(NamedTuple):
             "BACK": self.back,
             "ADDS": self.adds,
             "SPLITS": self.splits,
+            "MERGED": self.merged,
         }
 
     @property
     def splits(self) -> int:
-        """Return the largest number of programs that share a tile."""
+        """The largest number of programs that share a tile."""
         return self.config.splits if self.tma and not self.adds else 1
 
     def options(self) -> dict[str, int]:
@@ -115,19 +117,21 @@ def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
     return loaded(device, lambda: compile_variant(variant))
 
 
-def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:
+def prepare(
+    w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False, merged: bool = False
+) -> None:
     """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes
     seconds.
 
-    Without `prepare` the first launch compiles, which must not happen while a stream waits for a peer.
+    Without `prepare` the first launch compiles the kernel, which must not happen while a stream waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
-            _compiled(w.device, _variant(w, world_size, config, aligned, back, adds))
+            _compiled(w.device, _variant(w, world_size, config, aligned, back, adds, merged))
 
 
 def _variant(
-    w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool
+    w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool, merged: bool
 ) -> GroupedVariant:
     experts, k, n = w.shape
     transposed = w.stride(2) != 1
@@ -136,22 +140,24 @@ def _variant(
     # The hardware rounds a tensor map's innermost extent to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
     tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
-    return GroupedVariant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds)
+    return GroupedVariant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds, merged)
 
 
 class GroupedMatmulLauncher:
-    """Launches GEMMs of the rows of some sources and experts with their experts' weights. Launches share the state that
-    the constructor prepares.
+    """A launcher of GEMMs that multiply the rows of some sources and experts by the experts' weights. Launches share
+    the state that the constructor prepares.
 
     slots: `[at least (W - 1) * slot_rows, K]`. The rows of the n-th source after this rank begin at row `(n - 1) *
         slot_rows`.
-    counts: int64 `[W, E]`, the number of rows from each source for each local expert. It need not be contiguous.
+    counts: int64 `[W, E]`, the number of rows from each source for each local expert. Any strides are allowed.
     splits: int64 `[W * E]`, the number of this rank's rows for each global expert.
     first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
     first_expert, n_experts: the same for experts.
     spare: the number of multiprocessors left to other kernels.
-    back: read rows ordered by expert, and store them by source into `slots`, which then have N columns.
-    adds: add to the rows of y, in fp32. Not together with `back`.
+    back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
+    adds: True to add to the rows of y, in fp32. Not together with `back`.
+    merged: True if tiles have rows of all sources. Launches then compute all sources. Without `back`, x has the rows of
+        all sources, sorted by expert, and `slots` is not read. Not together with `adds`.
     config: the tile sizes of the compiled kernel, see `prepare`.
     scratch: memory shared with other launches on the same stream.
     """
@@ -172,10 +178,16 @@ class GroupedMatmulLauncher:
         spare: int = 0,
         back: bool = False,
         adds: bool = False,
+        merged: bool = False,
         scratch: Scratch | None = None,
     ) -> None:
         if back and adds:
             raise ValueError("back=True stores rows and cannot add to them: pass back or adds, not both")
+        if merged and (adds or n_sources not in (None, counts.shape[0])):
+            raise ValueError(
+                f"merged=True needs adds=False and all {counts.shape[0]} sources in a launch, but n_sources={n_sources} and "
+                f"adds={adds}"
+            )
         self._world, experts = counts.shape
         n_sources = self._world - first_source if n_sources is None else n_sources
         n_experts = experts - first_expert if n_experts is None else n_experts
@@ -183,7 +195,7 @@ class GroupedMatmulLauncher:
         self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
         self._segments = n_sources * n_experts
         self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
-        self._back, self._adds = back, adds
+        self._back, self._adds, self._merged = back, adds, merged
         self._scratch = scratch or Scratch()
         shares = config.splits > 1 and not adds
         self._scratch.require(counts.device, self._programs * config.block_m * config.block_n if shares else 1)
@@ -198,7 +210,7 @@ class GroupedMatmulLauncher:
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """Enqueue the GEMMs on the current stream.
 
-        x: `[rows, K]`, this rank's rows ordered by global expert. With `back`: rows ordered by local expert.
+        x: `[rows, K]`, this rank's rows ordered by global expert. With `back` or `merged`: rows ordered by local expert.
         w: `[E, K, N]`. K or N has stride 1.
         y: `[y_rows, N]`, ordered by local expert. With `back`: the results for this rank's own rows. Rows beyond
             `y_rows` are dropped.
@@ -216,7 +228,7 @@ class GroupedMatmulLauncher:
         grid = (max(1, min(self._programs, row_tiles * columns * variant.splits)), 1, 1)
         numbers = (
             own.shape[0], slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), slots.stride(0), whole.stride(0),
-            w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(),
+            w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(), slots.data_ptr(),
         )  # fmt: skip
         self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
 
@@ -235,7 +247,7 @@ class GroupedMatmulLauncher:
         _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
         own, whole = (y, x) if self._back else (x, y)
-        # A tensor map of an empty tensor cannot be made, and is not used.
+        # A tensor map of an empty tensor cannot be made, and is not needed.
         slots = self._slots if self._slots.numel() else own
         own = own if own.numel() else slots
         if 0 in (own.numel(), w.numel(), whole.numel()):
@@ -243,7 +255,7 @@ class GroupedMatmulLauncher:
                 raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
             return False
         aligned = all(is_aligned(t) for t in (own, slots, whole))
-        variant = _variant(w, self._world, self._config, aligned, self._back, self._adds)
+        variant = _variant(w, self._world, self._config, aligned, self._back, self._adds, self._merged)
         if variant != self._variant:
             constants = variant.constants()
             if w.device.type != "cuda":

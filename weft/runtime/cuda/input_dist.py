@@ -16,7 +16,9 @@ _PROGRAMS = 1024  # of a grid: enough to fill a GPU
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces that a rank sends, sorted by destination: the key and the rank of each, int64 [pieces], on the device."""
+    """The pieces that a rank sends, sorted by destination: the key and the destination rank of each, int64 [pieces], on
+    the device.
+    """
 
     key: torch.Tensor
     rank: torch.Tensor

@@ -1,11 +1,11 @@
-"""The items of a compiled schedule, which the host issues in order in every run.
+"""The items of a compiled schedule, which the CPU issues in order in every run.
 
-An item is (kind, what, where). It can be a range [what, where) of native operations of the program. Or it is a call of
-torch or NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`. The
-compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds other items here. Native
+An item is (kind, what, where). It may be a range [what, where) of native operations of the program. Otherwise it is a
+call of torch or NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`.
+The compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds other items here. Native
 operations between two items are issued in one call.
 
-`issue` determines the host time of a call, so it only iterates over the list.
+`issue` determines the CPU time of a call, so it only iterates over the list.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StreamItems:
         self.stamps = Stamps(context.device, 2 * len(context.order) + 2) if timed else None
         self.kept: list[Any] = []  # objects whose memory the program's operations use
         self.joining = (0, 0)  # operations that join the monitor's stream at the end of a capture
-        self.leaves_main = False  # True if calls go to other streams than the caller's
+        self.leaves_main = False  # True if calls go to streams other than the caller's
         self._native_from = 0
 
     # --- compiling ---
@@ -110,10 +110,10 @@ class StreamItems:
             program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Load all kernels: run each call of torch and NCCL once, on its stream, with the present contents of memory.
+        """Load all kernels: run each call of torch and NCCL once, on its stream, with the current contents of memory.
 
-        Of calls that run the same kernel, only one runs. Peers may be in a run, so memory that they read, or have
-        already written, is not changed.
+        Calls with the same kernel run only once. Peers may be in a run, so memory that they read, or have already
+        written, is not changed.
         """
         for name in self._without_gaps:
             if not callable(t := tensors[name]) and not t.is_contiguous():

@@ -1,9 +1,9 @@
 """Triton kernels as operations of a `_core.StreamProgram`, which launches them without Python.
 
-Triton's own launch takes more host time than the rest of a small call. A program launches the kernel through the driver
-instead. This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory
-that it does not need. When a schedule is compiled, `kernel_call` asks the driver for the sizes of parameters. So it
-detects a Triton version with other parameters. Then, and if the driver cannot answer, Triton launches the kernel.
+Triton's own launch takes more CPU time than the rest of a small call. So a program launches the kernel through the
+driver. This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory
+that it does not need. When a schedule is compiled, `kernel_call` asks the driver for the sizes of the parameters, to
+detect Triton versions with other parameters. For these, and if the driver cannot answer, Triton launches the kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Argument: TypeAlias = "int | torch.Tensor | Base"
 _BYTES = {"i32": 4, "i64": 8}
 _MOST_SCRATCH = 2  # most pointers that Triton adds to a kernel's parameters
 _UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-"""The kernel metadata that require more than a plain launch."""
+"""The kernel metadata for which a plain launch is not enough."""
 
 
 def loaded(device: torch.device, compile_kernel: Callable[[], Any]) -> Any:
@@ -55,7 +55,8 @@ def loaded_kernel(
 def record_one_of(
     program: _core.StreamProgram, stream: int, calls: Sequence[tuple[int, _core.KernelCall | None]]
 ) -> bool:
-    """Record a launch that takes the first call whose alignment matches a run's addresses. calls: (alignment, call).
+    """Record a launch that uses, in each run, the first call whose alignment matches the run's addresses. calls:
+    (alignment, call).
 
     Return False if Triton has to launch one of the calls.
     """
@@ -101,7 +102,8 @@ def kernel_call(
 
 
 def direct_program(compiled: Any, arguments: int) -> _core.StreamProgram | None:
-    """Return a program of one launch, or None if Triton must launch. It needs a third of the host time of Triton's launch.
+    """Return a program of one launch; None if Triton must launch. The launch needs a third of the CPU time of Triton's
+    launch.
 
     The program's bases are the grid's two sizes, then `arguments` addresses or numbers.
     """

@@ -1,11 +1,11 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
 All ranks measure at once, since schedules also use links in both directions and the power of all GPUs. Every result is
-the slowest rank's. Work is enqueued after a sleep kernel, so that the host is ahead.
+the slowest rank's. Work is enqueued after a sleep kernel, so that the CPU is ahead of the device.
 
-Loading a kernel while a stream waits for a peer could hang the device. So set-up loads copying kernels and the
-GEMMs that are known then. Each measurement runs once, and the device becomes idle, before it is enqueued after a sleep.
-Signals to a peer are timed without kernels.
+Loading a kernel while a stream waits for a peer could hang the device. So set-up loads copy kernels and known GEMMs.
+Each measurement first runs once, until the device is idle, and then after a sleep kernel. Signals to a peer are timed
+without kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.symm import Communicator
 from weft.words import by_rank
 
 _SLEEP_CYCLES = 1_000_000
-_CYCLES_PER_US = 2000  # an upper bound on the clock of present GPUs
+_CYCLES_PER_US = 2000  # an upper bound on the clock of current GPUs
 _ROUNDS = 3
 _LONG_US = 200.0
 _LARGEST_OPERAND = 1 << 31
@@ -50,8 +50,9 @@ FULL, QUICK = Effort(), Effort(64 << 20, 1000.0, 8000.0)
 
 
 class GpuMeasure:
-    """Measurements on GPUs for `weft.plan.calibration`. All calls are collective, in the same order on every rank. The
-    constructor is collective too."""
+    """Measurements on GPUs for `weft.plan.calibration`. All ranks must construct it, and make the same calls in the
+    same order.
+    """
 
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
         """Set up measurements. gemms: shapes whose operands are allocated and whose kernels are loaded before anything
@@ -66,7 +67,7 @@ class GpuMeasure:
         self._device, self._effort = device, effort
         # A separate generator leaves the user's random state unchanged.
         self._random = torch.Generator(device).manual_seed(0)
-        self._host_us = 50.0  # host time of one of the calls that were timed last
+        self._host_us = 50.0  # CPU time of one of the calls that were timed last
         self._peer = (comm.rank + 1) % comm.world_size
         self._made: dict[MatmulShape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         why = ""
@@ -151,7 +152,7 @@ class GpuMeasure:
     def signal_us(self, remote: bool) -> float:
         turns = 64
         if not remote:
-            # The driver skips work between waits without work. So there is a kernel on each side, and its time is subtracted.
+            # The driver skips work between waits without work. So put a kernel on each side, and subtract its time.
             program = _core.StreamProgram(1, 2, 2)
             program.record(0, 0)
             program.wait_event(1, 0)
@@ -201,7 +202,8 @@ class GpuMeasure:
 
         calls = 4
         alone = self.gemm_us(m, n, k, dtype)
-        # Enqueue more copies than fit into the GEMMs' time, and take the rate of the copies that end during the GEMMs.
+        # Enqueue more copies than fit into the GEMMs' time, and measure the rate of the copies that end during the
+        # GEMMs.
         copies = int(4 * calls * alone * 400e3 / count) + 16
         stamps = [torch.cuda.Event(enable_timing=True) for _ in range(copies + 1)]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -249,14 +251,15 @@ class GpuMeasure:
         call()
         us = self._once(call, 2, 1)
         calls = calls or max(3, min(50, int(self._effort.enough_us / max(us, 1.0))))
-        # At least one call, so that a collective's first call, in which ranks wait for each other, is not timed.
+        # Warm up with at least one call, so that a collective's first call, in which ranks wait for each other, is not
+        # timed.
         warm = max(1, int(self._effort.warm_us / us) if us > _LONG_US else 0)
         return sorted(self._once(call, calls, warm) for _ in range(_ROUNDS))[_ROUNDS // 2]
 
     def _once(self, call: Callable[[], object], calls: int, warm: int = 0) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._meet()
-        # The host may take longer for a collective than the GPUs: they sleep until all calls are enqueued.
+        # The CPU may take longer for a collective than the GPUs, so the GPUs sleep until all calls are enqueued.
         torch.cuda._sleep(_SLEEP_CYCLES + int((warm + calls) * self._host_us * _CYCLES_PER_US))
         start = time.perf_counter()
         for _ in range(warm):

@@ -1,15 +1,15 @@
 """Memory of executors on GPUs: symmetric memory, flag words and streams, and their release when the group fails.
 
 Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), sized for the largest schedule.
-Their signals are the same: the next run, by any of the executors, finds the flags that the last run left. Their runs,
-and replays of graphs that have captured some of them, follow each other in the same order on all ranks.
+Their signals are the same: the next run of any of these executors finds the flags that the last run left. Runs, and
+replays of graphs that have captured runs, have the same order on all ranks.
 
-If a run places its rows differently than the previous run, the flags of the previous run are not enough. Such a flag means
-that a rank has read its setter's rows. But the next run may place rows where the previous run had rows of other ranks. With
-two ranks there are no other ranks. With more ranks, every rank notifies all peers before a run that its previous runs have
-ended, and waits for the same from all peers (`ScheduleMemory.enter`). It does so at a change of sizes, and before every run
-once a graph has captured a run, because replays are not announced. Schedules that wait for no flag of the previous run need
-no such barrier.
+If a run places its rows differently than the previous run, the flags of the previous run are not enough. Such a flag
+means that its setter has read the rows of one rank. But the next run may place rows where the previous run had rows of
+other ranks. (With two ranks there are no other ranks.) So with more ranks, `ScheduleMemory.enter` runs a barrier: every
+rank notifies all peers that its previous runs have ended, and waits for the same from all peers. The barrier runs when
+sizes change, and before every run once a graph has captured a run, because replays are not announced. Schedules that
+wait for no flag of the previous run need no barrier.
 
 If a larger memory is needed, executors in the smaller one continue. At their next call they are rebuilt in the larger one, unless
 a graph has captured them. The last executor that leaves closes the smaller memory. If outgrown memories hold more than
@@ -40,11 +40,11 @@ from weft.schedule import Schedule
 from weft.symm import Communicator
 from weft.symm.cuda_driver import fill
 
-_SPOIL_S = 2.0  # how long buffers are overwritten after a failure
+_SPOIL_S = 2.0  # time for which buffers are overwritten after a failure
 
 
 class ScheduleMemory:
-    """Symmetric memory, flags and streams for executors of schedules like `mine`. The constructor is collective and may
+    """Symmetric memory, flags and streams for executors of schedules like `mine`. All ranks must construct it. May
     raise `OutOfSharedMemoryError`.
     """
 
@@ -57,17 +57,18 @@ class ScheduleMemory:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
         self.captured = self.outgrown = False
         self._last: object | None = None  # the executor of the last run
-        self._stream: torch.cuda.Stream | None = None  # the stream on which it was issued
+        self._stream: torch.cuda.Stream | None = None  # the stream on which the last run was issued
         self._handle = -1
         self._closed = False
         self.region = comm.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
-        # Flags and the standing word; for changes of executors, another standing word and a word for each peer.
+        # The words: flags and the standing word; for changes of executors, another standing word and a word for each
+        # peer.
         n_all = self._n_words + 2 + comm.world_size
         self.words = comm.allocate(8 * n_all, what=f"signals of schedule {self.name}")
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
             self.monitor = torch.cuda.Stream(self.device)
-            # Allocate now what the watchdog needs: it may not load or allocate anything while streams wait.
+            # Allocate what the watchdog needs now: it may not load or allocate anything while streams wait.
             self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
         self._word_view = self.words.tensor(self.rank, (n_all,), torch.int64)
         self._poison = torch.full((n_all,), POISONED, dtype=torch.int64, pin_memory=True)
@@ -90,13 +91,13 @@ class ScheduleMemory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """Return True if `mine` differs from this memory's schedules only in sizes."""
+        """True if `mine` differs from this memory's schedules only in sizes."""
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
         """Order a run of `executor` on the current stream after the previous run, even if that ran on another stream.
 
-        While a graph is captured there is no such order, since a capture cannot depend on work outside.
+        While a graph is captured there is no such order, since a capture cannot depend on work outside of the graph.
         """
         self.deadline_s, self.captured = deadline_s, self.captured or capturing
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -111,7 +112,7 @@ class ScheduleMemory:
         self._last, self.name = executor, schedule_name
 
     def leave(self, executor: object) -> None:
-        """Remove an executor. The last one closes the memory."""
+        """Remove an executor. The last executor closes the memory."""
         self.users.discard(executor)
         self._last = None if self._last is executor else self._last
         if not self.users:
@@ -174,7 +175,9 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def standing_still(self, seconds: float) -> None:
-        """Name the peer and signal that the run still waits for, if any, and fail the group. Runs on the watching thread."""
+        """Find the peer and the signal for which the run still waits, if any, and make the group fail with their names.
+        Runs on the watching thread.
+        """
         _not_hindered_by_captures()
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._found.copy_(self._word_view, non_blocking=True)
@@ -203,8 +206,8 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def _release_waiters(self) -> None:
-        """Overwrite the buffers that GEMMs read from peers, then end every wait of this rank's streams. The watchdog
-        thread runs this.
+        """Overwrite the buffers that GEMMs read from peers, then end every wait of this rank's streams. Runs on the
+        watchdog thread.
 
         Copies of waiting peers may still arrive afterwards, until their streams are done. So the buffers are
         overwritten repeatedly for `_SPOIL_S`.
@@ -230,13 +233,15 @@ class ScheduleMemory:
 SPARE_BYTES = 64 << 20
 """Limit on the outgrown memory of a group, not counting memory that a graph has captured.
 
-It is enough for all sizes of a decoder, which are called first and captured later.
+The limit is enough for all batch sizes of a decoder, which are called first and captured later.
 """
 _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
 
 
 def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
-    """Keep `outgrown`, and close the oldest outgrown memories until the rest fits the limit. Collective."""
+    """Keep `outgrown`, and close the oldest outgrown memories until the rest fits the limit. All ranks must make this
+    call.
+    """
     known = _outgrown.setdefault(comm, [])
     known.append(weakref.ref(outgrown))
     left = [memory for one in known if (memory := one()) is not None and not memory.closed and not memory.captured]
@@ -255,11 +260,11 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
-    """Return the memory for `schedule` and the schedule as this rank runs it, or None if `schedule` differs from its
+    """Return the memory for `schedule`, and the schedule for this rank; None if `schedule` differs from others of its
     kind in more than sizes.
 
-    Schedules of one `kind` share the memory. The call is collective only if memory must be allocated; only then do
-    ranks compare schedules.
+    Schedules of one `kind` share the memory. If memory must be allocated, all ranks must make this call together, and
+    compare schedules.
     """
     kinds = _shared.setdefault(comm, {})
     known = kinds.get(kind)
@@ -279,8 +284,8 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
 
 
 def _not_hindered_by_captures() -> None:
-    """Let this thread synchronize its own stream while another thread captures. Otherwise the synchronization would
-    invalidate the capture.
+    """Let this thread synchronise its own stream while another thread captures a graph. Otherwise the synchronisation
+    would invalidate the capture.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -1,5 +1,5 @@
-"""The launcher of `weft.kernels.move`. It compiles all variants before any stream waits, and makes its tables once per
-step.
+"""The launcher of `weft.kernels.move`. The launcher compiles all variants before any stream waits, and makes its tables
+once per step.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class CopyLaunch:
 
     sets_before, waits, sets, waits_after: the addresses of flags (`weft.runtime.cuda.flags`). targets: the addresses of
         further copies of the source.
-    begins, passes, ends: pairs (address, number). The number is stored in 32 bits when the launch begins, has passed
-        its waits, and ends.
-    sizes: the address of (first row of the source, first row of the target, rows) in device memory. Then `shape.rows`
-        is the number of rows of the target.
-    early: True if nothing that the launch waits for writes the source, so that the kernel may read it before the waits
-        end.
+    begins, passes, ends: pairs (address, number). The number is stored in 32 bits when the launch begins, when its
+        waits have passed, and when it ends.
+    sizes: the address of (first row of the source, first row of the target, rows) in device memory. With `sizes`,
+        `shape.rows` is the number of rows of the target.
+    early: True if the kernel may read the source before its waits end, because no step that it waits for writes the
+        source.
     programs: the largest number of programs. adds: the dtype if the copy adds to the target, otherwise "".
     """
 
@@ -81,8 +81,8 @@ class CopyLaunch:
         self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
-        # The caller's tensors may begin at any address. The widest variant handles most addresses, the narrow variants
-        # the others.
+        # The caller's tensors may begin at any address. The widest variant handles most addresses, and the narrow
+        # variants handle the others.
         narrow = {self._item} if adds else {min(self._step, 2), 1}
         self._variants = {step: _compiled_move(device, step, adds) for step in {self._step, *narrow}}
 
@@ -128,7 +128,7 @@ class CopyLaunch:
 
 
 def prepare(device: torch.device) -> None:
-    """Compile and load the kernels for copies of any size and alignment. Takes seconds, once per machine."""
+    """Compile and load the kernels for copies of any size and alignment. This takes seconds, once per machine."""
     for step in (_ALIGNMENT, 2, 1):
         _compiled_move(device, step)
 

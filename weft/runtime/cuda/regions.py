@@ -3,8 +3,8 @@ torch.
 
 A compiled program gets new addresses in every run, because the caller's tensors may have moved. It identifies memory by
 the number of a base address and an offset in bytes. The bases are, in this order: the caller's tensors, the schedule's
-scratch buffers, the ranks' symmetric memory, the ranks' signal words, and the watchdog's word. Only the caller's
-tensors move.
+scratch buffers, the ranks' symmetric memory, the ranks' signal words, and the watchdog's word. Only the bases of the
+caller's tensors change.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RegionView: TypeAlias = Callable[[Tensors], torch.Tensor]
 class Regions:
     """The addresses of all regions and words.
 
-    bases: the base addresses. Those of the caller's tensors are 0 until a run sets them. words, begun: the numbers of
-        the bases of rank 0's words and of the watchdog's word.
+    bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them. words, begun: the numbers
+        of the bases of rank 0's words and of the watchdog's word.
     """
 
     def __init__(self, context: Context) -> None:
@@ -55,11 +55,10 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Return (number of the base or None, the begin of each region, row pitch in bytes) for many regions of one
-        buffer.
+        """Return (base, the begin of each region, row pitch in bytes) for many regions of one buffer.
 
-        If the buffer is the caller's tensor, regions begin at offsets in bytes from its base. Otherwise the base is
-        None, and regions begin at addresses.
+        If the buffer is the caller's tensor, `base` is the number of its base address, and begins are offsets in bytes.
+        Otherwise `base` is None, and begins are addresses.
         """
         buffer = self._context.buffers[name]
         item = ITEM_BYTES[buffer.dtype]
@@ -84,7 +83,7 @@ class Regions:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def whole(self, region: Region) -> torch.Tensor:
-        """Return the whole buffer of a region, in the schedule's own memory on this rank or a peer."""
+        """Return the whole buffer of a region, if it is the schedule's own memory on this rank or a peer."""
         context, name = self._context, region.buffer
         own = context.own[name]
         if (at := int(region.at)) == context.rank:

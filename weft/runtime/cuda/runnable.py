@@ -1,5 +1,5 @@
-"""Checks for steps that the GPU executor cannot run. They raise when a schedule is compiled, before wrong results can
-occur.
+"""Checks for steps that the GPU executor cannot run. The checks raise when a schedule is compiled, before wrong results
+can occur.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.schedule.text import describe
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
     """Raise `ScheduleError`, which names the step, if streams, copy engines and kernels cannot run a step of `rank`.
 
-    Also raise it if updates by several lanes or ranks could be lost.
+    Also raise `ScheduleError` if updates by several lanes or ranks could be lost.
     """
     for buffer in schedule.buffers:
         if buffer.dtype == "fp64":
@@ -54,7 +54,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
 
 
 def _owner(region: Region) -> int | None:
-    """Return the rank that owns the region; None if it is dynamic."""
+    """Return the rank that owns the region; None if the rank is dynamic."""
     return None if variables_of(region.at) else value(region.at)
 
 

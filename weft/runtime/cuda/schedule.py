@@ -1,9 +1,9 @@
-"""The executor of schedules on GPUs: lanes are streams, copy engines copy, and the host only issues.
+"""The executor of schedules on GPUs: lanes are streams, copy engines copy, and the CPU only issues operations.
 
 A schedule is compiled once (`weft.runtime.cuda.compile`). Copies, signals and joins of streams are recorded in a
 `_core.StreamProgram`, which issues a sequence of them in one call. cuBLAS GEMMs and small kernels are issued between
-them. The first compute lane is the caller's current stream. The other lanes start when that stream reaches the call,
-and it continues when all have ended.
+them. The first compute lane is the caller's current stream. The other lanes start when this stream reaches the call,
+and the stream continues when all lanes have ended.
 
 Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`). Streams wait for them and write them,
 without using a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs
@@ -16,9 +16,9 @@ Deadlines. A stream that waits has no deadline, so `weft.runtime.cuda.watch` che
 group has failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the
 next call raises.
 
-Results computed from data that never arrived are recognisable. Before the streams continue, all bytes of this rank's
-symmetric buffers are set to 0xFF: NaN in any floating-point type, and -1 as a count. This costs successful calls
-nothing.
+Results computed from data that never arrived are recognisable. Before the streams of a failed group continue, all bytes
+of this rank's symmetric buffers are set to 0xFF: NaN in any floating-point type, and -1 as a count. This costs
+successful calls nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from weft.timeline import Timeline
 class CudaSchedule(Executor):
     """The executor of `schedule` on this rank of `communicator`.
 
-    The constructor is collective: ranks compare schedules and allocate memory. It is not collective with `memory`,
-    which executors share (`weft.runtime.cuda.memory`). mine: the schedule as this rank runs it.
+    Without `memory`, all ranks must construct it together: they compare schedules and allocate memory. memory: memory
+    that executors share (`weft.runtime.cuda.memory`). mine: the schedule for this rank.
 
     Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks'
         schedules differ, `ScheduleError` if streams cannot run it, and `OutOfSharedMemoryError`.
@@ -84,11 +84,11 @@ class CudaSchedule(Executor):
         """Enqueue one run on the current stream. Return the outputs that were passed as functions, by name.
 
         tensors: every input and output buffer by name, with the sizes in `buffers`. Weights may also be [count, rows,
-            columns]. An output with a dynamic number of rows is a function from that number to a tensor, or a tensor
-            with at least that many rows. If the host reads sizes meanwhile, it calls such a function with up to an
-            eighth more rows, and cuts the result.
+            columns]. An output with a dynamic number of rows is a function that returns a tensor with the given number
+            of rows, or a tensor with at least so many rows. For reads with by="meanwhile", the function is called with
+            up to an eighth more rows, and the result is cut.
         deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of
-            the tensors differ from an earlier run. Then they are not checked.
+            the tensors differ from an earlier run. The tensors are then not checked.
         timeline: if given, wait for the device, and append the times of each step.
 
         Raises errors of the group since the last run.
@@ -101,7 +101,7 @@ class CudaSchedule(Executor):
         if self.schedule.contents:
             if capturing and self._reads_on_host:
                 raise ValueError(
-                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot do: pass max_rows"
+                    f"schedule {self.schedule.name} reads sizes on the CPU, which a captured graph cannot do: pass max_rows"
                 )
             run = context.run
             run.caller = torch.cuda.current_stream(self.device)
@@ -146,7 +146,7 @@ class CudaSchedule(Executor):
 
     @property
     def nbytes(self) -> int:
-        """The symmetric memory in bytes. If executors share it, an equal share."""
+        """The symmetric memory in bytes. If executors share the memory, this executor's equal share."""
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ class CudaSchedule(Executor):
             t = tensors.get(b.name)
             if t is None:
                 raise ValueError(
-                    f"no tensor for buffer {b.name}: pass a {b.dtype} tensor of shape ({b.rows}, {b.cols})"
+                    f"buffer {b.name} has no tensor: pass a {b.dtype} tensor of shape ({b.rows}, {b.cols})"
                 )
             if not isinstance(b.rows, int):
                 if callable(t):
@@ -181,13 +181,13 @@ class CudaSchedule(Executor):
             shape = t.shape if t.dim() != 3 else (t.shape[0] * t.shape[1], t.shape[2])
             if shape != wanted or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
                 raise ValueError(
-                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device}, but the schedule needs "
-                    f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
+                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass ({b.rows}, {b.cols}) "
+                    f"{TORCH_DTYPE[b.dtype]} on {self.device}"
                 )
 
     def warm_up(self, tensors: Tensors, capturing: bool = False) -> None:
-        """Load every kernel that a run with such tensors needs. Loading a kernel while a stream waits can hang the
-        device.
+        """Load every kernel that a run with such tensors needs, because loading a kernel while a stream waits can hang
+        the device.
         """
         layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
         if layout in self._warm:

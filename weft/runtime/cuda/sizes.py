@@ -1,10 +1,10 @@
-"""Dynamic sizes (`weft.schedule.steps.Read`), which have three kinds of reads:
+"""Dynamic sizes (`weft.schedule.steps.Read`). There are three kinds of reads:
 
-- By the device: one small kernel computes all numbers that the lane's copies need, and stores them where the copies
-  read them.
-- By the host: the host waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then
-  copy engines get the sizes as numbers, and outputs are allocated with exactly the arrived rows.
-- "meanwhile": the host waits after it has issued the GEMMs, whose outputs have space for more rows.
+- by="device": one small kernel computes all numbers that the lane's copies need, and stores them where the copies read
+  them.
+- by="host": the CPU waits until the buffer's contents have arrived; the watching thread keeps the deadline. Copy
+  engines then get the sizes as numbers, and outputs are allocated with exactly the arrived rows.
+- by="meanwhile": the CPU waits after it has issued the GEMMs, whose outputs have space for more rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _compiled_totals(device: torch.device) -> Any:
 
 
 class HostRead:
-    """A read by the host, once per run. It allocates the outputs whose rows depend on the buffer."""
+    """A read on the CPU, once per run. It allocates the outputs whose rows depend on the buffer."""
 
     def __init__(self, context: Context, buffer: str) -> None:
         self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
@@ -87,8 +87,8 @@ class HostRead:
         self._come.synchronize()  # at the deadline, the watching thread ends this wait
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        # Outputs are allocated on the caller's stream, whichever lane reads. That stream orders the work that fills
-        # them before the next use of their memory.
+        # Allocate outputs on the caller's stream, whichever lane reads. This stream orders the work that fills them
+        # before the next use of their memory.
         with torch.cuda.stream(run.caller):
             for i, buffer in enumerate(context.given):
                 make = tensors[buffer.name]
@@ -98,11 +98,11 @@ class HostRead:
 
 
 class ReadAhead:
-    """A read of dynamic sizes for which the host waits only after it has issued the GEMMs.
+    """A read of dynamic sizes for which the CPU waits only after it has issued the GEMMs.
 
     `begin` allocates outputs with space for more rows than last time. Then the GEMMs are issued. `settle` waits for the
-    sizes and slices the outputs to the arrived rows. If an output is too small, `settle` allocates a larger one and
-    issues the GEMMs again. Their operands are still valid, because the lane allows peers to overwrite them only later.
+    sizes and slices the outputs to the arrived rows. If an output is too small, `settle` allocates a larger output and
+    issues the GEMMs again. The operands are still valid, because the lane allows peers to overwrite them only later.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
@@ -135,7 +135,7 @@ class ReadAhead:
                 gemms(tensors, bases)
         for name, rows in came.items():
             run.made[name] = tensors[name][:rows]
-            # Keep the number of rows as long as it is large enough, because the allocator has a block of that size.
+            # Keep the number of rows as long as it is large enough, because the allocator has a block of this size.
             if not self._room[name] // 2 <= rows <= self._room[name]:
                 self._room[name] = _with_room(rows)
         self._makers = {}
@@ -153,7 +153,7 @@ def _with_room(rows: int) -> int:
 
 
 class DynamicCopy:
-    """A copy by a copy engine, of a size that the host has read."""
+    """A copy by a copy engine, of a size that the CPU has read."""
 
     def __init__(
         self, context: Context, step: Copy, source: tuple[int, int, int], target: tuple[int, int, int]

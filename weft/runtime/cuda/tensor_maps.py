@@ -1,5 +1,5 @@
-"""Code that the launchers of weft's GEMMs share: tensor maps of callers' tensors, stand-ins for compilation, device
-properties.
+"""Code that the launchers of weft's GEMMs share: tensor maps of callers' tensors, placeholder tensors for compilation,
+device properties.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 16
 
 
 class Lent:
-    """The address and layout of a caller's tensor. It does not keep the tensor alive."""
+    """The address and layout of a caller's tensor, without a reference to the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (
@@ -37,7 +37,9 @@ class Lent:
 
 
 class Stand(MockTensor):
-    """A contiguous tensor without memory, for compilation. Its address has the alignment of the real tensors."""
+    """A contiguous placeholder tensor without memory, for compilation. Its address has the alignment of the real
+    tensors.
+    """
 
     def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
         super().__init__(dtype, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,13 +12,13 @@ from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
-from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Expr, Index, Set, Tiles
-from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TrackedMatmul
+from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Copy, Expr, Index, Set, Tiles
+from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, SortedMatmul, TrackedMatmul
 from weft.schedule.steps import variables_of
 
 
 class Gemms:
-    """A launch of `GroupedMatmul` or `ReturningMatmul`.
+    """A launch of `GroupedMatmul`, `SortedMatmul` or `ReturningMatmul`.
 
     spare: the number of multiprocessors to leave to copies. scratch: memory that the lane's launches share.
     """
@@ -26,7 +27,7 @@ class Gemms:
         self,
         context: Context,
         regions: Regions,
-        s: GroupedMatmul | ReturningMatmul,
+        s: GroupedMatmul | SortedMatmul | ReturningMatmul,
         expected_rows: float,
         spare: int,
         scratch: Scratch | None = None,
@@ -34,36 +35,47 @@ class Gemms:
         from weft.runtime.cuda import grouped_matmul  # imported here: it needs a newer Triton than the rest
         from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 
-        self._library, self._what, schedule = grouped_matmul, s, context.schedule
-        self._back = isinstance(s, ReturningMatmul)
-        if isinstance(s, ReturningMatmul):
+        self._library, self._what, self._own, schedule = grouped_matmul, s, context.own, context.schedule
+        self._back, self._world = isinstance(s, ReturningMatmul), context.comm.world_size
+        self._merged = isinstance(s, SortedMatmul)
+        sources, slot_rows, mine = (0, self._world), 0, context.rank * s.experts
+        if isinstance(s, SortedMatmul):
+            self._x, slots = s.x, context.own[s.x]
+            self._k, self._adds = (0, schedule.buffer(s.x).cols), False
+            counts, splits = context.own[s.counts][:, mine : mine + s.experts], context.own[s.counts][context.rank]
+        elif isinstance(s, ReturningMatmul):
+            sources, slot_rows = (s.first_source, s.n_sources), s.slot_rows
+            self._merged = s.n_sources == self._world > 1 and expected_rows <= s.few_rows
             self._x, slots = s.h, regions.whole(schedule.buffer(s.outbox).part(at=int(s.at)))
             counts, splits = context.own[s.counts].unflatten(0, (2, -1))
             splits = splits.flatten()
             self._k, self._adds = (0, schedule.buffer(s.h).cols), False
         else:
-            self._x, slots, mine = s.tokens, context.own[s.inbox], context.rank * s.experts
+            sources, slot_rows = (s.first_source, s.n_sources), s.slot_rows
+            self._x, slots = s.tokens, context.own[s.inbox]
             self._k, self._adds = (s.first_k, s.n_k), s.adds
             counts, splits = context.own[s.counts][:, mine : mine + s.experts], context.own[s.counts][context.rank]
         weights, x = schedule.buffer(s.weights), schedule.buffer(self._x)
         self._whole_k = self._k == (0, x.cols)
-        self._world, item = context.comm.world_size, ITEM_BYTES[x.dtype]
+        item, together = ITEM_BYTES[x.dtype], self._world if self._merged else 1
         self._config = grouped_matmul.choose_config(
-            item, expected_rows, weights.cols, self._k[1], s.n_sources * s.n_experts,
-            tma_and_multiprocessors(counts.device)[1] - spare,
+            item, expected_rows * together, weights.cols, self._k[1], sources[1] // together * s.n_experts,
+            tma_and_multiprocessors(counts.device)[1] - spare, merged=self._merged,
         )  # fmt: skip
         self._gemms = grouped_matmul.GroupedMatmulLauncher(
-            self._of_k(slots), counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config,
-            first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
-            back=self._back, adds=self._adds, scratch=scratch,
+            self._of_k(slots), counts, splits, rank=context.rank, slot_rows=slot_rows, config=self._config,
+            first_source=sources[0], n_sources=sources[1], first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
+            back=self._back, adds=self._adds, merged=self._merged, scratch=scratch,
         )  # fmt: skip
 
     def prepare(self, tensors: Tensors) -> None:
-        w = self._weights(tensors)
-        self._library.prepare(w, world_size=self._world, config=self._config, back=self._back, adds=self._adds)
+        w, how = self._weights(tensors), {"back": self._back, "adds": self._adds, "merged": self._merged}
+        self._library.prepare(w, world_size=self._world, config=self._config, **how)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        self._gemms.launch(self._of_k(tensors[self._x]), self._weights(tensors), tensors[self._what.y])
+        x = self._own.get(self._x)
+        x = tensors[self._x] if x is None else x
+        self._gemms.launch(self._of_k(x), self._weights(tensors), tensors[self._what.y])
 
     def _weights(self, tensors: Tensors) -> torch.Tensor:
         w = tensors[self._what.weights]
@@ -72,6 +84,40 @@ class Gemms:
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
         """Return the part in K that a step multiplies: columns of x and of the slots, and rows of an expert's weights."""
         return t if self._whole_k else t.narrow(1, *self._k)
+
+
+class Sorted:
+    """A launch of `Permute`.
+
+    copies: the copies of all tiles.
+    sizes: the device address of (first source row, first target row, rows) for each copy. Copies with the same source as
+        the first copy come first.
+    """
+
+    def __init__(self, context: Context, regions: Regions, copies: Sequence[Copy], sizes: int) -> None:
+        from weft.runtime.cuda.permute import Permutation  # imported here: see `Gemms`
+
+        own, *others = dict.fromkeys(copy.src.buffer for copy in copies)
+        targets = {copy.dst.buffer for copy in copies}
+        if len(others) > 1 or len(targets) > 1:
+            raise ScheduleError(
+                f"permute reads {', '.join([own, *others])} and writes {', '.join(sorted(targets))}: on GPUs it reads at most two "
+                "buffers and writes one"
+            )
+        self._buffers = [context.buffers[name] for name in (own, *(others or [own]), *targets)]
+        last = [next(c.src for c in reversed(copies) if c.src.buffer == buffer.name) for buffer in self._buffers[:2]]
+        regions_of = [*last, copies[0].dst]
+        self._places = [regions.place(replace(region, row=0, rows=0)) for region in regions_of]
+        own_pitch, slots_pitch, pitch = (place[2] for place in self._places)
+        n_own = sum(copy.src.buffer == own for copy in copies)
+        self._copies = Permutation(
+            context.device, sizes, len(copies), n_own, regions.row_bytes(copies[0].src), (own_pitch, slots_pitch, pitch)
+        )
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        own, slots, target = (bases[base] + offset for base, offset, _ in self._places)
+        rows = [b.rows if isinstance(b.rows, int) else tensors[b.name].shape[0] for b in self._buffers]
+        self._copies.launch(own, slots, target, (rows[0], rows[1], rows[2]))
 
 
 class Tracked:
@@ -142,8 +188,8 @@ class Tracked:
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Return (number of tiles, words that are then set) for each counter, and for each set the counter of every
-        tile.
+        """Return (number of tiles, words to set after these tiles) for each counter, and for each set the counter of
+        every tile.
         """
         named: dict[tuple[str, int, int], int] = {}
         of_tiles = []

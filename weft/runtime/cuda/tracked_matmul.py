@@ -49,7 +49,7 @@ class TrackedVariant(NamedTuple):
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
-        """Return the variant with k split into at most `most` parts, of at least `Tracked.least_part` each."""
+        """Return the variant with k split into at most `most` parts, each of at least `Tracked.least_part`."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
 
@@ -75,7 +75,7 @@ class TrackedVariant(NamedTuple):
 
 
 def compile_variant(variant: TrackedVariant) -> Any:
-    """Compile for Triton's current device, without loading."""
+    """Compile the variant for Triton's current device, without loading the kernel."""
     v, address = variant, 0 if variant.aligned else variant.dtype.itemsize
     w = Stand(v.dtype, [v.n, v.k] if v.transposed else [v.k, v.n], address)
     tables, numbers = [torch.int64] * 3 + [torch.float32, torch.int32], [1] * 5
@@ -92,7 +92,8 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 
 
 class TrackedMatmulLauncher:
-    """A launcher for tiles of a @ w, which are stored and counted as tables say. It is made once for a schedule.
+    """A launcher for tiles of a @ w. Tables define where each tile is stored and which counter it increments. A
+    schedule makes the launcher once.
 
     table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches
         are in bytes.
@@ -144,8 +145,8 @@ class TrackedMatmulLauncher:
         self._operands: tuple[Any, ...] = ()
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
-        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows. Takes
-        seconds.
+        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows. This
+        takes seconds.
         """
         for aligned in (True, False):
             variant = self._variant(a, w, aligned)

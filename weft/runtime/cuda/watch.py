@@ -1,10 +1,9 @@
-"""Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks whether runs make
-progress.
+"""Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks that runs make progress.
 
-When a run of a schedule begins on the device, it sets a mark in pinned host memory. The thread reads and clears the
-mark without calling CUDA. If no new mark appears before the deadline, the thread reads from the device if the last run
-is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases its streams. Otherwise
-no run is blocked, and the thread reads nothing more until the next run begins.
+When a run of a schedule begins on the device, it sets a mark in pinned memory. The thread reads and clears the mark
+without calling CUDA. If no new mark appears before the deadline, the thread reads from the device whether the last run
+is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases the streams. Otherwise
+the thread reads nothing more until the next run begins.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ class Watched(Protocol):
     deadline_s: float
 
     def has_begun(self) -> bool:
-        """Return True if a run has begun on the device since the last call. It must not call CUDA."""
+        """True if a run has begun on the device since the last call. Must not call CUDA."""
 
     def standing_still(self, seconds: float) -> None:
-        """Called once if no run has begun for `seconds`, the deadline."""
+        """Handle a missed deadline. Called once if no run has begun for `seconds`, the deadline."""
 
 
 class Watch:
-    """A thread that watches all executors of a process. It ends when there are none left."""
+    """A thread that watches all executors of a process, and ends when there are no executors left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # The time at which the last run was seen to begin, and True if that run has been checked.
+        # The time at which the last run was seen to begin, and True if this run has been checked.
         self._seen: weakref.WeakKeyDictionary[Watched, tuple[float, bool]] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
 

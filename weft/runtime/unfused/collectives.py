@@ -1,4 +1,4 @@
-"""Collectives of a matrix, with deadlines and, on CPU, a rendezvous of the ranks before each (`Turn`).
+"""Collectives of a matrix, with deadlines and, on CPU, a rendezvous of the ranks before each collective (`Turn`).
 
 x: this rank's matrix [rows, columns], contiguous. rows: the number of rows of each rank. name: the collective's name in
     error texts and timelines.
@@ -56,6 +56,6 @@ def all_reduce(
 def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Reduce `x` in place. Its elements must be contiguous."""
+    """Reduce `x` over all ranks in place. Its elements must be contiguous."""
     turn.run(name, all_reduce_single, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))

@@ -1,6 +1,6 @@
 """Expert parallelism without overlap: MoE dispatch with GEMMs, and GEMMs with MoE combine.
 
-    counts    all_to_all_single of splits: received [ranks, local experts]. The host waits for them
+    counts    all_to_all_single of splits: received [ranks, local experts]. The CPU waits for them
     tokens    all_to_all_single with these sizes. They arrive by source rank, and from each source by expert
     order     index_select: by expert, and for each expert by source rank
     y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
@@ -105,7 +105,7 @@ def _faster(
     what: str, x: torch.Tensor, w: torch.Tensor, turn: Turn, name: str, plain: Callable[[Turn], T],
     far_first: Callable[[FarFirst], T], most: int,
 ) -> T:  # fmt: skip
-    """Run a call, between hosts the faster way of two (`weft.runtime.unfused.experts_far_first`)."""
+    """Run a call. Between hosts, use the faster of two implementations (`weft.runtime.unfused.experts_far_first`)."""
     if (comm := turn.comm_between_hosts) is None:
         return plain(turn)
     far = far_first_on(comm)
@@ -120,7 +120,7 @@ def begin_in_expert_order(
 ) -> Callable[[], torch.Tensor]:
     """Begin to send `rows`, which are in the order of tokens, to their experts' ranks.
 
-    Return a function that waits for them and returns them sorted by expert.
+    Return a function that waits for the rows and returns them sorted by expert.
     """
     if group.size() == 1:
         return lambda: rows
@@ -139,7 +139,7 @@ def begin_in_expert_order(
 def send(
     rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Any:  # fmt: skip
-    """Begin the exchange. Return the work to wait for before reading `out`."""
+    """Begin the exchange. Return the work handle to wait for before reading `out`."""
     return turn.begin(name, all_to_all_single, out, rows, came, sent, group=group)
 
 
@@ -148,7 +148,7 @@ def _dispatched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange tokens. Return (x [rows, K], the received rows in the order of arrival).
 
-    x begins with the rows for the local experts, sorted by expert, as many as fit.
+    x begins with the rows for the local experts, sorted by expert. Rows that do not fit are dropped.
     """
     k = tokens.shape[1]
     if group.size() == 1:

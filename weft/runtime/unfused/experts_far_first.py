@@ -5,8 +5,9 @@
     combine    Rows for other hosts are multiplied first, and sent in pieces by expert. Meanwhile, rows for this host are
                multiplied and exchanged through shared memory
 
-A cell is the rows between one rank and one expert. Rows are sent ordered by rank, then by expert. They are multiplied
-ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by rounding.
+A cell consists of the rows between one rank and one expert. Rows are sent ordered by rank, then by expert. They are
+multiplied ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
+rounding.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -31,7 +32,7 @@ from weft.runtime.within_host import WithinHost
 from weft.schedule.kernels import LibraryGroupedMatmul
 from weft.symm import Communicator
 
-_ROOM_BYTES = 16 << 20  # of each rank, for rows of its host
+_ROOM_BYTES = 16 << 20  # on each rank, for rows of its host
 _NEAR = "rows for ranks of this host"
 
 Cells: TypeAlias = np.ndarray[Any, Any]
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class FarFirst:
-    """Expert-parallel calls on `comm`, whose ranks are on several hosts. The constructor is collective."""
+    """Expert-parallel calls on `comm`, whose ranks are on several hosts. All ranks must construct it."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -161,7 +162,7 @@ _known: dict[Communicator, FarFirst] = {}
 
 
 def far_first_on(comm: Communicator) -> FarFirst:
-    """Return the `FarFirst` of `comm`. Collective at the first call for a communicator."""
+    """Return the `FarFirst` of `comm`. All ranks must make the first call together."""
     return of_communicator(_known, comm, FarFirst)
 
 
@@ -213,7 +214,7 @@ def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) ->
 def _multiply(
     x: torch.Tensor, x_at: Cells, counts: Cells, w: torch.Tensor, out: torch.Tensor, out_at: Cells
 ) -> None:  # fmt: skip
-    """Multiply the rows of each expert by its weights. The cells' first rows in x and in `out` are given."""
+    """Multiply the rows of each expert by its weights. x_at, out_at: the cells' first rows in x and in `out`."""
     for expert, weights in enumerate(w):
         of = counts[:, expert]
         if not of.any():

@@ -1,4 +1,4 @@
-"""Functions that are common to calls which send data of other hosts first, for CPU ranks on several hosts.
+"""Functions for calls that send data for other hosts first, for CPU ranks on several hosts.
 
     pieces   the data for other hosts, in up to `PIECES` parts, each exchanged by all ranks. gloo's threads send them while
              the rank computes
@@ -35,12 +35,10 @@ def ranks_near(comm: Communicator) -> list[int]:
 
 @contextlib.contextmanager
 def ending_the_group(comm: Communicator, name: str) -> Iterator[None]:
-    """Return a context in which an error on this rank makes the group fail, because peers wait for this rank's
-    exchanges.
-    """
+    """Make the group fail if the enclosed code raises on this rank, because peers wait for this rank's exchanges."""
     try:
         yield
-    except WeftError:  # of a wait, which has ended the group
+    except WeftError:  # the wait that raised has already ended the group
         raise
     except BaseException as error:
         comm.poison(f"{name}: {error!r}")

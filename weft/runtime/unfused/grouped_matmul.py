@@ -13,7 +13,8 @@ _ALIGNMENT = 16  # bytes: alignment of addresses and strides that torch's groupe
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
-    """Return y [rows of x, N], each expert's rows of x multiplied by its w. Rows beyond the experts' are not written.
+    """Return y [rows of x, N], each expert's rows of x multiplied by its w. Rows after the last expert's rows are not
+    written.
 
     cut: True if x lacks some of the experts' rows.
     """

@@ -1,4 +1,4 @@
-"""The order of tokens on the rank of their experts: they arrive by source rank, and are multiplied by expert."""
+"""The order of tokens on the rank of their experts: tokens arrive by source rank, and are multiplied by expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
-    """Return, for each row in the order of experts, its index in the order of arrival: [came]."""
+    """Return the arrival index of each row, for rows in the order of experts: [came]."""
     world, experts = received.shape
     by_source, by_expert = received.flatten(), received.t().flatten()
     begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()

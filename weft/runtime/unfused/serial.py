@@ -1,7 +1,7 @@
 """The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on one stream or
 thread.
 
-It prepares nothing on the device and needs no symmetric memory, so a call costs as much as its torch calls. Steps
+Nothing is prepared on the device, and no symmetric memory is needed, so a call costs as much as its torch calls. Steps
 become calls when an `Unfused` is made, and a step allocates the buffer that it writes. CPU ranks synchronise before
 every collective (`weft.runtime.unfused.turn`).
 """
@@ -49,8 +49,8 @@ if READER is not None:
 
 
 class Unfused:
-    """`schedule`, which has one lane, on `rank`. Inputs may have other numbers of rows, if these are equal on all
-    ranks.
+    """The steps of a serial schedule on `rank`, as torch calls. Inputs may have other numbers of rows than in the
+    schedule, if all ranks have the same number.
 
     The constructor raises `ScheduleError` for a step that is not registered with `bind`, or that writes only a part of
     a buffer.
@@ -87,7 +87,7 @@ class Unfused:
         return sorted(self.buffers, key=lambda name: self.buffers[name].role != "input")
 
     def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
-        """Run all steps. Return all buffers. turn: runs the collectives and records the steps."""
+        """Run all steps. Return all buffers. turn: the `Turn` that runs the collectives and records the steps."""
         if turn is STRAIGHT and self.plain is not None and group not in COALESCING:
             return self.plain.run(inputs, group)
         tensors = dict(inputs)
@@ -104,7 +104,7 @@ class Unfused:
         return span_name(step, self.rank)
 
     def made(self, region: Region) -> str:
-        """Return the name of the buffer that a step writes."""
+        """Return the name of the buffer that a step writes, which must be the whole buffer."""
         if not self.is_whole(region):
             raise ScheduleError(f"schedule {self.schedule.name}: unfused steps must write whole buffers, not {region}")
         return region.buffer

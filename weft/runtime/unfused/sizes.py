@@ -1,4 +1,4 @@
-"""The numbers of rows to and from each rank and expert: tables on the device, and a copy of them on the host."""
+"""The numbers of rows to and from each rank and expert: tables on the device, and their copy on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class OnHost(NamedTuple):
-    """The numbers of rows to each rank, from each rank, and for each local expert."""
+    """The numbers of rows to each rank, from each rank, and for each local expert, on the CPU."""
 
     sent: list[int]
     came: list[int]
@@ -22,7 +22,7 @@ class OnHost(NamedTuple):
 
 class Sizes:
     """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and their copy on the
-    host.
+    CPU.
     """
 
     def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
@@ -30,14 +30,14 @@ class Sizes:
         self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
-        """Enqueue the copy of the tables to the host, after the work that has been enqueued. Further calls do nothing."""
+        """Enqueue the copy of the tables to the CPU, after the work that has been enqueued. Repeated calls do nothing."""
         if self.numbers.copy is not None:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None
         if both.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    "the host reads sizes here, which a captured CUDA graph cannot do: pass max_rows (all_to_all_matmul) or "
+                    "the CPU reads sizes here, which a captured CUDA graph cannot do: pass max_rows (all_to_all_matmul) or "
                     "rows (matmul_all_to_all), use a schedule other than 'serial', and capture without gradients"
                 )
             copied = torch.cuda.Event()
@@ -48,13 +48,13 @@ class Sizes:
 
     @cached_property
     def host(self) -> OnHost:
-        """The numbers on the host. Waits for `fetch`."""
+        """The numbers on the CPU. Waits for `fetch`."""
         splits, received = self.tables
         return OnHost(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
 
     @property
     def tables(self) -> np.ndarray[Any, Any]:
-        """Splits and received on the host, [2, ranks, experts]. Waits for `fetch`."""
+        """Splits and received on the CPU, [2, ranks, experts]. Waits for `fetch`."""
         self.fetch()
         if self.numbers.copied is not None:
             self.numbers.copied.synchronize()
@@ -65,28 +65,27 @@ class Sizes:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Both tables on the host, and the event after which they are valid."""
+    """Both tables on the CPU, and the event after which they are valid."""
 
     copy: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each `received` that a dispatch returned: its version, the splits with their version, and the copy on the host.
-"""
+"""For each `received` that a dispatch returned: its version, the splits with their version, and the copy on the CPU."""
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the host's copy of a dispatch's tables for the combine that follows."""
+    """Keep the CPU's copy of a dispatch's tables for the combine that follows."""
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
         _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Return the sizes for these tables, with the host's copy from the dispatch that returned `received`.
+    """Return the sizes for these tables, with the CPU's copy from the dispatch that returned `received`.
 
-    If either table has changed since, or if a graph is being captured, the host's copy is not used.
+    If either table has changed since, or if a graph is being captured, the CPU's copy is not used.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
@@ -103,7 +102,7 @@ _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Record the number of a dispatch's tokens, so that the combine that follows need not read it from the device."""
+    """Record a dispatch's number of tokens, so that the following combine need not read it from the device."""
     if not splits.is_inference():
         _totals[splits] = splits._version, tokens
 

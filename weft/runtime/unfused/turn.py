@@ -1,11 +1,11 @@
-"""Adds to unfused calls of NCCL, gloo and cuBLAS: deadlines, a timeline and, on CPU, a rendezvous before each collective.
+"""Deadlines, timelines and, on CPU, a rendezvous before each collective, for unfused calls of NCCL, gloo and cuBLAS.
 
 CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds.
 If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes another call, the error names the
-rank. Both happen before gloo begins a collective. (gloo cannot cancel a collective, and with different calls it would
-abort, or compute on wrong bytes.) The wait for the collective has the same deadline, and checks the group.
+rank. Both errors are raised before gloo begins a collective: gloo cannot cancel a collective, and with different calls
+it would abort, or compute on wrong bytes. The wait for the collective has the same deadline, and checks the group.
 
-GPU hosts do not synchronise, because a rendezvous would take longer than the call. There a `Turn` only fills a
+GPU ranks do not synchronise, because a rendezvous would take longer than the call. On GPUs a `Turn` only fills a
 timeline, and NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, uses `STRAIGHT`,
 which adds nothing.
 """
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The collectives of all calls of one shape on CPU. The constructor is collective.
+    """The collectives of all calls of one shape on CPU. All ranks must construct it.
 
-    what: operator and shape. details: text that ranks compare too. arguments: for each buffer, the caller's name of it,
-        for error texts.
+    what: operator and shape. details: text that ranks compare too. arguments: {buffer: the caller's argument name}, for
+        error texts.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Turns:
     ) -> Pending:  # fmt: skip
         """Begin a collective when all ranks have reached it. Return it without waiting for its end.
 
-        meets: False if all ranks are known to have reached the collective; then this rank does not wait for them.
+        meets: False if all ranks are known to have reached the collective, so that this rank need not wait for them.
         """
         topic = self._topic(collective)
         try:
@@ -72,7 +72,7 @@ class Turns:
 
     @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
-        """Return the largest `number` of all ranks, once all have reached a collective."""
+        """Return the largest `number` of all ranks, once all ranks have reached a collective."""
         extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
         return max(_NUMBER.unpack(extra)[0] for extra in extras)
 
@@ -103,7 +103,7 @@ class Turn:
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
     ) -> Any:
         """Begin `function(*arguments, group=group)` of torch.distributed when all ranks have reached it. Return the
-        work to wait for.
+        work handle to wait for.
         """
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
@@ -115,7 +115,9 @@ class Turn:
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Return the largest `number` of all CPU ranks, once all have reached a collective. Then begin it on `met`."""
+        """Return the largest `number` of all CPU ranks, once all ranks have reached a collective. Then begin the
+        collective on `met`.
+        """
         assert self._turns is not None
         return self._turns.largest(collective, number, self._wait_s)
 
@@ -126,7 +128,7 @@ class Turn:
 
     @property
     def met(self) -> Turn:
-        """This turn, for a collective that all ranks have reached."""
+        """This turn without its rendezvous, for a collective that all ranks have reached."""
         turn = copy.copy(self)
         turn._meets = False
         return turn
@@ -186,7 +188,7 @@ def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_
 
 
 class Pending:
-    """A collective on CPU that has begun. `wait` is like that of torch's `Work`."""
+    """A collective on CPU that has begun. `wait` works like the `wait` of torch's `Work`."""
 
     def __init__(
         self, work: dist.Work, comm: Communicator, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any,
@@ -201,7 +203,7 @@ class Pending:
         finish(self._work, self._comm, self._name, self._deadline_s, self._arguments)
 
     def __del__(self) -> None:
-        """Keep the tensors of a collective that nobody waits for, because of an earlier error."""
+        """Keep the tensors of a collective for which nobody waits because of an earlier error."""
         if not self._waited and not self._work.is_completed():
             leave(self._group, self._work, self._arguments)
 

@@ -1,4 +1,4 @@
-"""Reordering for collectives of columns: collectives concatenate rows, so one copy puts the columns in place."""
+"""Permutations for collectives of columns: collectives concatenate rows, so one copy puts the columns in place."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """The base class of steps. Each kind of step overrides its properties; checks, simulator, printing and storage read them.
 
-To add a kind, derive a frozen dataclass from `Step`, in a new file. Its fields are the regions that it accesses, numbers, and
-expressions. To run it, add an entry to each executor: `weft.runtime.cpu.steps.bind` and
-`weft.runtime.cuda.compile.emit`. If
-serial schedules use it, also add an entry to `weft.runtime.unfused.serial.bind`, which calls NCCL and cuBLAS. An executor without
-an entry refuses the step. The simulator derives a step's time from the bytes that it reads and writes, unless a cost is
-registered with `weft.sim.costs.price`.
+To add a kind, derive a frozen dataclass from `Step`, in a new file. Its fields are the regions that it accesses,
+numbers, and expressions. To run the new kind, add an entry to each executor: `weft.runtime.cpu.steps.bind` and
+`weft.runtime.cuda.compile.emit`. For use in serial schedules, also add an entry to `weft.runtime.unfused.serial.bind`,
+which calls NCCL and cuBLAS. An executor without an entry refuses the step. The simulator derives a step's time from the
+bytes that it reads and writes, unless a cost is registered with `weft.sim.costs.price`.
 
-A step "in numbers" is one whose expressions have been evaluated for a rank.
+An "evaluated" step has numbers in place of expressions: the values for one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import Access, Declared, Norm, Region, is_empty
 
 CounterId: TypeAlias = tuple[Index, str, Index]
-"""(rank that owns the counter, name of its signals, index), all evaluated."""
+"""(rank that owns the counter, name of its signals, index), as numbers."""
 Counters: TypeAlias = Counter[CounterId]
 KINDS: dict[str, type[Step]] = {}
 """The step classes, by the name that JSON files use for them."""
@@ -34,7 +33,9 @@ _PLAIN = (Region, Norm, TileKernel)  # classes whose values are defined by their
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A wait until a counter of this rank has been set `count` times: in this run, or with `previous` in the previous run."""
+    """A wait until a counter of this rank has been set `count` times in this run, or, with `previous`, in the previous
+    run.
+    """
 
     signal: str
     index: Index
@@ -64,7 +65,7 @@ class Step:
         return tuple([access.region for access in self.accesses()])
 
     def sets(self) -> Mapping[CounterId, int]:
-        """Return {counter: how often the step increments it}, for a step in numbers."""
+        """Return {counter: how often the step increments it}, for an evaluated step."""
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
@@ -83,9 +84,10 @@ class Step:
 
     @property
     def occupies(self) -> bool:
-        """True if the step keeps a queue or the host busy for a while, unlike signals.
+        """True if the step keeps a queue or the CPU busy for a while, unlike signals.
 
-        After such a step the host issues steps of other lanes before it continues with this lane."""
+        After such a step the CPU issues steps of other lanes before it continues with this lane.
+        """
         return True
 
     @property
@@ -115,12 +117,12 @@ class Step:
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The indices of operands without which there is no work: if one of their regions is empty, the step does nothing."""
+        """The indices of the decisive operands: if one of their regions is empty, the step does nothing."""
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no work. The step must be in numbers."""
+        """True if the step has nothing to do. The step must be evaluated."""
         accesses = self.accesses()
         return any(is_empty(accesses[number].region) for number in self.decisive)
 
@@ -153,11 +155,15 @@ class Step:
         return type(self)(*[change(getattr(self, name)) for name in _names_of(type(self))])
 
     def substitute(self, values: Values, partially_evaluated: bool) -> Step:
-        """Evaluate the step's expressions. With `partially_evaluated`, variables that `values` lacks stay; without, they raise."""
+        """Evaluate the step's expressions. Variables that `values` lacks raise an error, or stay if
+        `partially_evaluated`.
+        """
         return _fields_substituted(self, values, partially_evaluated)
 
     def faults(self, where: Declared) -> Iterator[str]:
-        """Yield a text for each error in the step. It must be in numbers, with all regions inside their buffers."""
+        """Yield a text for each error in the step. The step must be evaluated, and its regions must be inside their
+        buffers.
+        """
         yield from ()
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
@@ -174,7 +180,8 @@ class Step:
 def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) -> Any:
     """Evaluate the expressions of a step, region, kernel or index.
 
-    With `partially_evaluated`, variables that `values` lacks stay. Otherwise they raise `ValueError`."""
+    Variables that `values` lacks raise `ValueError`, or stay if `partially_evaluated`.
+    """
     if type(item) in (int, str):  # the most frequent types
         return item
     if isinstance(item, Expr):
@@ -190,7 +197,7 @@ def _fields_substituted(item: Any, values: Values, partially_evaluated: bool) ->
     """Evaluate the fields of `item`. Return `item` itself if nothing changes."""
     kind = type(item)
     old = values_of(item)
-    # The common types are evaluated here, without calling `substitute`, because a large schedule has a million fields.
+    # Evaluate the common types here, without calling `substitute`, because a large schedule has a million fields.
     new = [
         one
         if (of := type(one)) is int or of is str or of is bool
@@ -240,7 +247,7 @@ def variables_of(item: Any) -> Set[str]:
 
 
 def depends(item: Any, names: Collection[str]) -> bool:
-    """True if an expression of a step, region or index uses one of the variables `names`. It is faster than `variables_of`."""
+    """True if an expression of a step, region or index uses one of the variables `names`. Faster than `variables_of`."""
     kind = type(item)
     if kind is int or kind is str:
         return False

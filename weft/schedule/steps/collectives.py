@@ -80,7 +80,9 @@ class Collective(Step):
 
 
 def disagreement(steps: Sequence[Collective]) -> str:
-    """Return how all ranks' calls of one collective mismatch; "" if they match. steps: each rank's call, evaluated."""
+    """Return the mismatch between all ranks' calls of one collective; "" if they match. steps: each rank's call,
+    evaluated.
+    """
     rows = [cast(int, step.src.rows) for step in steps]
     into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]
     if len({step.op for step in steps}) > 1:

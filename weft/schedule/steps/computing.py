@@ -15,8 +15,9 @@ from weft.schedule.steps.base import Step, differing
 class Op:
     """The signature and cost of an operation.
 
-    inputs: the maximum number of inputs. optional: how many of the last inputs may be omitted. flops_per_element: operations
-    per output element, for operations other than GEMMs."""
+    inputs: the maximum number of inputs. optional: the number of inputs at the end that may be omitted.
+    flops_per_element: FLOPs per output element, for operations other than GEMMs.
+    """
 
     inputs: int
     flops_per_element: float = 0.0

@@ -14,15 +14,16 @@ CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
 """The largest number of compute units for a copy by kernel."""
 DYNAMIC_COPY_UNITS = 16
-"""The compute units that all lanes together use for copies by kernel of dynamic size, which run concurrently with GEMMs. 16 units
-reach 80% of a port's bandwidth, and a GEMM on all units soon frees 16 of them."""
+"""The number of compute units for copies by kernel of dynamic size, for all copy lanes together. These copies run
+concurrently with GEMMs. 16 units reach 80% of a port's bandwidth, and a GEMM on all units soon frees 16 of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy(Step):
     """dst = src, or dst += src with `accumulate`.
 
-    src or dst may be in a peer's memory: the copy is then a get or a put.
+    src or dst may be in a peer's memory (a get or a put).
 
     by: "dma" for a copy engine, "kernel" for loads and stores on at most COPY_UNITS compute units.
     """

@@ -60,9 +60,10 @@ class For(_Repeated):
 class Tiles(_Repeated):
     """The tiles of a persistent kernel: run `body` for `index` = 0 .. extent - 1, many tiles at a time.
 
-    Tiles start in order of their index, but nothing else orders them. The steps of one tile run in order. All tiles begin after
-    the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and `Set` steps. It cannot
-    wait: the number of concurrent tiles is unknown, so a waiting tile could keep the tile that it waits for from starting.
+    Tiles start in order of their index, but nothing else orders them. The steps of one tile run in order. All tiles
+    begin after the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and
+    `Set` steps. The body cannot wait: a waiting tile could keep the tile that it waits for from starting, since the
+    number of concurrent tiles is unknown.
 
     kernel: the GPU kernel that runs all tiles, with its parameters (`weft.schedule.kernels`).
     """
@@ -115,7 +116,7 @@ class Tiles(_Repeated):
         return replace(self, kernel=kernel, extent=extent, body=substitute(self.body, values, partially_evaluated=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
-        """Return the steps of tile `number`, evaluated. The step must be in numbers."""
+        """Return the steps of tile `number`, evaluated. This step must be evaluated too."""
         body: tuple[Step, ...] = substitute(self.body, {self.index: number})
         return body
 
@@ -129,8 +130,9 @@ class Tiles(_Repeated):
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
     """Count the tiles by the values of some expressions. The extent must be a number.
 
-    Return a list of (values of `numbers`, number of tiles with these values), sorted by values. values: the values of variables
-    other than the tile's index, if the body is not in numbers."""
+    Return a list of (values of `numbers`, number of tiles with these values), sorted by values. values: the values of
+    variables other than the tile's index, unless the body is evaluated.
+    """
     extent = cast(int, tiles.extent)
     if extent == 0:
         return []
@@ -167,9 +169,10 @@ def of_kind(steps: Iterable[Step], kind: type[Kind]) -> list[Kind]:
 
 
 def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> tuple[Step, ...]:
-    """Return `steps` with each step replaced by `change(step)`, or removed if that is None.
+    """Return `steps` with each step replaced by `change(step)`, or removed if the result is None.
 
-    `change` is called for the steps inside loops, not for the loops themselves. A `Tiles` step is passed as a whole."""
+    `change` is called for the steps inside loops, not for the loops themselves. A `Tiles` step is passed as a whole.
+    """
     changed = (
         replace(step, body=map_steps(step.body, change)) if isinstance(step, For) else change(step) for step in steps
     )
@@ -179,10 +182,11 @@ def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> t
 def flattened(
     steps: Iterable[Step], state: State, turns: Callable[[For, State], Iterable[State]]
 ) -> Iterator[tuple[Step, State]]:
-    """Yield (step, state) for each execution of each step, loops unrolled.
+    """Yield (step, state) for each execution of each step, with loops unrolled.
 
-    Outside of loops the state is `state`. Inside, each iteration has one of the states `turns(loop, outer state)`. A `Tiles`
-    step is yielded without its body."""
+    The state of steps outside of loops is `state`. Each iteration of a loop has one of the states `turns(loop, outer
+    state)`. A `Tiles` step is yielded without its body.
+    """
     for step in steps:
         if isinstance(step, For):
             for inside in turns(step, state):
@@ -205,7 +209,8 @@ def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Va
 def unrolled(steps: Iterable[Step], values: Values, *, partially_evaluated: bool = False) -> tuple[Step, ...]:
     """Return `steps` with loops unrolled and expressions evaluated. `Tiles` steps are kept.
 
-    With `partially_evaluated`, variables that `values` lacks stay."""
+    Variables that `values` lacks raise `ValueError`, or stay if `partially_evaluated`.
+    """
     return tuple(
         substitute(step, known, partially_evaluated=partially_evaluated) for step, known in iterations(steps, values)
     )

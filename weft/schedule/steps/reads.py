@@ -15,16 +15,16 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Read(Step):
-    """Read the numbers in a buffer, so that later steps of this lane may have sizes and offsets that depend on them.
+    """Read the numbers in a buffer, so that sizes and offsets of later steps of this lane may depend on them.
 
-    `weft.schedule.expr.total` makes the expressions for such sizes. They keep the values that were read, even if the buffer
-    changes later. region: the whole buffer, int64. by: who reads the numbers.
+    `weft.schedule.expr.total` makes the expressions for such sizes. They use the numbers that were read, even if the
+    buffer changes later. region: the whole buffer, int64. by: the reader of the numbers:
 
-        device     kernels. The host never learns the numbers
-        host       kernels and the host, which waits for them. It then allocates the outputs whose size depends on them. Copy
-                   engines need this, because the host passes them the sizes
-        meanwhile  kernels, and the host without waiting. Outputs whose size depends on the numbers are allocated with rows to
-                   spare, and narrowed when the host has the numbers
+        device     kernels. The CPU never reads the numbers
+        host       kernels and the CPU, which waits for the numbers. It then allocates the outputs whose sizes depend on them. Copy
+                   engines need this, because the CPU passes them the sizes
+        meanwhile  kernels, and the CPU without waiting. Outputs whose sizes depend on the numbers are allocated with rows to
+                   spare, and narrowed when the CPU has the numbers
     """
 
     kind: ClassVar[str] = "read"

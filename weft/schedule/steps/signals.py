@@ -15,7 +15,8 @@ from weft.schedule.steps.base import Awaited, CounterId, Step
 class Set(Step):
     """Add one to a counter of rank `at`, with release semantics: the waiting lane sees all earlier writes of this lane.
 
-    signal: the name of the signals, or a `Signals`."""
+    signal: the name of the signals, or a `Signals`.
+    """
 
     kind: ClassVar[str] = "set"
     is_signal: ClassVar[bool] = True
@@ -49,8 +50,9 @@ class Set(Step):
 class Wait(Step):
     """Wait until this rank's counter has been set `count` times in this run, with acquire semantics.
 
-    With `previous`, wait until it has been set `count` times in the previous run; the first run does not wait. A producer waits
-    this way before it overwrites a buffer, until the reader of the previous run has finished with it.
+    With `previous`, wait until the counter has been set `count` times in the previous run; the first run does not wait.
+    A producer uses `previous` before it overwrites a buffer: the reader sets the counter when it has finished with the
+    buffer.
     """
 
     kind: ClassVar[str] = "wait"

@@ -12,12 +12,12 @@ while a peer still reads a persistent buffer. It reports
     unwritten reads      reads of elements that no step has written in the same run
     incomplete outputs   elements of outputs that no step writes
 
-Dynamic sizes are computed from the expected contents of their buffers (`weft.schedule.steps.Contents`). Each lane must have read
-the buffers that its sizes depend on.
+Dynamic sizes are computed from the expected contents of their buffers (`weft.schedule.steps.Contents`). A lane must
+read a buffer before its sizes depend on the buffer.
 
-Of each `Tiles` step at most SAMPLE tiles are checked: the first, the last, every k-th tile between them, and their neighbours.
-If tiles are left out, faults that only these tiles have are not found. Unwritten reads and incomplete outputs are then not
-checked for the buffers that the step writes.
+At most SAMPLE tiles of each `Tiles` step are checked: the first, the last, every k-th tile between them, and their
+neighbours. Faults of other tiles are not found. If a step has other tiles, unwritten reads and incomplete outputs are
+not checked for the buffers that it writes.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
 
 
 class _Faults:
-    """The faults found so far. A fault that the same steps have on several ranks or in several runs is listed once,
-    with a count."""
+    """The faults found so far. A fault of the same steps on several ranks or in several runs is listed once, with a
+    count.
+    """
 
     def __init__(self, name: str, ranks: Mapping[int, Lanes]) -> None:
         self.name, self.ranks = name, ranks
@@ -216,7 +217,8 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
 
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
     """Add races, unwritten reads and incomplete outputs to `faults`. sampled: buffers that unchecked tiles write."""
-    # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers get run 0.
+    # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers are
+    # instances of run 0.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
     of_ranks = [[[_accesses(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
     for number, (run, rank, lane, step) in enumerate(happened.events):
@@ -249,7 +251,7 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
 
 
 def _accesses(step: Step) -> list[_StepAccess]:
-    """Return the accesses of a step in numbers, except accesses to empty regions."""
+    """Return the accesses of an evaluated step, except accesses to empty regions."""
     every = [
         _StepAccess(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
         for region, reads, writes, updates in step.accesses()
@@ -279,11 +281,11 @@ def _check_races(
 def _check_reads(
     faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
 ) -> None:
-    """Add reads of elements that no step has written in this run.
+    """Add reads of elements that no step has written in this run to `faults`.
 
-    A write that may happen before a read counts as written before: if the two are unordered, the race has been reported. An
-    update reads too. For an update, other updates count only if they are certain to happen before it, so that the first of
-    several unordered updates needs a write before it.
+    A write that may happen before a read counts as written before: if the two are unordered, they are already reported
+    as a race. An update reads too. For an update, other updates count only if they are certain to happen before it, so
+    that the first of several unordered updates needs a write before it.
     """
     i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
     number, other = found.events[i], found.events[j]

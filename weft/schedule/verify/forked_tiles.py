@@ -25,10 +25,11 @@ _BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of for
 def forked(
     schedule: Schedule, most: int, ranks: Iterable[int] | None = None
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """Return (`schedule` with the added signals, the lanes of each rank in numbers, buffers that omitted tiles write).
+    """Return (`schedule` with the added signals, the evaluated lanes of each rank, buffers that omitted tiles write).
 
-    most: the maximum number of tiles of a step that become lanes: the first, the last, every k-th, and their neighbours. If the
-    omitted tiles make D of the sets that a wait counts, its count is reduced by D. ranks: all ranks if None.
+    most: the maximum number of tiles of a step that become lanes: the first, the last, every k-th, and their
+        neighbours. If omitted tiles make D of the sets that a wait counts, the wait's count is reduced by D. ranks:
+        None for all ranks.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks
     forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in ranks]
@@ -52,7 +53,9 @@ def step_number(lane: Lane, step: int) -> int:
 
 
 class _Fork:
-    """The forked lanes of one rank, the added signals, and what the omitted tiles set (`dropped`) and write (`left_out`)."""
+    """The forked lanes of one rank, the added signals, the sets of omitted tiles (`dropped`), and the buffers that they
+    write (`left_out`).
+    """
 
     def __init__(self, rank: int, lanes: tuple[Lane, ...], most: int) -> None:
         self.rank, self.most = rank, most

@@ -1,4 +1,4 @@
-"""The happens-before relation of steps. It holds for any speed of ranks, links and lanes.
+"""The happens-before relation of steps, valid for any speed of ranks, links and lanes.
 
 Step a happens before step b if b cannot begin without a. A step begins when the previous step of its lane has ended, and
 
@@ -13,9 +13,9 @@ The ancestors of a step are the step itself and all steps that happen before it:
                       + if the step waits for T of the n sets of a counter: the steps that are ancestors of at least n - T + 1 sets
                       + if it is a collective: the ancestors of the collective on all ranks
 
-(If a step is an ancestor of n - T + 1 sets, only T - 1 sets can happen without it.) The solution is the greatest fixed point,
-because only steps that some execution can do without may be left out. The computation starts with all steps, and applies the
-equation until nothing changes. A set of steps is a Python integer with a bit for each step.
+(If a step is an ancestor of n - T + 1 sets, only T - 1 sets can happen without it.) The solution is the greatest fixed
+point: the computation starts with all steps as ancestors, and applies the equation, which removes steps, until nothing
+changes. A set of steps is a Python integer with a bit for each step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A deadlock-free order in which one host thread issues the steps of all lanes of a rank.
+"""A deadlock-free order in which one CPU thread issues the steps of all lanes of a rank.
 
 Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks everything that
 is issued after it, on any lane. If each of two ranks issues a wait for the other before its set for the other, both hang, even
 if wait and set are on different lanes.
 
-To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the first
-round in which all sets that it waits for have been made. Other ranks' sets count from the next round on, those of its own rank
-at once. Sorted by round, the steps of all ranks are one sequence in which every wait follows its sets. So a queue never blocks a
-step that its blocking wait needs. Issuing a step never prevents another step, so if a lane gets stuck here, every order hangs.
+To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the
+first round in which all sets that it waits for have been made. Sets of other ranks count from the next round on; sets
+of the same rank count at once. Sorted by round, the steps of all ranks are one sequence in which every wait follows its
+sets. So a wait at the head of a queue never blocks a step that it needs. Issuing a step never prevents another step, so
+if a lane gets stuck here, every order hangs.
 
 Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets. This way the
 first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind all copies.
@@ -34,7 +35,9 @@ CollectiveId: TypeAlias = tuple[int, int, int]
 
 
 class Event(NamedTuple):
-    """One execution of a step. run: counted from 1. lane: its index among the rank's lanes. step: its index in the lane."""
+    """One execution of a step. run: counted from 1. lane: the index among the rank's lanes. step: the index in the
+    lane.
+    """
 
     run: int
     rank: int
@@ -45,10 +48,10 @@ class Event(NamedTuple):
 def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
     """Return {rank: [(lane, step), ...]}, an order without deadlock even if each rank has only one in-order queue.
 
-    Raise `ScheduleError` with the waits that never end if there is no such order. Waits for the previous run are treated as
-    satisfied, because all steps of that run have been issued before.
+    Raise `ScheduleError` with the waits that never end if there is no such order. Waits for the previous run count as
+    satisfied, because all steps of the previous run have been issued before.
     """
-    # Not the expected sizes: a step that is empty for them would be missing if the actual size differs.
+    # Do not use the expected sizes: a step that is empty for them would be missing if the actual size differs.
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     events, stuck = play(ranks)
     if stuck:
@@ -78,7 +81,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """The moves of all ranks: of_ranks[rank][lane][step]. per_run: how often a run sets each counter."""
+    """The moves of all ranks: of_ranks[rank][lane][step]. per_run: the number of sets of each counter in a run."""
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -102,8 +105,9 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
     """Simulate `runs` runs in which steps take no time. moves: `Moves(ranks)`, if the caller has it already.
 
-    Return (all issued events in a possible order, {event at which a lane is stuck: number of sets of its counter, or of ranks
-    that have reached its collective})."""
+    Return (all issued events in a possible order, stuck). `stuck` has the event at which each stuck lane waits, with
+    the number of sets of its counter so far, or the number of ranks that have reached its collective.
+    """
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
         pass
@@ -179,9 +183,11 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue the next steps of lane `i`: waits, then one copy, GEMM or host read, then sets, as far as they may be issued.
+        """Issue the next steps of lane `i`, as far as possible: waits, then one copy, GEMM or `Read` on the CPU, then
+        sets.
 
-        Return True if a step was issued."""
+        Return True if a step was issued.
+        """
         moves, run = self._moves[rank][i], self._run[rank]
         first = at = self._at[rank][i]
         worked = False

@@ -6,19 +6,21 @@ On GPUs most waits are stream waits, which hold no compute unit. Two kinds of la
                         before the copy, on up to COPY_UNITS compute units. The last program polls for the waits after the sets
     NCCL's collectives  until all ranks have reached them
 
-Such a launch is open from the end of the previous step of its lane until its waits have ended. Computing steps, copies by kernel
-and collectives need a unit. A step gets a unit if the launches that are open on its rank leave one free.
+Such a launch is open from the end of the previous step of its lane until its waits have ended. Computing steps, copies
+by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all units.
 
-The check computes Y, the largest set of steps that may never run. For each step y in Y, launches that may be open when y is to
-begin, and that wait for steps in Y, can hold all compute units. A launch may be open then if it is in the run of y, on the same
-rank, on another lane, and if it need not begin after y or end before y. A launch waits for the steps that happen before the end
-of its waits, but not before its begin.
+The check computes Y, the largest set of steps that may never run. For each step y in Y there are launches that wait for
+steps in Y and may be open when y could begin. Together these launches can hold all compute units. A launch may be open
+at this time if it is in the same run and on the same rank as y, but on another lane. Also, the launch must not always
+begin after y, nor always end before y. A launch waits for the steps that happen before the end of its waits, but not
+before its begin.
 
-Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get one until nothing changes. If Y is
-empty, there is no deadlock. The check is conservative: it treats launches as open together even if they never are.
+Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get a unit until nothing
+changes. If Y is empty, there is no deadlock. The check is conservative: it treats launches as open together even if
+they never are.
 
-Waits for the previous run (`previous=True`) cannot cause a deadlock. In run e they wait for steps of run e - 1, and those of the
-first run wait for nothing.
+Waits for the previous run (`previous=True`) cannot cause a deadlock. In run e they wait for steps of run e - 1, and in
+the first run they wait for nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from weft.schedule.verify.issue_order import Event
 class _Polling(NamedTuple):
     """A launch that polls.
 
-    units: the compute units that it holds. begun: bit set of the events that happen before it begins. wanted: bit set of the
-    events that it waits for. last: the number of its last event."""
+    units: the compute units that the launch holds. begun: bit set of the events that happen before it begins. wanted:
+        bit set of the events that it waits for. last: the number of its last event.
+    """
 
     lane: int
     units: int
@@ -50,9 +53,11 @@ class _Polling(NamedTuple):
 def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
-    """Return {number of an event whose step may never get a compute unit: lanes that then hold all units of its rank}.
+    """Return {event number: lanes}, for the steps that may never get a compute unit, and the lanes that then hold all
+    units of the rank.
 
-    buffers: for each rank, its buffers by name."""
+    buffers: for each rank, its buffers by name.
+    """
     polling = _polling(happened, buffers, compute_units)
     if not polling:
         return {}
@@ -104,8 +109,8 @@ def _polled(
 ) -> set[tuple[int, int, int]]:
     """Return (units, first step, last polling step) of each polling launch of a lane.
 
-    Waits between two copies by kernel belong to the launch of one or the other, depending on the order of issue. The launches of
-    both cases are returned.
+    Waits between two copies by kernel belong to the launch of the first or the second copy, depending on the order of
+    issue. The launches of both cases are returned.
     """
     found = set()
     crossing = [crosses(step, rank, awaited) for step in lane.steps]

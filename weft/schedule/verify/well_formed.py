@@ -1,4 +1,4 @@
-"""Checks of a schedule's declarations and of each step by itself, without regard to the order of steps."""
+"""Checks of a schedule's declarations and of each step by itself, independent of the order of steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
     """Yield an error for each step of `rank` whose sizes depend on a buffer that its lane has not read before.
 
-    Sizes of copies by copy engine must have been read by the host."""
+    Sizes of copies by copy engine must have been read by the CPU.
+    """
     held = {contents.buffer for contents in schedule.contents}
     if not held and not schedule.has_tiles:  # `of_rank` has substituted all variables
         return
@@ -61,7 +62,7 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
                     yield f"{where}: a size depends on {name}, which the lane has not read: add read({name}) before this step"
                 elif step.copies_by == "dma" and known[name] != "host":
                     yield (
-                        f"{where}: a copy engine gets its size from the host, but the host has not read {name}: use "
+                        f"{where}: a copy engine gets its size from the CPU, but the CPU has not read {name}: use "
                         f'read({name}, by="host") before this step, or copy by="kernel"'
                     )
 
@@ -73,8 +74,7 @@ def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield the faults of a step in numbers. Tiles have been replaced by lanes
-    (`weft.schedule.verify.forked_tiles`)."""
+    """Yield the faults of an evaluated step. Tiles have been replaced by lanes (`weft.schedule.verify.forked_tiles`)."""
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
@@ -93,7 +93,7 @@ def wrong_step(where: Declared, step: Step) -> Iterator[str]:
 
 
 def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
-    """Yield (text, event) for each collective that the ranks call differently; the event is the call of the first rank."""
+    """Yield (text, event) for each collective that the ranks call differently. The event is the call of the first rank."""
     meetings: dict[tuple, dict[int, Event]] = {}
     for rank, lanes in enumerate(ranks):
         for i, lane in enumerate(lanes):

@@ -1,6 +1,7 @@
 """A simulator of T3's hardware: a GPU whose memory controller tracks updates, triggers copies, adds, and arbitrates.
 
-The fluid engine of `weft.sim` has no queues, but T3's arbitration is about queues. So this simulator models the queues:
+The fluid engine of `weft.sim` has no queues, but T3's arbitration depends on queues. So this simulator models the
+queues:
 
     work-groups     run on each compute unit: they read slabs of operands (double-buffered), compute, and write their tile
     LLC             caches slabs and tiles, with LRU replacement. T3's output bypasses it

@@ -1,9 +1,9 @@
 """A simulation of one HBM2 channel, DRAM command by DRAM command: its bandwidth for the accesses of a GEMM and of a ring.
 
 The simulator of the memory controller (`run`) serves a channel's queue at one effective rate, derived from the paper's
-reduce-scatters. This file checks that rate, and the time of a near-memory update, against DRAM timings. It models banks with open
-rows, the longer delay between columns of a bank group, and the bus turnaround from reads to writes. The controller is FR-FCFS
-and writes in batches.
+reduce-scatters. This module checks this rate, and the time of a near-memory update, against DRAM timings. It models
+banks with open rows, the longer delay between columns of a bank group, the bus turnaround from reads to writes, and a
+FR-FCFS controller that writes in batches.
 
 Timings, queues and address bits are those of Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
 Energy-Efficient DRAM System for GPUs", 2017. Table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
@@ -18,7 +18,9 @@ from typing import Literal, NamedTuple, TypeAlias
 CCD, CCDL, CCDWL, RRD, RCD, RAS, RP, RC, CL, WL, CDLR, WR, RTPL = 1, 2, 4, 4, 14, 33, 14, 47, 14, 2, 3, 12, 4
 """DRAM timings in clocks of 1 ns. CCDL: between columns of a bank group. CCDWL: the same after a near-memory update."""
 BANKS, GROUPS, ATOM, CHUNK, ROW = 16, 4, 32, 256, 2048
-"""Banks, bank groups; then in bytes: a column access (ATOM), a channel's part of consecutive addresses (CHUNK), an open row."""
+"""The numbers of banks and bank groups. Then sizes in bytes: a column access (ATOM), a channel's part of consecutive
+addresses (CHUNK), an open row (ROW).
+"""
 QUEUE, HIGH, LOW = 64, 56, 32
 READ_TO_WRITE, WRITE_TO_READ = CL + 1 + 2 - WL, WL + 1 + CDLR
 

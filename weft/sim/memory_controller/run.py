@@ -1,7 +1,8 @@
 """Simulations of the memory controller: a GEMM alone, a GEMM fused with a ring, and the ring's collectives alone.
 
-An output map gives the destination of each tile of the GEMM: a row of the map is a tile, in the order of computation. So
-`ring_reduce_scatter(gemm.tiles(gpu), world)`, from which schedules for GPUs are built too, can be simulated here.
+An output map defines the destination of each tile of the GEMM: a row of the map is a tile, in the order of computation.
+So maps from which GPU schedules are built, such as `ring_reduce_scatter(gemm.tiles(gpu), world)`, can be simulated here
+too.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4 and 5.
 """
@@ -70,12 +71,13 @@ class HardwareGemm:
 
 @dataclass(frozen=True, slots=True)
 class ControllerRun:
-    """The result of a simulation. Times are in us. Bytes are those that the GPU's memory reads and writes.
+    """The result of a simulation. Times are in us. Bytes count reads and writes of the GPU's memory.
 
     us: the time of the last access. gemm_us: the time at which the last work-group ended; 0 without a GEMM.
     busy: the fraction of time in which memory was busy.
-    tracker_most: the maximum number of tracker entries in use. tracker_stall_us: the time in which a work-group waited for one.
-    threshold: the queue length above which MCA held the ring back; 0: it did not.
+    tracker_most: the maximum number of tracker entries in use. tracker_stall_us: the time in which a work-group waited
+        for an entry.
+    threshold: the queue length above which MCA (the paper's arbitration) held the ring back; 0 if it never did.
     intensity: the fraction of the first stage in which memory served the GEMM.
     waiting_most: the maximum number of the ring's bytes that waited for the controller.
     bins: (GEMM reads, GEMM writes, ring reads, ring writes) in bytes for each time bin, if bin_us was given.
@@ -102,7 +104,7 @@ class ControllerRun:
 
 
 def alone(gemm: HardwareGemm, gpu: TrackingGpu, *, bypass: bool = False, bin_us: float = 0.0) -> ControllerRun:
-    """Simulate a GEMM without communication. bypass: its output bypasses the last-level cache."""
+    """Simulate a GEMM without communication. bypass: True if its output bypasses the last-level cache."""
     setup = _with_gemm(gemm, gpu, "round_robin", "watermarks", bin_us)
     setup.chunk = [0] * gemm.tiles(gpu)
     setup.output, setup.copied, setup.expected = [_STORED if bypass else _CACHED], [0], [0]
@@ -116,12 +118,12 @@ def fused(
 ) -> ControllerRun:  # fmt: skip
     """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs. output: the reduce-scatter's map.
 
-    A remote-mapped tile goes from the work-groups to the link. Memory adds all other tiles. The tracker counts the updates of the
-    GEMM and of peers. The last update of a dma-mapped piece starts its copy. Whatever this GPU sends, its peer sends at the same
-    time, and it arrives here after the link's latency. If the map has several targets, there is a link to each, and they share
-    `link.bandwidth`. If the map has no copies, the tracker is not used.
+    A remote-mapped tile goes from the work-groups to the link. Memory adds all other tiles. The tracker counts the
+    updates of the GEMM and of peers. The last update of a dma-mapped piece starts its copy. The peer sends the same
+    bytes as this GPU at the same time, and they arrive after the link's latency. If the map has several targets, there
+    is a link to each target, and the links share `link.bandwidth`. If the map has no copies, the tracker is not used.
 
-    coarse: simulate this many queue entries as one, with the same bytes.
+    coarse: the number of queue entries to simulate as one, with the same bytes.
 
     Raise `ValueError` if the arbitration is unknown, if the map's rows differ from the number of tiles, or if ranks differ by
     more than their position in the ring.
@@ -139,7 +141,9 @@ def fused_on_all(
     gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks",
 ) -> list[ControllerRun]:  # fmt: skip
-    """Simulate all ranks, with a map for each; return their results. Unlike in `fused`, the ranks' maps may differ."""
+    """Simulate all ranks, with a map for each rank, and return their results. Unlike in `fused`, the maps of ranks may
+    differ.
+    """
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
         _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
@@ -171,7 +175,9 @@ def _routes(
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Add a rank's routes to a setup. one_for_all: simulate only this rank; its sends represent those of an identical peer."""
+    """Add a rank's routes to a setup. one_for_all: True to simulate only this rank, whose sends represent those of an
+    identical peer.
+    """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
     output, copied, expected, lands, peer, link = [], [], [], [], [], []
@@ -204,8 +210,8 @@ def reduce_scatter(
 
     In each step a kernel reads the rank's own chunk and the arrived chunk, and sends the sum. It writes the last sum.
 
-    near_memory: memory adds instead of a kernel, and copies send each piece when it has been added. units: the compute units of
-    the kernel; 0: they are not a limit.
+    near_memory: True if memory adds instead of a kernel, and copies send each piece when it has been added. units: the
+        compute units of the kernel; 0 for no limit.
     """
     return _ring(total, world, gpu, copies=1 if near_memory else 2, update=near_memory, units=units)
 

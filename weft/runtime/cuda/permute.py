@@ -1,0 +1,68 @@
+"""The launcher of `weft.kernels.permute`. It compiles all variants before any stream waits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels import permute as device_code
+from weft.runtime.cuda.kernel_call import loaded_kernel
+
+_ITEMS = {8: tl.int64, 2: tl.int16, 1: tl.int8}
+_ALIGNMENT = 16  # the widest access, in bytes
+_BLOCK_BYTES = 8192
+_WARPS = 4
+_PER_SM = 4  # programs per multiprocessor
+
+
+class Permutation:
+    """Launches copies of segments of rows.
+
+    segments: the address of int64 `[n_segments, 3]`: (first row of the source, first row of the target, rows). n_own: the
+        number of segments, the first ones, that are read from `own`; the others are read from `slots`.
+    width: the bytes of a row. pitches: the bytes from a row to the next in own, slots and the target.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        segments: int,
+        n_segments: int,
+        n_own: int,
+        width: int,
+        pitches: tuple[int, int, int],
+    ) -> None:
+        self._segments, self._counts, self._width, self._pitches = segments, (n_segments, n_own), width, pitches
+        self._programs = _PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        most = next(step for step in (_ALIGNMENT, 2, 1) if all(n % step == 0 for n in (width, *pitches)))
+        # The caller's tensors may begin at any address.
+        self._variants = {
+            step: _compiled(device, triton.next_power_of_2(n_segments), step)
+            for step in (_ALIGNMENT, 2, 1)
+            if step <= most
+        }
+
+    def launch(self, own: int, slots: int, target: int, rows: tuple[int, int, int], stream: int | None = None) -> None:
+        """Launch the kernel. own, slots, target: addresses. rows: their numbers of rows. stream: a handle (default: the
+        current stream).
+        """
+        step = next(step for step in self._variants if (own | slots | target) % step == 0)
+        compiled, constants = self._variants[step]
+        item = min(8, step)
+        sizes = (self._width // item, *(pitch // item for pitch in self._pitches))
+        arguments = (own, slots, target, self._segments, *self._counts, *rows, *sizes)
+        compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
+
+
+@lru_cache(maxsize=64)
+def _compiled(device: torch.device, segments: int, step: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return a loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
+    item = min(8, step)
+    constants = {"SEGMENTS_P2": segments, "ITEM": _ITEMS[item], "BLOCK": _BLOCK_BYTES // item, "ALIGN": step // item}
+    kernel = device_code.permute_kernel
+    arguments = [1] * (len(kernel.arg_names) - len(constants))
+    return loaded_kernel(device, kernel, arguments, _WARPS, constants), tuple(constants.values())
