@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -19,7 +20,9 @@ namespace {
 constexpr int64_t unit_occurrences = 2048;  // a thread takes short runs with about this many occurrences at once
 constexpr int64_t bytes_at_once = 8 << 10;  // reduced gradients of the rows that are updated together
 constexpr int64_t bytes_ahead = 4 << 10;    // prefetch distance in bytes of gradients
-constexpr int most_digit_bits = 11;
+constexpr int digit_bits_of_few = 11;  // with few ids a larger table of counts would take longer than another pass
+constexpr int most_digit_bits = 14;    // whose counts, 64 KiB, fit into the second-level cache
+constexpr size_t most_kept_words = size_t(1) << 27;
 constexpr int64_t sort_by_comparison = 64;
 constexpr int lanes = 8;  // partial sums of a product, so that it is summed in one order for any compiler
 
@@ -92,12 +95,56 @@ int bits_of(uint64_t most) {
     return bits;
 }
 
+// Memory that the next sort takes. Never destroyed: objects of Python may be destroyed after static ones.
+struct KeptWords {
+    std::mutex mutex;
+    std::unique_ptr<uint64_t[]> words;
+    size_t size = 0;
+};
+KeptWords &kept_words() {
+    static KeptWords &kept = *new KeptWords;
+    return kept;
+}
+
 }  // namespace
+
+ReusedWords::ReusedWords(size_t size) : size_(size) {
+    KeptWords &kept = kept_words();
+    {
+        const std::lock_guard<std::mutex> lock(kept.mutex);
+        if (kept.size >= size) {
+            words_ = std::move(kept.words);
+            size_ = std::exchange(kept.size, 0);
+        }
+    }
+    if (!words_) words_.reset(new uint64_t[size]);
+}
+
+ReusedWords::~ReusedWords() {
+    KeptWords &kept = kept_words();
+    const std::lock_guard<std::mutex> lock(kept.mutex);
+    if (size_ <= kept.size || size_ > most_kept_words) return;
+    std::swap(words_, kept.words);
+    kept.size = size_;
+}
 
 SortedRows::SortedRows(std::vector<BackwardSlot> slots, std::vector<BackwardTable> tables, const SparseInput &input,
                        int threads)
     : slots_(std::move(slots)), tables_(std::move(tables)), of_table_(tables_.size()), batch_(input.batch) {
     for (size_t s = 0; s < slots_.size(); ++s) of_table_[slots_[s].table].slots.push_back(int64_t(s));
+    for (const BackwardSlot &slot : slots_)
+        each_bag(input, slot.key, 0, batch_, [&](int64_t, int64_t begin, int64_t end) {
+            of_table_[slot.table].given += end - begin;
+        });
+    size_t words = 0;
+    for (const OfTable &of : of_table_) words += 2 * size_t(of.given + 1);
+    words_ = ReusedWords(words);
+    uint64_t *next = words_.data();
+    for (OfTable &of : of_table_) {
+        of.keys = next;
+        of.runs = next + of.given + 1;
+        next += 2 * (of.given + 1);
+    }
     on_threads(threads, this->tables(), [&](int64_t table) { sort(table, input); });
 }
 
@@ -115,37 +162,47 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
         throw std::invalid_argument(std::to_string(of.slots.size()) + " features of " + std::to_string(batch_) +
                                     " samples read one table, which may have at most 2**32 - 1 bags in a batch: use a smaller batch");
     const bool weighted = in.per_sample_weights != nullptr;
+    const int64_t given = of.given;
     bool mean = false;
-    int64_t given = 0;
-    for (const int64_t s : of.slots) {
-        mean = mean || slots_[s].mean;
-        each_bag(in, slots_[s].key, 0, batch_, [&](int64_t, int64_t begin, int64_t end) { given += end - begin; });
-    }
+    for (const int64_t s : of.slots) mean = mean || slots_[s].mean;
     of.payload_bits = bits_of(weighted ? uint64_t(given) : bags);
     const int row_bits = bits_of(uint64_t(rows - 1));
-    if (of.payload_bits + row_bits > 64)
+    if (of.payload_bits + row_bits > 64 || given >= int64_t(1) << 32)
         throw std::invalid_argument(std::to_string(given) + " ids of a table of " + std::to_string(rows) +
                                     " rows are too many for one batch: use a smaller batch");
-    const int digits = given <= sort_by_comparison ? 0 : std::max(1, (row_bits + most_digit_bits - 1) / most_digit_bits);
+    const int widest_digit = std::clamp(bits_of(uint64_t(given)) + 1, digit_bits_of_few, most_digit_bits);
+    const int digits = given <= sort_by_comparison ? 0 : std::max(1, (row_bits + widest_digit - 1) / widest_digit);
     const int digit_bits = digits > 0 ? (row_bits + digits - 1) / digits : 0;
     const int64_t places = int64_t(1) << digit_bits, mask = places - 1;
-    std::vector<int64_t> place(size_t(digits * places));  // of each digit: how many keys have it, then where the next one goes
+    static thread_local std::vector<uint32_t> of_thread;
+    of_thread.assign(size_t(digits * places), 0);
+    uint32_t *const place = of_thread.data();  // of each digit: how many keys have it, then where the next one goes
     if (weighted) {
         of.bags.reserve(size_t(given));
         of.scales.reserve(size_t(given));
     } else if (mean) {
         of.scales.assign(size_t(bags), 1.0f);
     }
+    int64_t count = 0;
     for (size_t number = 0; number < of.slots.size(); ++number) {
         const BackwardSlot &slot = slots_[of.slots[number]];
         each_bag(in, slot.key, 0, batch_, [&](int64_t sample, int64_t begin, int64_t end) {
             const float length = slot.mean ? float(end - begin) : 1.0f;
             const uint32_t bag = uint32_t(uint64_t(number) * uint64_t(batch_) + uint64_t(sample));
             if (!weighted && mean) of.scales[bag] = 1.0f / length;
+            if (!weighted && digits == 1) {  // the usual case, in a small loop
+                for (int64_t i = begin; i < end; ++i) {
+                    const int64_t row = row_of<Index>(in, i, rows);
+                    if (row < 0) continue;
+                    ++count;
+                    ++place[row];
+                }
+                return;
+            }
             for (int64_t i = begin; i < end; ++i) {
                 const int64_t row = row_of<Index>(in, i, rows);
                 if (row < 0) continue;
-                ++of.count;
+                ++count;
                 for (int digit = 0; digit < digits; ++digit) ++place[digit * places + (row >> digit * digit_bits & mask)];
                 if (!weighted) continue;
                 of.bags.push_back(bag);
@@ -154,10 +211,12 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
         });
     }
     for (int digit = 0; digit < digits; ++digit) {
-        int64_t sum = 0;
+        uint32_t sum = 0;
         for (int64_t d = 0; d < places; ++d) sum += std::exchange(place[digit * places + d], sum);
     }
-    of.keys.reset(new uint64_t[size_t(of.count)]);
+    of.count = count;
+    const int payload_bits = of.payload_bits;
+    uint64_t *const unsorted = of.keys;
     uint64_t occurrence = 0;
     for (size_t number = 0; number < of.slots.size(); ++number)
         each_bag(in, slots_[of.slots[number]].key, 0, batch_, [&](int64_t sample, int64_t begin, int64_t end) {
@@ -166,32 +225,32 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
                 const int64_t row = row_of<Index>(in, i, rows);
                 if (row < 0) continue;
                 const int64_t to = digits > 0 ? place[row & mask]++ : int64_t(occurrence);
-                of.keys[to] = uint64_t(row) << of.payload_bits | (weighted ? occurrence : bag);
+                unsorted[to] = uint64_t(row) << payload_bits | (weighted ? occurrence : bag);
                 ++occurrence;
             }
         });
     if (digits == 0) {
-        std::sort(of.keys.get(), of.keys.get() + of.count);
+        std::sort(of.keys, of.keys + of.count);
     } else if (digits > 1) {
-        std::unique_ptr<uint64_t[]> other(new uint64_t[size_t(of.count)]);
         for (int digit = 1; digit < digits; ++digit) {
-            int64_t *const next = place.data() + digit * places;
-            const int shift = of.payload_bits + digit * digit_bits;
-            for (int64_t i = 0; i < of.count; ++i) other[next[of.keys[i] >> shift & uint64_t(mask)]++] = of.keys[i];
-            of.keys.swap(other);
+            uint32_t *const next = place + digit * places;
+            const int shift = payload_bits + digit * digit_bits;
+            uint64_t *const keys = of.keys, *const other = of.runs;
+            for (int64_t i = 0; i < count; ++i) other[next[keys[i] >> shift & uint64_t(mask)]++] = keys[i];
+            std::swap(of.keys, of.runs);
         }
     }
-    of.runs.resize(size_t(of.count) + 1);
-    int64_t runs = 0, last = -1;
-    for (int64_t i = 0; i < of.count; ++i) {
-        of.runs[runs] = i;
-        const int64_t row = of.row(i);
-        runs += row != last;
-        if (row != last) of.runs[runs - 1] = i;
+    const uint64_t *const keys = of.keys;
+    uint64_t *const runs = of.runs;
+    int64_t run = 0, last = -1;
+    for (int64_t i = 0; i < count; ++i) {  // without branches: an id that continues a run writes where the next one will
+        const int64_t row = int64_t(keys[i] >> payload_bits);
+        runs[run] = uint64_t(i);
+        run += row != last;
         last = row;
     }
-    of.runs[runs] = of.count;
-    of.runs.resize(size_t(runs) + 1);
+    runs[run] = uint64_t(count);
+    of.run_count = run;
 }
 
 void SortedRows::rows(int64_t table, int64_t *out) const {
@@ -245,7 +304,7 @@ class RowUpdater {
 
     void plan() {
         for (int64_t table = 0; table < sorted_.tables(); ++table) {
-            const auto &runs = sorted_.of_table_[table].runs;
+            const auto *const runs = reinterpret_cast<const int64_t *>(sorted_.of_table_[table].runs);
             const int64_t dim = sorted_.tables_[table].dim, count = sorted_.runs(table);
             int64_t first = 0;
             auto close = [&](int64_t end) {
@@ -283,7 +342,7 @@ class RowUpdater {
     void work_on(const Unit &unit) {
         static thread_local Scratch scratch;
         const auto &of = sorted_.of_table_[unit.table];
-        const int64_t dim = sorted_.tables_[unit.table].dim, *const runs = of.runs.data();
+        const int64_t dim = sorted_.tables_[unit.table].dim, *const runs = reinterpret_cast<const int64_t *>(of.runs);
         const int64_t first = unit.partial ? unit.begin : runs[unit.begin], end = unit.partial ? unit.end : runs[unit.end];
         const int64_t ahead = std::clamp<int64_t>(bytes_ahead / (4 * dim), 2, 64);
         find(of, first, end, ahead, scratch);

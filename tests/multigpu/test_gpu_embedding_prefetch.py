@@ -2,23 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gpu_ranks as ranks
+import pytest
 import torch
 import torch.distributed as dist
 from support.embedding_prefetch import batch, learned, module_on
 
+import weft
+from weft.embedding import ColumnWise, DataParallel, RowWise
 from weft.launch import Pool
 
 pytestmark = ranks.MARKS
 
 
-def both(group: dist.ProcessGroup) -> bool:
-    plain, ahead = (learned(group, ranks.device(), is_ahead) for is_ahead in (False, True))
+def both(group: dist.ProcessGroup, options: dict[str, Any]) -> bool:
+    plain, ahead = (learned(group, ranks.device(), is_ahead, **options) for is_ahead in (False, True))
     return all(torch.equal(one, two) for one, two in zip(plain, ahead, strict=True))
 
 
-def test_prefetched_batches_give_the_same(pair: Pool) -> None:
-    assert pair.run(both, timeout_s=120) == [True, True]
+@pytest.mark.parametrize("options", [{}, {"placement": [RowWise(), DataParallel(), ColumnWise((0, 1))]}], ids=str)
+def test_prefetched_batches_give_the_same(pair: Pool, options: dict[str, Any]) -> None:
+    assert pair.run(both, options, timeout_s=120) == [True, True]
+
+
+def cancelled(group: dist.ProcessGroup) -> bool:
+    """Discard every second prefetched batch, whose memory the next batch takes, behind slow work of each device."""
+    device, rank, found = ranks.device(), group.rank(), []
+    for ahead in (False, True):
+        module, pooled = module_on(group, device), []
+        for step in range(8):
+            if ahead:
+                other = batch(50 + step, rank, device, 300)
+                torch.cuda._sleep(10_000_000 * (1 + rank))
+                module.prefetch(other)
+                del other
+                module.cancel_prefetch()
+            y = module(batch(step, rank, device, 300)).values()
+            y.sum().backward()
+            pooled.append(y.detach().clone())
+            del y
+        found.append([*pooled, *module.state_dict().values()])
+    return all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_cancelled_batches(pair: Pool) -> None:
+    assert pair.run(cancelled, timeout_s=120) == [True, True]
+
+
+def loop(group: dist.ProcessGroup) -> bool:
+    """`weft.nn.prefetched`, with the loop left in the middle."""
+    found = []
+    for ahead in (False, True):
+        module, pooled = module_on(group, ranks.device()), []
+        given = [batch(step, group.rank(), ranks.device(), 300) for step in range(8)]
+        for steps in (given[:5], given[5:]):
+            for number, one in enumerate(weft.nn.prefetched(steps, {module: lambda one: one}) if ahead else steps):
+                y = module(one).values()
+                y.sum().backward()
+                pooled.append(y.detach().clone())
+                if number == 3:
+                    break
+        found.append([*pooled, *module.state_dict().values()])
+    return all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_a_prefetched_loop(pair: Pool) -> None:
+    assert pair.run(loop, timeout_s=120) == [True, True]
 
 
 def many(group: dist.ProcessGroup) -> bool:

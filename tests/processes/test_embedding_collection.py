@@ -35,7 +35,14 @@ def test_rows_and_updates(pool: Pool, name: str, world: int, dedup: bool) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dedup": True, "gradients": "sum"}], ids=str)
 def test_gradients_for_an_optimizer_of_torch(pool: Pool, options: dict[str, Any]) -> None:
-    check(pool, 3, placements(3)["mixed"], None, torchs=True, **options)
+    for name in ("mixed", "mixed too"):
+        check(pool, 3, placements(3)[name], None, torchs=True, **options)
+
+
+def test_replicated_tables_of_an_optimizer_of_torch(pool: Pool) -> None:
+    """The optimizer in backward updates the other tables, by the same rule."""
+    mixed = {"users": DataParallel(fused=False), "items": RowWise(), "pairs": DataParallel(fused=False)}
+    check(pool, 3, mixed, weft.SGD(lr=0.1), torchs=True)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +71,11 @@ def test_any_shardings(pool: Pool, data: Any) -> None:
     world = data.draw(st.integers(1, 4))
     ranks = st.integers(0, world - 1)
     rows = st.builds(lambda ranks: RowWise(tuple(ranks)), st.lists(ranks, min_size=1, unique=True))
-    placement = {name: data.draw(st.one_of(ranks, rows)) for name in ("users", "items", "pairs")}
-    optimizers = weft.SGD(lr=0.1), weft.Adagrad(lr=0.1, clip_value=0.3), weft.SGD(lr=0.1, clip_norm=1.0)
+    kinds = st.one_of(ranks, rows, st.just(DataParallel()))
+    placement = {name: data.draw(kinds) for name in ("users", "items", "pairs")}
+    optimizers = [weft.SGD(lr=0.1), weft.Adagrad(lr=0.1, clip_value=0.3)]
+    if DataParallel() not in placement.values():
+        optimizers.append(weft.SGD(lr=0.1, clip_norm=1.0))
     options = {name: data.draw(st.booleans()) for name in ("dedup", "hash")}
     check(
         pool, world, placement, data.draw(st.sampled_from(optimizers)), accumulates=data.draw(st.booleans()), **options
@@ -75,13 +85,16 @@ def test_any_shardings(pool: Pool, data: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_16_bit_tables(pool: Pool, dtype: torch.dtype, dedup: bool) -> None:
-    check(pool, 2, placements(2)["rows"], weft.SGD(lr=0.1), dtype, 1, tolerance=3 * torch.finfo(dtype).eps, dedup=dedup)
+    for name in ("rows", "mixed too"):
+        check(
+            pool, 2, placements(2)[name], weft.SGD(lr=0.1), dtype, 1, tolerance=3 * torch.finfo(dtype).eps, dedup=dedup
+        )
 
 
 @pytest.mark.parametrize("dedup", [False, True])
 def test_equal_inputs_give_equal_bits(pool: Pool, dedup: bool) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": dedup}
-    runs = [pool.run(train, placements(3)["mixed"], torch.float32, 2, options, ranks=3) for _ in range(3)]
+    runs = [pool.run(train, placements(3)["mixed too"], torch.float32, 2, options, ranks=3) for _ in range(3)]
     first, *others = [whole([parts for parts, _ in run]) for run in runs]
     for other in others:
         assert all(torch.equal(other[name], weight) for name, weight in first.items())
@@ -126,7 +139,7 @@ def initial(group: dist.ProcessGroup, placement: Any) -> list[Any]:
 
 def test_initial_values_do_not_depend_on_the_plan(pool: Pool) -> None:
     first = whole(pool.run(initial, None, ranks=1))
-    for placement in (placements(3)["rows"], placements(3)["mixed"], columns(3, 2)):
+    for placement in (placements(3)["rows"], placements(3)["mixed"], placements(3)["mixed too"], columns(3, 2)):
         found = whole(pool.run(initial, placement, ranks=3))
         assert all(torch.equal(found[table], weight) for table, weight in first.items())
 
@@ -209,7 +222,8 @@ def refused(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[str, str
     [
         ({"placement": [0, 0, ColumnWise((0, 1))]}, "parts have 3 and 6 columns: all parts of"),
         ({"placement": dict.fromkeys(("users", "items", "pairs"), ColumnWise((0, 1), (2, 4)))}, "parts have 2 and 4 columns"),
-        ({"placement": [0, 0, DataParallel()]}, "is not supported without pooling"),
+        ({"placement": [0, 0, DataParallel()], "optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, another sharding"),
+        ({"placement": [DataParallel(), 0, DataParallel(fused=False)]}, "pass the same value of fused"),
         ({"tables": [EmbeddingBagConfig(3, 4, "a", ("f",)), EmbeddingBagConfig(3, 5, "b", ("f",))]}, "table 'b' has 5 columns"),
         ({"max_ids": 0}, "max_ids=0 must be at least 1"),
         ({"dedup": 1}, "dedup=1 must be True or False"),
@@ -222,14 +236,14 @@ def test_options_that_cannot_be(pool: Pool, options: dict[str, Any], text: str) 
         assert text in said
 
 
-def bad(group: dist.ProcessGroup, how: str) -> tuple[str, bool]:
+def bad(group: dist.ProcessGroup, how: str, placement: str) -> tuple[str, bool]:
     nonfinite: Any = "raise" if how == "gradient" else "propagate"
     optimizer = weft.SGD(lr=0.1, nonfinite=nonfinite)
     bounds: Any = "fatal" if how == "id" else "ignore"
     module = ShardedEmbeddingCollection(
         tables_of(),
         group=group,
-        placement=placements(2)["rows"],
+        placement=placements(2)[placement],
         optimizer=optimizer,
         bounds_check=bounds,
         deadline_s=30.0,
@@ -258,17 +272,18 @@ def bad(group: dist.ProcessGroup, how: str) -> tuple[str, bool]:
     return error, same and not all(torch.equal(before[name], now) for name, now in module.state_dict().items())
 
 
+@pytest.mark.parametrize("placement", ["rows", "replicated", "mixed too"])
 @pytest.mark.parametrize(
     ("how", "text"),
     [
         ("id", "feature 'u', position 0: id -"),
-        ("gradient", "gradients are infinite or NaN: rows for rank 1"),
+        ("gradient", "rank 1: gradients are infinite or NaN"),
         ("key", "needs feature 'i', which the input lacks"),
         ("zero rows", ""),
     ],
 )
-def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str) -> None:
-    for error, right in pool.run(bad, how, ranks=2, timeout_s=60):
+def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str, placement: str) -> None:
+    for error, right in pool.run(bad, how, placement, ranks=2, timeout_s=60):
         assert text in error
         assert right
 
@@ -296,7 +311,12 @@ def saved_or_loaded(group: dist.ProcessGroup, folder: str, placement: Any, loads
 def test_a_checkpoint_of_another_cut_loads(pool: Pool, tmp_path: Path) -> None:
     saved = pool.run(saved_or_loaded, str(tmp_path), columns(2, 3), False, ranks=2)
     wanted = [whole([of_rank[kind] for of_rank in saved]) for kind in range(3)]
-    for world, placement in ((3, placements(3)["rows"]), (1, None), (2, columns(2, 2))):
+    for world, placement in (
+        (3, placements(3)["rows"]),
+        (1, None),
+        (2, columns(2, 2)),
+        (2, placements(2)["mixed too"]),
+    ):
         found = pool.run(saved_or_loaded, str(tmp_path), placement, True, ranks=world)
         for kind in range(3):
             values = whole([of_rank[kind] for of_rank in found])

@@ -52,6 +52,14 @@ def test_gradients_for_an_optimizer_of_torch(pool: Pool, name: str) -> None:
         check(pool, 3, placements(3)[name], None, sparse=sparse, torchs=True, gradients="sum")
 
 
+def test_replicated_tables_of_an_optimizer_of_torch(pool: Pool) -> None:
+    """The optimizer in backward updates the other tables, by the same rule."""
+    copied = DataParallel(fused=False)
+    for world, others in ((3, RowWise()), (1, 0), (2, copied)):
+        placement = {"users": copied, "items": others, "pairs": copied, "more": others}
+        check(pool, world, placement, weft.SGD(lr=0.1), torchs=True)
+
+
 @pytest.mark.parametrize("name", ["rows", "mixed"])
 def test_hashed_ids_and_halves_of_a_batch(pool: Pool, name: str) -> None:
     check(pool, 2, placements(2)[name], weft.SGD(lr=0.1), hash=True, samples=12)
@@ -322,7 +330,7 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, "a", RowWise()], {}, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"),
         ({"users": RowWise()}, {}, "placement lacks table 'items'"),
         ([0, 0, 0, RowWise()], {"input": "global_batch"}, "pass input='local_batch'"),
-        ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, or another sharding"),
+        ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, another sharding, or"),
         ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
         ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
         ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 works only with input='local_batch'"),

@@ -14,7 +14,7 @@ from support.slow import slow
 from torch import nn
 
 import weft
-from weft.embedding import ColumnWise, RowWise
+from weft.embedding import ColumnWise, DataParallel, RowWise
 from weft.embedding.partition import partition_tables
 from weft.launch import Pool
 
@@ -81,6 +81,34 @@ def test_memory_is_that_of_the_parts(pool: Pool) -> None:
         found = pool.run(held, placements(2)[name], ranks=2)
         assert sum(tables for tables, _, _ in found) == copies * whole_tables
         assert all((states, waiting) == (2 * tables, 0) for tables, states, waiting in found)
+
+
+def without_states(group: dist.ProcessGroup) -> dict[str, Any]:
+    copied = DataParallel(fused=False)
+    model: Any = made(group, {"users": copied, "items": RowWise(), "pairs": 0, "more": copied}, weft.Adam(lr=0.1))
+    ebc = model["ebc"]
+    bags = {name: bag.weight for name, bag in ebc.embedding_bags.items()}
+    state = weft.nn.FusedOptimizers(model).state_dict()["state"]
+    found: dict[str, Any] = {
+        "parameters": {name for name, weight in bags.items() if weight.requires_grad},
+        "bytes": {name for name, size in ebc.memory().states.items() if size == 0},
+        "states": {name.split(".")[2] for name in state},
+        "optimizer": len(ebc.fused_optimizer.param_groups[0]["params"]) + 2 - len(bags),
+    }
+    ebc.requires_grad_(False)
+    found["frozen"] = [weight.requires_grad for weight in bags.values()]
+    features, upstream = batch(0, 12, group.rank(), group.size())
+    ebc.requires_grad_(True)(features).values().backward(upstream)
+    found["gradients"] = {name for name, weight in bags.items() if weight.grad is not None}
+    return found
+
+
+def test_replicated_tables_without_the_optimizer_have_no_states(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(without_states, ranks=2)):
+        assert found["parameters"] == found["bytes"] == found["gradients"] == {"users", "more"}
+        assert found["states"] == ({"items", "pairs"} if rank == 0 else {"items"})
+        assert found["optimizer"] == 0
+        assert not any(found["frozen"])
 
 
 def load_error(group: dist.ProcessGroup, folder: str, placement: Any, optimizer: Any) -> str:

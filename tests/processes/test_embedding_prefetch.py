@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,22 +10,133 @@ import torch
 import torch.distributed as dist
 from support.embedding_prefetch import TABLES, batch, learned, module_on
 from support.on_ranks import error_of
+from torch import nn
 
-from weft.embedding import RowWise
+import weft
+from weft.embedding import ColumnWise, DataParallel, RowWise
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
 
-CPU = torch.device("cpu")
+CPU, WIDTH = torch.device("cpu"), sum(len(t.feature_names) * t.embedding_dim for t in TABLES)
+WHOLE: dict[str, Any] = {}
+MIXED: dict[str, Any] = {"placement": [RowWise(), DataParallel(), ColumnWise((0, 0))]}
+COPIED: dict[str, Any] = {"placement": [DataParallel()] * 3}
 
 
-def both(group: dist.ProcessGroup) -> bool:
-    plain, ahead = (learned(group, CPU, is_ahead) for is_ahead in (False, True))
+def both(group: dist.ProcessGroup, options: dict[str, Any]) -> bool:
+    plain, ahead = (learned(group, CPU, is_ahead, **options) for is_ahead in (False, True))
     return len(plain) == len(ahead) and all(torch.equal(one, two) for one, two in zip(plain, ahead, strict=True))
 
 
+@pytest.mark.parametrize("options", [WHOLE, MIXED, COPIED], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_prefetched_batches_give_the_same(pool: Pool, ranks: int) -> None:
-    assert pool.run(both, ranks=ranks) == [True] * ranks
+def test_prefetched_batches_give_the_same(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
+    assert pool.run(both, options, ranks=ranks) == [True] * ranks
+
+
+# --- a loop over `weft.nn.prefetched` ---
+
+
+class Broken(Exception):
+    """An error of the loop's own code."""
+
+
+class Model(nn.Module):
+    """Two collections and a dense part."""
+
+    def __init__(self, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.first, self.second = (module_on(group, CPU, **options) for _ in range(2))
+        torch.manual_seed(5)
+        self.over = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, one: Any) -> torch.Tensor:
+        pooled = torch.cat([self.first(one[0]).values(), self.second(one[1]).values()], dim=1)
+        return nn.functional.softplus(self.over(pooled)).mean()
+
+
+def losses(group: dist.ProcessGroup, options: dict[str, Any], how: str, ahead: bool) -> list[Any]:
+    """Return the loss of each step, and the tables. how: what happens on the way, on all ranks."""
+    model, found = Model(group, options), list[Any]()
+    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    features_of = {model.first: lambda one: one[0], model.second: lambda one: one[1]}
+
+    def load(steps: range) -> Iterator[Any]:
+        for step in steps:
+            if how == "a loader that fails" and step == 3:
+                raise Broken
+            yield batch(step, group.rank(), CPU), batch(step + 50, group.rank(), CPU), step
+
+    def loop(steps: range) -> None:
+        given = load(steps)
+        for one in weft.nn.prefetched(given, features_of) if ahead else given:
+            if how == "a skipped batch" and one[2] == 2:
+                continue
+            loss = model(one)
+            if how == "an error" and one[2] == 2 and steps.start == 0:
+                raise Broken
+            try:
+                loss.backward()
+                if how == "a caught error" and one[2] == 2:
+                    raise Broken
+            except Broken:
+                pass
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+            if how == "another batch" and one[2] == 1:
+                for module in features_of:
+                    module.cancel_prefetch()
+                with torch.no_grad():
+                    found.append(float(model((batch(90, group.rank(), CPU), batch(91, group.rank(), CPU)))))
+
+    try:
+        loop(range(5))
+    except Broken:
+        loop(range(3, 5) if how == "an error" else range(4, 6))
+    assert not any(module._prefetched or module._forward_hooks for module in features_of)
+    return found + [weight.detach() for weight in model.state_dict().values()]
+
+
+def equal_losses(group: dist.ProcessGroup, options: dict[str, Any], how: str) -> bool:
+    plain, ahead = (losses(group, options, how, is_ahead) for is_ahead in (False, True))
+    assert len(plain) >= 8
+    return all(torch.equal(torch.as_tensor(one), torch.as_tensor(two)) for one, two in zip(plain, ahead, strict=True))
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["nothing", "an error", "a caught error", "a loader that fails", "a skipped batch", "another batch"],
+)
+@pytest.mark.parametrize("options", [WHOLE, MIXED, COPIED], ids=str)
+def test_a_prefetched_loop_learns_the_same(pool: Pool, options: dict[str, Any], how: str) -> None:
+    assert pool.run(equal_losses, options, how, ranks=2) == [True] * 2
+
+
+def runs_out(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[str, str]:
+    rank, own = group.rank(), dist.new_group(list(range(group.size())))  # which fails
+    assert isinstance(own, dist.ProcessGroup)
+    model = Model(own, options)
+    given = [(batch(step, rank, CPU), batch(step + 50, rank, CPU)) for step in range(3 - rank)]
+
+    def loop() -> None:
+        features_of = {model.first: lambda one: one[0], model.second: lambda one: one[1]}
+        for one in weft.nn.prefetched(given, features_of):
+            model(one).backward()
+
+    return error_of(loop)
+
+
+@pytest.mark.parametrize("options", [WHOLE, MIXED], ids=str)
+def test_ranks_that_run_out_of_batches_raise(pool: Pool, options: dict[str, Any]) -> None:
+    for kind, text in pool.run(runs_out, options | {"deadline_s": 5.0}, ranks=2):
+        assert kind in ("DisagreementError", "PoisonedGroupError", "DeadlineError"), (kind, text)
+        assert "prefetch" in text or "distribution" in text
+
+
+def test_modules_without_prefetch_are_refused() -> None:
+    with pytest.raises(TypeError, match="pass a ShardedEmbeddingBagCollection"):
+        weft.nn.prefetched([], {nn.Linear(1, 1): lambda one: one})
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -49,8 +161,16 @@ def errors(group: dist.ProcessGroup) -> dict[str, Any]:
     found["bound"] = error_of(lambda: bounded(one))
     whole = module_on(group, CPU, input="global_batch")
     found["global"] = error_of(lambda: whole.prefetch(one))
-    parts = ShardedEmbeddingBagCollection(TABLES, group=group, device=CPU, placement=[RowWise(), 0, 0])
-    found["parts"] = error_of(lambda: parts.prefetch(one))
+    for name, options in (("mixed", MIXED), ("bounded", MIXED | {"max_ids": 1000})):
+        parts = module_on(group, CPU, bounds_check="fatal", **options)
+        parts.prefetch(bad)
+        found[name] = error_of(lambda parts=parts: parts(bad))
+        parts.prefetch(one)
+        parts.cancel_prefetch()
+        parts.prefetch(two)
+        found["after"] = found["after"] and torch.equal(
+            parts(two).values(), module_on(group, CPU, **options)(two).values()
+        )
     return found
 
 
@@ -64,7 +184,8 @@ def test_errors_on_every_rank(pool: Pool) -> None:
             ("bad", "RefusedError", "rank 1: "),
             ("bound", "RefusedError", "max_ids=1"),
             ("global", "RefusedError", "exchange no ids"),
-            ("parts", "RefusedError", "row-wise or data-parallel tables"),
+            ("mixed", "RefusedError", "rank 1: "),
+            ("bounded", "RefusedError", "rank 1: "),
         ):
             assert found[name][0] == kind, (name, found[name])
             assert text in found[name][1], (name, found[name])

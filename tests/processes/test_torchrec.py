@@ -28,6 +28,8 @@ from support.torchrec_loops import (
     Model,
     batches,
     collection,
+    full_weights,
+    optimizers_of,
     pipelines,
     sharded,
     tables_of,
@@ -56,11 +58,13 @@ pytestmark = pytest.mark.skipif(
         {"kernel": "dense"},
         {"optimizer": ADAGRAD, "kinds": {"users": "row_wise", "pairs": "row_wise"}},
         {"optimizer": ADAGRAD, "kinds": {"users": "column_wise"}},
+        {"optimizer": ADAGRAD, "kinds": {"users": "data_parallel", "pairs": "row_wise"}, "divides": False},
+        {"optimizer": ADAGRAD, "kinds": dict.fromkeys(RANKS, "data_parallel")},
     ],
     ids=str,
 )
 def test_a_loop_learns_as_with_torchrecs_sharder(pool: Pool, options: dict[str, Any]) -> None:
-    for world in (2, 1):
+    for world in (3, 1) if "data_parallel" in options.get("kinds", {}).values() else (2, 1):
         theirs, ours = (pool.run(trains, by, options, ranks=world) for by in ("torchrec", "weft"))
         tolerance = 2e-3 if "FP16" in options.values() else 1e-5
         for stock, swapped in zip(theirs, ours, strict=True):
@@ -87,17 +91,27 @@ def test_a_loop_without_pooling_learns_as_with_torchrecs_sharder(pool: Pool, kin
 
 
 def test_a_loop_without_pooling_has_gradients(pool: Pool) -> None:
-    """Not beside TorchRec: with kernel "dense" its row-wise EmbeddingCollection corrupts memory on CPU."""
-    first, second = (pool.run(unpooled_loop, "weft", kind, "dense", ranks=2) for kind in ("row_wise", "table_wise"))
-    for one, other in zip(first, second, strict=True):
-        assert one["losses"][0] != one["losses"][-1]
-        assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
+    """Not beside TorchRec: with kernel "dense" its EmbeddingCollection corrupts memory on CPU, or pools rows."""
+    for world in (1, 2, 3):
+        first, *others = (
+            pool.run(unpooled_loop, "weft", kind, "dense", ranks=world)
+            for kind in ("table_wise", "row_wise", "data_parallel")
+        )
+        for found in others:
+            for one, other in zip(first, found, strict=True):
+                assert one["losses"][0] != one["losses"][-1]
+                assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        assert all(kind == "Tensor" for _, kind, _ in found[0]["names"])  # each rank has the whole tables
 
 
 # --- pipelines and planner ---
 
 
-@pytest.mark.parametrize("kinds", [None, {"users": "row_wise", "pairs": "column_wise"}], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [None, {"users": "row_wise", "pairs": "column_wise"}, {"users": "row_wise", "pairs": "data_parallel"}],
+    ids=str,
+)
 @pytest.mark.parametrize("has_two", [False, True])
 def test_torchrecs_pipeline_learns_the_same(pool: Pool, has_two: bool, kinds: dict[str, str] | None) -> None:
     plain, pipelined, theirs = (
@@ -117,14 +131,18 @@ def test_a_pipeline_without_pooling_learns_the_same(pool: Pool) -> None:
         assert all(torch.equal(other["tables"][name], value) for name, value in one["tables"].items())
 
 
-def planned(group: dist.ProcessGroup) -> tuple[set[tuple[str, str]], float]:
+def planned(group: dist.ProcessGroup, by: str) -> tuple[set[tuple[str, str]], float]:
     """Let TorchRec's planner decide, and keep the values of a module on meta."""
+    from torchrec.distributed import collective_utils
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
     import weft.torchrec
 
+    collective_utils._INITIALIZED = False
     torch.manual_seed(7 + group.rank())
-    model = DistributedModelParallel(Model(collection()), sharders=[weft.torchrec.EmbeddingBagCollectionSharder()])
+    sharder = EmbeddingBagCollectionSharder if by == "torchrec" else weft.torchrec.EmbeddingBagCollectionSharder
+    model = DistributedModelParallel(Model(collection()), sharders=[sharder()])
     plan: Any = model.plan.get_plan_for_module("sparse.ebc")
     loss, _ = model(next(batches(group.rank(), 1)))
     loss.backward()
@@ -133,9 +151,10 @@ def planned(group: dist.ProcessGroup) -> tuple[set[tuple[str, str]], float]:
     return {(one.sharding_type, one.compute_kernel) for one in plan.values()}, float(loss)
 
 
-def test_torchrecs_planner_proposes_what_weft_has(pool: Pool) -> None:
-    for kinds, loss in pool.run(planned, ranks=2):
-        assert kinds == {("table_wise", "fused")}
+def test_torchrecs_planner_proposes_the_same(pool: Pool) -> None:
+    theirs, ours = (pool.run(planned, by, ranks=2) for by in ("torchrec", "weft"))
+    for (stock, _), (kinds, loss) in zip(theirs, ours, strict=True):
+        assert kinds == stock
         assert loss > 0
 
 
@@ -292,6 +311,33 @@ def test_columns_load_the_others_checkpoints(pool: Pool, tmp_path: Path, writer:
         assert all(torch.equal(loaded[name], value) for name, value in saved.items())
 
 
+def copied_tables(group: dist.ProcessGroup, by: str, kinds: dict[str, str], folder: str, saves: bool) -> dict[str, Any]:
+    """Train and save, or load. Return this rank's tables."""
+    model = sharded(group, by, optimizer=ADAGRAD, kinds=kinds)
+    optimizer = optimizers_of(model)
+    if saves:
+        step_of(model, group.rank())
+        optimizer.step()
+    state = {"model": model.state_dict()}
+    if saves:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
+        model.load_state_dict(state["model"])
+    return {name: value for name, value in tables_of(model).items() if name.endswith("weight")}
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("torchrec", "weft"), ("weft", "torchrec")])
+def test_replicated_tables_load_the_others_checkpoints(pool: Pool, tmp_path: Path, writer: str, reader: str) -> None:
+    before, after = {"users": "data_parallel"}, {"movies": "data_parallel"}
+    wanted = joined(pool.run(copied_tables, writer, before, str(tmp_path), True, ranks=2))
+    assert not torch.equal(wanted["sparse.ebc.embedding_bags.users.weight"], full_weights()["users"])
+    for world in (3, 1):
+        found = joined(pool.run(copied_tables, reader, after, str(tmp_path), False, ranks=world))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), world
+
+
 # --- refusals ---
 
 
@@ -317,12 +363,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     def shard(plan: Any, **fused_params: Any) -> Any:
         return weft.torchrec.EmbeddingBagCollectionSharder(fused_params).shard(ebc, plan, env, torch.device("cpu"))
 
-    copied = construct_module_sharding_plan(
-        ebc,
-        {name: data_parallel() for name in RANKS},
-        local_size=group.size(),
-        world_size=group.size(),
-        device_type="cpu",
+    copied = data_parallel()(
+        ebc.embedding_bags["pairs"].weight, 1, 1, "cpu", weft.torchrec.EmbeddingBagCollectionSharder()
     )
     lacking = plan_with()
     del lacking["pairs"]
@@ -337,7 +379,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         stride_per_key_per_rank=[[1], [2], [3]],
     )  # fmt: skip
     calls = {
-        "data_parallel": lambda: shard(copied),
+        "not supported for data_parallel": lambda: shard(plan_with(sharding_type="data_parallel", ranks=[0, 1])),
+        "must be all ranks": lambda: shard(dict(plan_with(), pairs=copied)),
         "table_row_wise": lambda: shard(plan_with(sharding_type="table_row_wise")),
         "fused_uvm_caching": lambda: shard(plan_with(compute_kernel="fused_uvm_caching")),
         "ssd_virtual_table": lambda: shard(plan_with(compute_kernel="ssd_virtual_table")),

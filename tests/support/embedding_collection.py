@@ -10,7 +10,7 @@ from support.embedding_partition import full_weights, named_parts, whole
 from support.embedding_training import Rule, clipped, device_of
 
 import weft
-from weft.embedding import ColumnWise, EmbeddingBagConfig, KeyedJaggedTensor, RowWise, hash_ids
+from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise, hash_ids
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingCollection
 
@@ -35,6 +35,8 @@ def placements(world: int) -> dict[str, Any]:
         "rows": dict.fromkeys(("users", "items", "pairs"), RowWise()),
         "mixed": {"users": RowWise(tuple(range(world))[::-1]), "items": world - 1, "pairs": 0},
         "one rank": [0, 0, 0],
+        "replicated": [DataParallel()] * 3,
+        "mixed too": {"users": DataParallel(), "items": RowWise(), "pairs": DataParallel()},
     }
 
 

@@ -37,15 +37,19 @@ def module_on(group: dist.ProcessGroup, device: torch.device, **options: Any) ->
     return ShardedEmbeddingBagCollection(TABLES, group=group, device=device, optimizer=optimizer, **options)
 
 
-def learned(group: dist.ProcessGroup, device: torch.device, ahead: bool, steps: int = 4) -> list[torch.Tensor]:
+def learned(
+    group: dist.ProcessGroup, device: torch.device, ahead: bool, steps: int = 4, **options: Any
+) -> list[torch.Tensor]:
     """Return the vectors, gradients of weights and tables of some steps, with every second batch prefetched, or none."""
-    module, found = module_on(group, device, max_ids=1000), list[torch.Tensor]()
+    module, found = module_on(group, device, max_ids=1000, **options), list[torch.Tensor]()
     batches = [batch(step, group.rank(), device) for step in range(steps)]
     for number, one in enumerate(batches):
         pooled = module(one).values()
         if ahead and number + 1 < steps and number != 1:
             module.prefetch(batches[number + 1])
         pooled.square().sum().backward()
-        found += [pooled.detach().cpu(), one.weights().grad.cpu()]
+        found.append(pooled.detach().cpu())
+        if one.weights().grad is not None:
+            found.append(one.weights().grad.cpu())
         del pooled
     return found + [weight.detach().cpu() for weight in module.state_dict().values()]

@@ -94,6 +94,8 @@ def _sharding(kind: str, rank: int, world: int, kernel: str) -> Any:
         return sharding_plan.row_wise(compute_kernel=kernel)
     if kind == "column_wise":
         return sharding_plan.column_wise(ranks=list(range(world)), compute_kernel=kernel)
+    if kind == "data_parallel":
+        return sharding_plan.data_parallel()
     return sharding_plan.table_wise(rank=rank, compute_kernel=kernel)
 
 
@@ -164,13 +166,26 @@ def tables_of(model: Any) -> dict[str, torch.Tensor]:
         values |= states
     found = {}
     for name, value in values.items():
-        for shard in value.local_shards():
-            if shard.tensor.numel():  # TorchRec has an empty state for SGD
-                found[name] = shard.tensor.detach().cpu().clone()
+        own = [value] if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards") else []
+        for tensor in own or [shard.tensor for shard in value.local_shards()]:
+            if tensor.numel():  # TorchRec has an empty state for SGD
+                found[name] = tensor.detach().cpu().clone()
     return found
 
 
 def trains(group: dist.ProcessGroup, by: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train by the loop. options: of `sharded`, and divides: False for `set_gradient_division(False)`."""
+    from torchrec.distributed.comm_ops import set_gradient_division
+
+    options = dict(options)
+    set_gradient_division(options.pop("divides", True))
+    try:
+        return _trained(group, by, options)
+    finally:
+        set_gradient_division(True)
+
+
+def _trained(group: dist.ProcessGroup, by: str, options: dict[str, Any]) -> dict[str, Any]:
     model = sharded(group, by, **options)
     optimizer = optimizers_of(model)
     losses, rates = [], []
@@ -278,7 +293,8 @@ def unpooled_loop(
     generator = torch.Generator().manual_seed(4)
     whole = {f"ec.embeddings.{c.name}.weight": torch.randn(c.num_embeddings, 8, generator=generator) for c in configs}
     sharded_model.load_state_dict(dict(whole))
-    dense = [p for p in sharded_model.parameters() if p.numel()] if kernel == "dense" else []
+    has_gradients = kernel == "dense" or kind == "data_parallel"
+    dense = [p for p in sharded_model.parameters() if p.numel()] if has_gradients else []
     optimizer = torch.optim.SGD([*dense, torch.zeros(1, requires_grad=True)], lr=0.3)
     losses: list[float] = []
     lengths: list[Any] = []
@@ -297,6 +313,9 @@ def unpooled_loop(
     names = [(name, type(value).__name__, tuple(value.shape)) for name, value in sharded_model.state_dict().items()]
     found = {}
     for name, value in sharded_model.state_dict().items():
+        if kind == "data_parallel":
+            found[name] = value.detach().cpu().clone()
+            continue
         found |= {f"{name} {s.metadata.shard_offsets}": s.tensor.detach().cpu().clone() for s in value.local_shards()}
     for states in sharded_model.fused_optimizer.state_dict()["state"].values():
         for name, value in states.items():

@@ -54,3 +54,37 @@ def test_instruction_sets_agree(rule: int, dtype: int) -> None:
         for found, expected in zip(other, best, strict=True):
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert best[-1] > 0  # the row of the infinite gradient
+
+
+@pytest.mark.parametrize("ids_of_table", [1, 60, 700, 9000])
+def test_rows_are_sorted_for_any_number_of_rows(ids_of_table: int) -> None:
+    """By comparison, and by one to three digits. A later sort takes over the memory of an earlier one, which was larger or
+    smaller."""
+    sizes = (1, 3, 2**13 - 1, 2**14 + 1, 3_000_000, 2**40)
+    generator = torch.Generator().manual_seed(ids_of_table)
+    for n_threads in (1, 2):
+        ids = torch.cat([torch.randint(-2, size + 2, (ids_of_table,), generator=generator) for size in sizes])
+        offsets = torch.arange(len(ids) + 1)  # one id in a bag
+        slots = np.array([(t, t, t, 0) for t in range(len(sizes))], dtype=np.int64)
+        grad = torch.randn(ids_of_table, len(sizes), generator=generator)
+        rows = _core.SortedRows(
+            slots=slots, tables=np.array([(size, 1) for size in sizes], dtype=np.int64), values=ids.data_ptr(), values_bits=64,
+            n_values=len(ids), offsets=offsets.data_ptr(), offsets_bits=64, per_sample_weights=0, batch=ids_of_table, hash=False,
+            n_threads=n_threads,
+        )  # fmt: skip
+        counts = rows.counts()
+        found = [torch.full((count,), torch.nan) for count in counts]
+        memory = [(0, 0, 0, one.data_ptr(), 0) for one in found]
+        rows.update(
+            memory=np.array(memory, dtype=np.int64), gradients=grad.data_ptr(), stride=grad.shape[1], gradients_dtype=0, dtype=0,
+            rule=0, sparse=True, numbers=[0.0, 1.0, *[0.0] * 8, np.inf], is_stochastic=False, seed=0, skip_nonfinite=False,
+            n_threads=n_threads,
+        )  # fmt: skip
+        for table, (of_table, size) in enumerate(zip(ids.split(ids_of_table), sizes, strict=True)):
+            inside = (of_table >= 0) & (of_table < size)
+            wanted, inverse = of_table[inside].unique(return_inverse=True)
+            of_runs = torch.full((counts[table],), -1)
+            rows.rows(table=table, out=of_runs.data_ptr())
+            assert torch.equal(of_runs, wanted)
+            sums = torch.zeros(len(wanted), dtype=torch.float64).index_add_(0, inverse, grad[inside, table].double())
+            torch.testing.assert_close(found[table].double(), sums, rtol=1e-5, atol=1e-4)

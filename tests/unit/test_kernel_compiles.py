@@ -36,7 +36,7 @@ from triton.runtime import driver  # noqa: E402
 from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
 from weft.runtime.cuda import add_up, grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
-from weft.schedule.kernels import ReturningMatmul  # noqa: E402
+from weft.schedule import kernels as schedule_kernels  # noqa: E402
 from weft.sim import model as sim_model  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -248,7 +248,7 @@ def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
     least_k = {grouped_code.LEAST_STEPS * config.block_k for config in grouped_code.CONFIGS}
     ours = sim_model._FEW_ROUNDS, sim_model._GROUPED_SHARERS, {sim_model._LEAST_K}
     assert ours == (grouped_code.FEW_ROUNDS, grouped_code.MAX_SPLITS, least_k)
-    assert ReturningMatmul.few_rows == grouped_code.FEW_ROWS
+    assert schedule_kernels.FEW_ROWS == grouped_code.FEW_ROWS
     tiles = {(config.block_m, config.block_n) for config in grouped_code.CONFIGS}
     assert set(zip(*(sizes.tolist() for sizes in sim_model._GROUPED_TILES), strict=True)) <= tiles
 

@@ -12,7 +12,8 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
 - `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
   operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty until then.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
-  as the geometric mean over configurations. With ` worst` after the baseline, it is the smallest of all configurations.
+  as the geometric mean over configurations. With ` worst` after the baseline, the mark shows the smallest of all
+  configurations.
 
 A later run of a configuration in a mode replaces an earlier run. Variants of different runs are never mixed.
 """

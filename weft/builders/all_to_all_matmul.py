@@ -40,7 +40,7 @@ from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
-from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute, SortedMatmul
+from weft.schedule.kernels import FEW_ROWS, GroupedMatmul, LibraryGroupedMatmul, Permute, SortedMatmul
 from weft.schedule.schedule import Buffer, Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
@@ -120,6 +120,11 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 @builder(AllToAllMatmul, chunks=(1, 2, 4), send=("in_turn", "at_once"))
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
     """Sort the tokens by expert, then multiply expert by expert. chunks: as in `dispatch_by_expert`."""
+    if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
+        raise NotApplicableError(
+            f"a rank sends an expert more than {FEW_ROWS} tokens on average, so sharing tiles would save too little "
+            "to sort the tokens"
+        )
     pieces = split(p.experts, chunks, what="experts of a rank")
     d = Sending("dispatch_sorted", p, "kernel", send, chunks)
     for c, piece in enumerate(pieces):

@@ -67,7 +67,18 @@ class RowWise:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """A sharding that copies the whole table to every rank."""
+    """A sharding that copies the whole table to every rank.
+
+    fused: True to update the table by the collection's `optimizer`. False to give it a `.grad` for a torch optimizer
+        instead: the mean over ranks, as DistributedDataParallel computes it, whatever `gradients` says. All
+        data-parallel tables of a collection need the same value.
+    """
+
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fused, bool):
+            raise ValueError(f"DataParallel(fused={self.fused!r}): fused must be True or False")
 
 
 TableSharding: TypeAlias = TableWise | ColumnWise | RowWise | DataParallel
@@ -118,6 +129,10 @@ class Partition:
             )
         for table, sharding in zip(self.tables, self.shardings, strict=True):
             self._check(table, sharding)
+        fused = {self.shardings[number]: self.tables[number].name for number in self.replicated_tables}
+        if len(fused) > 1:
+            said = " and ".join(f"table {name!r} is {sharding}" for sharding, name in fused.items())
+            raise ValueError(f"{said}: pass the same value of fused for all data-parallel tables of a collection")
 
     def _check(self, table: EmbeddingBagConfig, sharding: TableSharding) -> None:
         at = f"table {table.name!r}: {sharding}"
@@ -223,6 +238,11 @@ class Partition:
     def replicated_tables(self) -> tuple[int, ...]:
         """The numbers of the data-parallel tables."""
         return tuple(n for n, sharding in enumerate(self.shardings) if isinstance(sharding, DataParallel))
+
+    @property
+    def fuses_replicated(self) -> bool:
+        """False if data-parallel tables get gradients although the collection may have an optimizer."""
+        return DataParallel(fused=False) not in self.shardings
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:

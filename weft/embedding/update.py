@@ -1,4 +1,4 @@
-"""The optimizer, learning rate and states for updates of a rank's tables during backward."""
+"""The optimizer, the learning rate and the states with which backward updates a rank's tables."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
 from weft.nn.norm import RMSNorm
 from weft.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from weft.nn.partitioned_embedding import PartitionedEmbeddingBagCollection as _  # noqa: F401  # which placements choose
+from weft.nn.prefetching import prefetched
 from weft.nn.tensor_parallel import ParallelAttention, ParallelMLP, rotary_embedding
 from weft.nn.tensor_parallel_state import distributed_state_dict, local_state_dict
 from weft.operator.layers import replicated
@@ -36,6 +37,7 @@ __all__ = [
     "distributed_state_dict",
     "ignore_tables",
     "local_state_dict",
+    "prefetched",
     "replicated",
     "rotary_embedding",
 ]

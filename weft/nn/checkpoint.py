@@ -123,7 +123,9 @@ def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[
     named = list(names_of_parts(module))
     own = [list(optimizer.state.get(weight, {}).values()) for _, weight in module.parts()]
     for place, state in enumerate(module._update.optimizer.states):
-        values = whole(module, [(part, of_part[place]) for (part, *_), of_part in zip(named, own, strict=True)])
+        # A data-parallel table that the optimizer does not update has no states.
+        given = [(part, of_part[place]) for (part, *_), of_part in zip(named, own, strict=True) if of_part]
+        values = whole(module, given)
         for number, value in values.items():
             table = next(of_table for part, _, of_table in named if part.table == number)
             name = module.partition.tables[number].name

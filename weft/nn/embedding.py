@@ -234,7 +234,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
     def prefetch(self, features: Any) -> None:
         """Begin to distribute the ids of the next batch while earlier work runs. All ranks must make this call, and
-        pass the same batch to the next call of the module.
+        pass the same batch to the next call of the module. In a loop, use `weft.nn.prefetched`.
 
             module.prefetch(batches[0])
             for batch, following in zip(batches, batches[1:]):
@@ -245,12 +245,11 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. At the next
         call the CPU waits only for this exchange, not for work that you enqueue after `prefetch`. The ids are sent
         while that work runs. Do not change the tensors of the batch before the call. Errors about bad input are raised
-        by the call.
+        by the call. With row-wise or data-parallel tables, `prefetch` waits for the GPU.
 
         features: the object that you pass to the next call.
 
-        Raises `ValueError` with input="global_batch", with row-wise or data-parallel tables, or if the call for an
-        earlier prefetched batch is missing.
+        Raises `ValueError` with input="global_batch", or if the call for an earlier prefetched batch is missing.
         """
         with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
             if self.input != "local_batch":
@@ -261,21 +260,39 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
             if self._prefetched is not None:
-                raise ValueError("prefetch of a second batch: first call the module with the prefetched batch")
-            self._prefetched = Prefetched(self._input_dist, features)
+                raise ValueError(
+                    "prefetch of a second batch: first call the module with the prefetched batch, or call cancel_prefetch()"
+                )
+            self._begin_ahead(features, None)
+
+    def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
+        """Begin the distribution of a batch, or report `refusal`, an error of it, to all ranks at its call."""
+        self._prefetched = Prefetched(self._input_dist, features, refusal)
+
+    def cancel_prefetch(self) -> None:
+        """Discard the prefetched batch, if there is one. If one rank makes this call, all ranks must make it. Ranks do
+        not wait for each other.
+        """
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            prefetched.discard()
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return the prefetched batch after its distribution, and the batch sizes of all ranks. All ranks must make
         this call.
         """
         prefetched = cast(Prefetched, self._prefetched)
-        if features is not prefetched.features:
-            raise ValueError(
-                "the module is called with another batch than the prefetched one: pass the same object to prefetch and to the "
-                "next call"
-            )
+        self._require_prefetched(features)
         self._prefetched = None
         return prefetched.arrived(lambda: self._require_bound(features))
+
+    def _require_prefetched(self, features: Any) -> None:
+        """Raise `ValueError` unless `features` is the prefetched batch."""
+        if features is not cast(Prefetched, self._prefetched).features:
+            raise ValueError(
+                "the module is called with another batch than the prefetched one: pass the same object to prefetch and to the "
+                "next call, or call cancel_prefetch()"
+            )
 
     def _require_bound(self, features: Any) -> None:
         """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. If `max_ids` is set, all

@@ -1,7 +1,9 @@
-"""TorchRec's `EmbeddingCollection` with sharded tables. A call returns a row for each id, without pooling.
+"""TorchRec's `EmbeddingCollection` with sharded tables.
 
-ids of this rank's samples -> owners of the rows -> rows of this rank's samples    (`weft.nn.row_dist`)
-gradients of rows -> owners, which reduce them by row and update the tables        (`weft.runtime.embedding_rows`)
+    ids of this rank's samples -> owners of the rows -> rows of this rank's samples    (`weft.nn.row_dist`)
+    gradients of rows -> owners, which reduce them by row and update the tables        (`weft.runtime.embedding_rows`)
+
+A call returns a row for each id, without pooling.
 """
 
 from __future__ import annotations
@@ -21,13 +23,12 @@ from torch import nn
 
 from weft import symm
 from weft.arguments import checked_deadline
-from weft.embedding.check import CheckedInput, check_parts, no_tables_on
+from weft.embedding.check import CheckedInput, no_tables_on
 from weft.embedding.forward_call import ForwardCall, Tables
-from weft.embedding.hashing import hash_ids
-from weft.embedding.jagged import JaggedTensor, as_jagged
+from weft.embedding.jagged import JaggedTensor
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions
-from weft.embedding.partition import ColumnWise, DataParallel, Partition, TablePart, TableSharding, partition_tables
+from weft.embedding.partition import Partition, TablePart, TableSharding, partition_tables
 from weft.embedding.placement import place_tables
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
@@ -37,8 +38,9 @@ from weft.errors import WeftError
 from weft.nn.embedding_table import Table, filler_of
 from weft.nn.id_bound import check_max_ids
 from weft.nn.making import agree_on_parts, device_for, fill_together, rank_in
-from weft.nn.partitioned_input import ends_of_keys
-from weft.nn.row_dist import RowDist, RowRoute, starts
+from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm, rows_or_zero
+from weft.nn.row_dist import RowDist, RowRoute
+from weft.nn.row_ids import RowIds
 from weft.nn.table_parts import load_full, parts_of_rank
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.derivatives import once
@@ -68,9 +70,9 @@ class ShardedEmbeddingCollection(TrainedTables):
     group: a process group that contains this rank.
     device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
         CPU).
-    placement: the rank of each table, or a `weft.embedding.TableWise`, `RowWise` or `ColumnWise`, by name or in table
-        order. Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are sharded by columns,
-        all parts of the collection must have the same number of columns.
+    placement: the rank of each table, or a `weft.embedding.TableWise`, `RowWise`, `ColumnWise` or `DataParallel`, by
+        name or in table order. Default: whole tables, balanced by `rows_read` (`weft.place_tables`). If tables are
+        sharded by columns, all parts of the collection must have the same number of columns.
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
     dedup: True to send each distinct id of a rank once, and one summed gradient for it. This is faster if ids repeat
         often. Sums of gradients are rounded to the tables' dtype before they are sent.
@@ -111,6 +113,9 @@ class ShardedEmbeddingCollection(TrainedTables):
         self._is_trained, self._is_frozen = optimizer is None, False
         self._update, self._fused_optimizer = None, None
         self._collected: list[_Received] | None = None
+        self._dist: RowDist | None
+        self._update_of_parts: FusedUpdate | None
+        self._replicated: ReplicatedTables | None
         self._numbers = itertools.count(1)
         self.embeddings = nn.ModuleDict()
         partition, refusal = None, None
@@ -127,7 +132,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             if placement is None:
                 placement = list(place_tables(configs, group.size(), rows_read=rows_read).rank_of_table)
             partition = partition_tables(configs, group.size(), placement=placement, rows_read=rows_read, hash=hash)
-            _check(partition)
+            _check(partition, optimizer)
         except (ValueError, TypeError) as error:
             refusal = error
         said: dict[str, Any] = {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients, "hash": hash}
@@ -135,20 +140,31 @@ class ShardedEmbeddingCollection(TrainedTables):
         seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
         self.partition, self.device = cast(Partition, partition), cast(torch.device, device)
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
-        self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s)
-        self._own = parts_of_rank(self.partition, self.rank)
         self._keys = [slot.key for slot in self.partition.slots]
-        self._of_said = EmbeddingPlan(cast(EmbeddingSharding, self.partition.sharding), EmbeddingOptions(hash=hash))
+        self._own = [part for part in self.partition.parts if part.rank == self.rank]
         fill_together(lambda: self._make_tables(seed), group, self.device, self.deadline_s)
-        if optimizer is not None:
-            self._update = FusedUpdate(optimizer, self._weights(), factor=self._factor, device=self.device)
+        self._dist, self._update_of_parts, self._replicated = None, None, None
+        if (sharding := self.partition.sharding) is not None:
+            self._of_said = EmbeddingPlan(sharding, EmbeddingOptions(hash=hash))
+            self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s)
+            if optimizer is not None:
+                weights = self._weights()
+                self._update_of_parts = FusedUpdate(optimizer, weights, factor=self._factor, device=self.device)
+        if (replicated := self.partition.replicated) is not None:
+            fuses = self.partition.fuses_replicated
+            self._replicated = ReplicatedTables(
+                replicated, group, EmbeddingOptions(hash=hash), optimizer if fuses else None, self._replicated_weights,
+                self._factor if fuses else 1 / group.size(), sparse, self.deadline_s, NAME,
+            )  # fmt: skip
+        self._update = joint_update(self._update_of_parts, self._replicated)
         for parameter in self.parameters():
             parameter.requires_grad_(self._is_trained)
+        self._require_gradients(True)
         self._mark_tables()
         self.register_load_state_dict_post_hook(_mark_again)
 
     def _make_tables(self, seed: int) -> None:
-        for part in self._own:
+        for part in parts_of_rank(self.partition, self.rank):
             table = self.partition.tables[part.table]
             config = replace(
                 table, num_embeddings=part.rows, embedding_dim=part.columns, name=part.name_in(table), weight_init_min=None,
@@ -157,12 +173,29 @@ class ShardedEmbeddingCollection(TrainedTables):
             self.embeddings._modules[config.name] = Table(config, self.device, seed)
 
     def _mark_tables(self) -> None:
-        for weight in self._weights():
+        for weight in self._all_weights():
             marked: Any = weight
             marked._weft_table = marked._ddp_ignored = True
 
-    def _weights(self) -> list[torch.Tensor]:
+    def _all_weights(self) -> list[torch.Tensor]:
+        """Return this rank's parts, followed by the data-parallel tables."""
         return [cast(nn.EmbeddingBag, table).weight for table in self.embeddings.children()]
+
+    def _weights(self) -> list[torch.Tensor]:
+        return self._all_weights()[: len(self._own)]
+
+    def _replicated_weights(self) -> list[torch.Tensor]:
+        return self._all_weights()[len(self._own) :]
+
+    def _require_gradients(self, requires_grad: bool) -> None:
+        """Set `requires_grad` of data-parallel tables that the optimizer does not update."""
+        if self._replicated is not None and not self.partition.fuses_replicated:
+            for weight in self._replicated_weights():
+                weight.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._require_gradients(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     # --- calls ---
 
@@ -183,38 +216,47 @@ class ShardedEmbeddingCollection(TrainedTables):
         with together(NAME, self.group, lambda: self.device, self.deadline_s):
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
-            ids = _Ids(self, features)
-            if not torch.is_grad_enabled() or (self._is_frozen and self._update is not None):
+            ids = RowIds(self.partition, self._dist, self.device, self._bounds_check, features)
+            trains = torch.is_grad_enabled() and not (self._is_frozen and self._optimizer is not None)
+            rows, of_replicated = None, None
+            if self._dist is None:
+                self._warn(int(ids.bad.sum()), ids)
+            elif not trains:
                 rows, _, _ = self._looked_up(ids)
             else:
-                anchor = torch.empty(0, device=self.device, requires_grad=self._update is not None or self._is_trained)
+                anchor = torch.empty(
+                    0, device=self.device, requires_grad=bool(self._update_of_parts or self._is_trained)
+                )
                 weights = self._weights()
-                inputs = weights if self._update is None else [weight.detach() for weight in weights]
+                inputs = weights if self._update_of_parts is None else [weight.detach() for weight in weights]
                 rows = _Rows.apply(self, ids, anchor, *inputs)  # type: ignore[no-untyped-call]
-            found = rows.split([end - begin for begin, end in ids.spans])
-            bags = zip(self._keys, found, ids.offsets, ids.weights, strict=True)
+            if self._replicated is not None:
+                step = None if self._update_of_parts is None else self._update_of_parts.step
+                rows, of_replicated = self._replicated.looked_up(ids.of_replicated, rows, trains, step)
+            blocks = ids.split(rows, of_replicated)
+            bags = zip(self._keys, blocks, ids.offsets, ids.weights, strict=True)
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
-    def _looked_up(self, ids: _Ids) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
+    def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
         """Return the rows of all ids, the routing of the ids, and the row numbers that peers requested. All ranks must
         make this call.
         """
-        route, arrived, (bad,) = self._dist.send(ids.places, ids.rows, [ids.bad.sum()])
-        if bad and self._bounds_check == "warning":
-            warnings.warn(
-                f"{counted(bad, 'id')} out of range on rank {self.rank} read as zero rows: {ids.first_bad()}",
-                stacklevel=2,
-            )
-        rows = []
-        for asked, weight in zip(arrived, self._weights(), strict=True):
-            inside = (asked >= 0) & (asked < len(weight))
-            found = weight.detach()[asked.clamp(0, len(weight) - 1)]
-            rows.append(torch.where(inside[:, None], found, 0))  # where, because 0 times an infinite row would be NaN
+        distribution = cast(RowDist, self._dist)
+        route, arrived, (bad,) = distribution.send(ids.places, ids.rows, [ids.bad.sum()])
+        self._warn(bad, ids)
+        rows = [rows_or_zero(weight, asked) for asked, weight in zip(arrived, self._weights(), strict=True)]
         if not rows:
             rows = [torch.empty(0, self.partition.parts[0].columns, dtype=self._dtype, device=self.device)]
             route = route if self._own else replace(route, counts=[0] * self.group.size())
         dim = self.partition.tables[0].embedding_dim
-        return self._dist.back(rows, route).view(-1, dim), route, arrived  # the pieces of an id's row are adjacent
+        return distribution.back(rows, route).view(-1, dim), route, arrived  # the pieces of an id's row are adjacent
+
+    def _warn(self, bad: int, ids: RowIds) -> None:
+        if bad and self._bounds_check == "warning":
+            warnings.warn(
+                f"{counted(bad, 'id')} out of range on rank {self.rank} read as zero rows: {ids.first_bad()}",
+                stacklevel=3,
+            )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -222,7 +264,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     def _record(self, number: int) -> ForwardCall:
         """Return the record of this call, which ranks compare in backward, with the tables and states to update."""
-        tables, update = None, self._update
+        tables, update = None, self._update_of_parts
         if update is not None:
             states = [list(of_table.values()) for of_table in update.states]
             tables = Tables(update.optimizer, self._weights(), states, update.learning_rate, update.step)
@@ -266,12 +308,22 @@ class ShardedEmbeddingCollection(TrainedTables):
         if self._collected is not None:
             raise ValueError("accumulate() was called inside accumulate() of the same module: remove the inner call")
         self._collected = collected = list[Any]()
+        if self._replicated is not None:
+            self._replicated.collected = []
         try:
             yield collected
+        except BaseException:
+            if self._replicated is not None:
+                self._replicated.collected = None
+            raise
         finally:
             self._collected = None
 
     def _update_collected(self, collected: list[Any]) -> None:
+        if self._replicated is not None:  # before the update of the parts, which counts updates
+            self._replicated.end_accumulation(None if self._update_of_parts is None else self._update_of_parts.step)
+        if self._update_of_parts is None:
+            return
         of = self._record(0)
         self._compare(of, "the end of accumulate()")
         if collected:
@@ -284,7 +336,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
         """Return this rank's parts and their weights, in the order of `embeddings`."""
-        return list(zip(self._own, self._weights(), strict=True))
+        return list(zip(parts_of_rank(self.partition, self.rank), self._all_weights(), strict=True))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's parts from whole tables, by table name. Raise `ValueError` before anything is copied."""
@@ -306,9 +358,12 @@ class ShardedEmbeddingCollection(TrainedTables):
             tables = tuple(replace(table, dtype=after.dtype) for table in self.partition.tables)
             self.partition = replace(self.partition, tables=tables)
         super()._apply(fn, recurse)
-        if self._update is not None and self._update.step.device != after.device:
-            self._update.move(after.device)
+        if self._update_of_parts is not None and self._update_of_parts.step.device != after.device:
+            self._update_of_parts.move(after.device)
+        if after.device != self.device:
             self._fused_optimizer = None
+        if self._replicated is not None:
+            self._replicated.settle(cast(EmbeddingSharding, self.partition.replicated))
         self.device = after.device
         self._mark_tables()
         return self
@@ -335,71 +390,6 @@ class ShardedEmbeddingCollection(TrainedTables):
         return f"rank {self.rank} of {self.group.size()} on {self.device}\n{self.partition.describe()}"
 
 
-class _Ids:
-    """The ids of a batch, by output feature. Raises `ValueError` for bad input.
-
-    places, rows: for each id, the index of each part that has a piece of its row, and the row in that part.
-    spans: for each output feature, the begin and the end of its ids. offsets, weights: offsets and weights of the
-        feature's bags.
-    bad: True for ids out of range.
-    """
-
-    def __init__(self, module: ShardedEmbeddingCollection, features: Any) -> None:
-        self._module, partition = module, module.partition
-        jagged = as_jagged(features)
-        keys = jagged.keys
-        if keys is None:
-            raise ValueError("features have no names: pass a KeyedJaggedTensor, whose keys are the tables' features")
-        check_parts(jagged, module.device)
-        block = {key: number for number, key in enumerate(keys)}
-        for slot in partition.slots:
-            if slot.feature not in block:
-                name = partition.tables[slot.table].name
-                raise ValueError(
-                    f"table {name!r} needs feature {slot.feature!r}, which the input lacks: its keys are {', '.join(keys)}"
-                )
-        ends = ends_of_keys(jagged, list(keys))
-        batch = jagged.stride or 0
-        places, rows, bad = [], [], []
-        self.offsets, self.weights, sizes = [], [], []
-        for slot in partition.slots:
-            at, table = block[slot.feature], partition.tables[slot.table]
-            begin, end = ends[at], ends[at + 1]
-            given = jagged.values[begin:end]
-            ids = hash_ids(given, table.num_embeddings) if partition.hash else given.to(torch.int64)
-            numbers = partition.parts_of(slot.table)
-            place_of = torch.tensor([module._dist.place_of_part[n] for n in numbers], device=ids.device)
-            if isinstance(partition.shardings[slot.table], ColumnWise):
-                places.append(place_of.repeat(len(ids)))
-                rows.append(ids.repeat_interleave(len(numbers)))
-            else:
-                size = partition.rows_of_part(slot.table)
-                part = (ids // size).clamp(0, len(numbers) - 1)
-                places.append(place_of[part])
-                rows.append(ids - part * size)
-            bad.append((ids < 0) | (ids >= table.num_embeddings))
-            sizes.append(end - begin)
-            self.offsets.append(jagged.offsets[at * batch : (at + 1) * batch + 1] - begin)
-            self.weights.append(None if jagged.weights is None else jagged.weights[begin:end])
-        edges = starts(sizes)
-        self.spans = list(itertools.pairwise(edges))
-        self.places, self.rows, self.bad = torch.cat(places), torch.cat(rows), torch.cat(bad)
-        self._values = [jagged.values[ends[block[s.feature]] : ends[block[s.feature] + 1]] for s in partition.slots]
-        if module._bounds_check == "fatal" and bool(self.bad.any()):
-            raise ValueError(self.first_bad())
-
-    def first_bad(self) -> str:
-        """Return a text that names the first id out of range."""
-        at = int(self.bad.nonzero()[0])
-        number = next(n for n, (_, end) in enumerate(self.spans) if at < end)
-        slot = self._module.partition.slots[number]
-        table, place = self._module.partition.tables[slot.table], at - self.spans[number][0]
-        return (
-            f"table {table.name!r}, feature {slot.feature!r}, position {place}: id {int(self._values[number][place])} is not in "
-            f"[0, {table.num_embeddings}): correct the ids, enlarge the table, or pass hash=True to map any id to a row"
-        )
-
-
 class _Received:
     """The ids and gradients that arrived for each part of this rank."""
 
@@ -412,7 +402,7 @@ class _Rows(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         module: ShardedEmbeddingCollection,
-        ids: _Ids,
+        ids: RowIds,
         anchor: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
@@ -438,7 +428,7 @@ class _Rows(torch.autograd.Function):
                 bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]
                 refuse_nonfinite(bad, module.group, grad.device, module.deadline_s)
             columns = module.partition.parts[0].columns
-            grads = module._dist.to_owners(grad.reshape(-1, columns), ctx.route)
+            grads = cast(RowDist, module._dist).to_owners(grad.reshape(-1, columns), ctx.route)
             if of.tables is None:
                 own = zip(module._own, ctx.arrived, grads, strict=True)
                 for place, (part, ids, of_part) in enumerate(own):
@@ -462,22 +452,19 @@ def config_of(table: Any) -> EmbeddingBagConfig:
     return EmbeddingBagConfig.of(types.SimpleNamespace(**vars(table), pooling="sum"))
 
 
-def _check(partition: Partition) -> None:
+def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
     """Raise `ValueError` for shardings and tables that this module does not support."""
     first = partition.tables[0]
-    for table, sharding in zip(partition.tables, partition.shardings, strict=True):
+    for table in partition.tables:
         if "." in table.name:
             raise ValueError(f"table {table.name!r}: torch allows no dot in a parameter's name: choose another name")
-        if isinstance(sharding, DataParallel):
-            raise ValueError(
-                f"table {table.name!r}: {sharding} is not supported without pooling: use TableWise, RowWise or ColumnWise"
-            )
         if table.embedding_dim != first.embedding_dim:
             raise ValueError(
                 f"table {table.name!r} has {table.embedding_dim} columns, but table {first.name!r} has "
                 f"{first.embedding_dim}: the tables of a collection must have the same embedding_dim. Make a "
                 "collection for each dimension"
             )
+    require_sharded_norm(partition, optimizer)
     if len(widths := {part.columns for part in partition.parts}) > 1:
         raise ValueError(
             f"parts have {' and '.join(map(str, sorted(widths)))} columns: all parts of a {NAME} must have the same number, so "

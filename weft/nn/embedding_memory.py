@@ -90,7 +90,8 @@ def memory_of(
 ) -> EmbeddingMemory:  # fmt: skip
     """Return the memory of a module. buffers: the bytes of result buffers of each executor."""
     grads = [weight.grad for weight in weights.values() if weight.grad is not None]
-    states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else [0] * len(weights)
+    states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else []
+    states += [0] * (len(weights) - len(states))
     ids, samples = batches.last
     columns = sum(slot.dim for slot in sharding.local_slots(rank))
     both = samples * columns + samples * sharding.total_dim // sharding.world_size

@@ -13,28 +13,27 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from weft.arguments import checked_deadline
-from weft.embedding.check import no_tables_on
+from weft.embedding.check import CheckedInput, no_tables_on
 from weft.embedding.jagged import KeyedTensor
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.partition import Partition, RowWise, TablePart, partition_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
-from weft.embedding.update import FusedUpdate
 from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
 from weft.nn.embedding_table import Table, filler_of
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.making import agree_on_parts, check_input_options, device_for, fill_together, rank_in
-from weft.nn.partitioned_input import PartitionedInput
-from weft.nn.replicated_tables import ReplicatedTables
+from weft.nn.partitioned_input import Arranged, PartitionedInput
+from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm
 from weft.nn.table_parts import load_full, parts_of_rank
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import buffer_bytes, plan_in
@@ -61,6 +60,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self.rank, self.group, self.input = rank_in(group), group, input
         self._is_weighted, self._optimizer, self._sparse = is_weighted, optimizer, sparse
         self._fused_optimizer: FusedOptimizer | None = None
+        self._prefetched: Any = None
         self._is_trained, self._is_frozen = optimizer is None, False
         self.embedding_bags = nn.ModuleDict()
         partition, refusal = None, None
@@ -95,6 +95,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._make(gradients, {**options, "max_ids": max_ids, "deterministic": deterministic})
         for parameter in self.parameters():
             parameter.requires_grad_(self._is_trained)
+        self._require_gradients(True)
         self._mark_tables()
         self.register_load_state_dict_post_hook(mark_again)
 
@@ -111,12 +112,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "input='global_batch' does not support, because each rank needs the ids of its own samples: "
                 "pass input='local_batch'"
             )
-        if self._optimizer is not None and self._optimizer.clip_norm is not None and partition.replicated_tables:
-            name = partition.tables[partition.replicated_tables[0]].name
-            raise ValueError(
-                f"clip_norm={self._optimizer.clip_norm} does not support data-parallel table {name!r}, whose "
-                "gradients are not in the norm of sharded tables: use clip_value, or another sharding"
-            )
+        require_sharded_norm(partition, self._optimizer)
 
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
         """Make the tables, and the collection of the parts. All ranks must make this call."""
@@ -142,7 +138,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._replicated: ReplicatedTables | None = None
         if partition.replicated is not None:
             self._make_replicated(partition.replicated)
-        self._update = self._joint_update()
+        self._update = joint_update(None if parts is None else parts._update, self._replicated)
 
     def _filler(self, part: TablePart) -> Any:
         """Return a function that fills `part` with the values of the same elements in the whole table."""
@@ -154,21 +150,21 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 self.embedding_bags._modules[table.name] = Table(table, self.device, self._seed + number)
 
         fill_together(make, self.group, self.device, self.deadline_s)
+        fuses = self.partition.fuses_replicated
         self._replicated = ReplicatedTables(
-            sharding, self.group, self._options, self._optimizer, self._replicated_weights, self._factor, self._sparse,
-            self.deadline_s,
+            sharding, self.group, self._options, self._optimizer if fuses else None, self._replicated_weights,
+            self._factor if fuses else 1 / self.group.size(), self._sparse, self.deadline_s, NAME,
         )  # fmt: skip
-
-    def _joint_update(self) -> FusedUpdate | None:
-        of_parts = None if self._parts is None else self._parts._update
-        of_replicated = None if self._replicated is None else self._replicated.update
-        if of_parts is None or of_replicated is None:
-            return of_parts or of_replicated
-        return JointUpdate(of_parts, of_replicated)
 
     @property
     def _parts(self) -> ShardedEmbeddingBagCollection | None:
         return self.__dict__["_parts"]  # type: ignore[no-any-return]
+
+    def _require_gradients(self, requires_grad: bool) -> None:
+        """Set `requires_grad` of data-parallel tables that the optimizer does not update."""
+        if self._replicated is not None and not self.partition.fuses_replicated:
+            for weight in self._replicated_weights():
+                weight.requires_grad_(requires_grad)
 
     def _replicated_weights(self) -> list[torch.Tensor]:
         tables = [self.partition.tables[number].name for number in self.partition.replicated_tables]
@@ -179,7 +175,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
         if torch.compiler.is_compiling():
             return self._opaque(features, batch_sizes)  # the graph breaks here
-        parts, replicated = self._parts, self._replicated
+        parts = self._parts
         with together(NAME, self.group, self._speaks_on, self.deadline_s):
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
@@ -190,29 +186,58 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     f"batch_sizes={batch_sizes} works only with input='global_batch': do not pass it, because ranks "
                     "exchange the sizes of local batches"
                 )
-            given = self._arrange(features, self.device)
-            checked = None if replicated is None else replicated.checked(given.replicated)
-            vectors = None if parts is None else parts(given.parts).values()
-            of_replicated = None
-            if replicated is not None and checked is not None:
-                step = None if parts is None or parts._update is None else parts._update.step
-                trains = torch.is_grad_enabled() and (
-                    self._is_trained if self._optimizer is None else not self._is_frozen
-                )
-                vectors, of_replicated = replicated.pooled(
-                    given.replicated, checked, given.spans, vectors, trains, step
-                )
-            return self._output(vectors, of_replicated, given.lengths)
+            given, checked = self._arrived(features) if self._prefetched else self._arranged(features)
+            return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
+
+    def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
+        """Return the input, separated by kind of table, and the result of checks for data-parallel tables. Raise
+        `ValueError` for bad input. Ranks do not communicate.
+        """
+        given = self._arrange(features, self.device)
+        return given, None if self._replicated is None else self._replicated.checked(given.replicated)
+
+    def _joined(self, vectors: torch.Tensor | None, given: Arranged, checked: CheckedInput | None) -> KeyedTensor:
+        """Pool data-parallel tables, and return the vectors of all tables. vectors: those of parts."""
+        parts, replicated, of_replicated = self._parts, self._replicated, None
+        if replicated is not None and checked is not None:
+            step = None if parts is None or parts._update is None else parts._update.step
+            trains = torch.is_grad_enabled() and (self._is_trained if self._optimizer is None else not self._is_frozen)
+            vectors, of_replicated = replicated.pooled(given.replicated, checked, given.spans, vectors, trains, step)
+        return self._output(vectors, of_replicated, given.lengths)
 
     def prefetch(self, features: Any) -> None:
-        parts = self._parts
-        if parts is None or self._arrange.is_needed:
-            with together(f"prefetch of {NAME}", self.group, self._speaks_on, self.deadline_s):
-                raise ValueError(
-                    "prefetch does not support row-wise or data-parallel tables, because the module's call distributes their "
-                    "ids: remove the call to prefetch"
-                )
-        parts.prefetch(features)
+        if self._parts is not None and not self._arrange.is_needed:
+            self._parts.prefetch(features)
+        else:
+            super().prefetch(features)
+
+    def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
+        arranged, given = None, features
+        try:
+            arranged = self._arranged(features)
+            given = arranged[0].parts
+        except Exception as error:  # the call raises it, on every rank
+            refusal = error
+        self._prefetched = _Ahead(features, arranged, refusal)
+        if self._parts is not None:
+            self._parts._begin_ahead(given, refusal)
+
+    def _arrived(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
+        """Return the arranged input of a prefetched batch. Raise the errors of a bad batch, on every rank."""
+        ahead = cast(_Ahead, self._prefetched)
+        self._require_prefetched(features)
+        self._prefetched = None
+        if ahead.refusal is not None and self._parts is not None:
+            self._parts(features)  # raises on every rank
+        if ahead.refusal is not None:
+            raise ahead.refusal
+        assert ahead.arranged is not None
+        return ahead.arranged
+
+    def cancel_prefetch(self) -> None:
+        super().cancel_prefetch()
+        if self._parts is not None:
+            self._parts.cancel_prefetch()
 
     @opaque
     def _opaque(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
@@ -297,6 +322,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if self._parts is not None:
             self._parts.requires_grad_(requires_grad)
+        self._require_gradients(requires_grad)
         return super().requires_grad_(requires_grad)
 
     def close(self) -> None:
@@ -349,6 +375,17 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         )
 
 
+class _Ahead(NamedTuple):
+    """A prefetched batch: its arranged input, or the reason why it is bad. `parts` distributes the ids."""
+
+    features: Any
+    arranged: tuple[Arranged, CheckedInput | None] | None
+    refusal: Exception | None
+
+    def discard(self) -> None:
+        """Do nothing: the collection of the parts has its own batch."""
+
+
 def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
     """Return the sum of partial vectors, in float32 and in their order. If `lengths` is given, divide the sum by the
     lengths.
@@ -357,35 +394,6 @@ def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.
     for one in partial[1:]:
         total = total + one.to(torch.float32)
     return (total if lengths is None else total / lengths[:, None]).to(partial[0].dtype)
-
-
-class JointUpdate(FusedUpdate):
-    """The updates of sharded and of data-parallel tables, combined for `fused_optimizer`."""
-
-    def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
-        self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
-
-    @property
-    def lr(self) -> float:
-        return self._both[0].lr
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for one in self._both:
-            one.lr = value
-
-    @property
-    def states(self) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
-        return [states for one in self._both for states in one.states]
-
-    @property
-    def step(self) -> torch.Tensor:  # type: ignore[override]
-        """The number of updates of the sharded tables. Data-parallel tables get the same number."""
-        return self._both[0].step
-
-    @property
-    def learning_rate(self) -> torch.Tensor:  # type: ignore[override]
-        return self._both[0].learning_rate
 
 
 ShardedEmbeddingBagCollection._of_parts = PartitionedEmbeddingBagCollection

@@ -1,16 +1,25 @@
-"""Prefetching: distribute the ids of a batch while other work runs, before the call of the module."""
+"""Prefetching: distribute the ids of a batch while other work runs, before the call of the module.
+
+`prefetched` prefetches the batches of a training loop. `Prefetched` is one batch of one module.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from weft.embedding.jagged import JaggedInput
+from weft.errors import WeftError
 from weft.nn.input_dist import InputDist
+from weft.runtime.opaque import opaque
+from weft.words import kind
+
+Batch = TypeVar("Batch")
 
 
 class Prefetched:
@@ -21,17 +30,18 @@ class Prefetched:
     when the module is called with the batch. In that call the CPU waits only for the separate stream, not for work
     enqueued since.
 
-    features: a batch, as for `InputDist`. `arrived` raises errors about a bad batch.
+    features: a batch, as for `InputDist`. `arrived` raises errors about a bad batch. refusal: an error that the caller
+        has found.
     """
 
-    def __init__(self, distribution: InputDist, features: Any) -> None:
+    def __init__(self, distribution: InputDist, features: Any, refusal: Exception | None = None) -> None:
         self.features, self._distribution = features, distribution
         self._side = None
         if distribution.device.type == "cuda":
             self._side = _side_stream(distribution.device)
             self._side.wait_stream(torch.cuda.current_stream(distribution.device))
         with self._aside():
-            self._begun = distribution.begin(features)
+            self._begun = distribution.begin(features, refusal)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
         """Send the ids. Return the results of a call of `InputDist`, valid in the order of the current stream."""
@@ -45,6 +55,13 @@ class Prefetched:
                 tensor.record_stream(here)
         return self._distribution.arrive(sent)
 
+    def discard(self) -> None:
+        """Wait until the exchange that has begun no longer uses the batch."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._distribution.device).wait_stream(self._side)
+        with contextlib.suppress(WeftError):  # the group has failed, which the next call reports
+            self._begun.headers.wait()
+
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
@@ -52,3 +69,72 @@ class Prefetched:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callable[[Batch], Any]]) -> Iterator[Batch]:
+    """Yield `batches`, and distribute the ids of each batch while the step before it runs.
+
+        for batch in weft.nn.prefetched(loader, {ebc: lambda batch: batch.features}):
+            loss(model(batch)).backward()
+
+    The losses are those of a loop over `batches`. The step must call each module once, with the features of its batch.
+    After that call, the next batch is read, and its ids begin to travel (`ShardedEmbeddingBagCollection.prefetch`).
+
+    - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, all ranks
+      raise the errors of a rank that is out of step.
+    - If reading a batch raises, the steps before it run first.
+    - A step that does not call a module, on any rank, skips the batch.
+    - After a break or an exception out of the loop, the batch ahead is discarded, and modules can be called with any
+      batch. It is missing from `batches` if that is an iterator. An exception that the step itself catches loses no
+      batch.
+    - To call a module with another batch inside the loop, call its `cancel_prefetch()` first, on every rank.
+
+    features_of: for each module, a function that returns the features of a batch. The step must pass the same object to
+        the module.
+
+    Raises `TypeError` if a module has no `prefetch`.
+    """
+    for module in features_of:
+        if not hasattr(module, "prefetch"):
+            raise TypeError(f"{kind(module)} does not prefetch: pass a ShardedEmbeddingBagCollection")
+    return _steps(batches, dict(features_of))
+
+
+def _steps(batches: Iterable[Batch], features_of: Mapping[Any, Callable[[Batch], Any]]) -> Iterator[Batch]:
+    iterator, begun = iter(batches), set[Any]()
+    ahead: list[tuple[Any, Exception | None]] = []  # the next batch, or the error of reading it, once it has been read
+
+    def look() -> tuple[Any, Exception | None]:
+        if not ahead:
+            try:
+                ahead.append((next(iterator), None))
+            except Exception as error:
+                ahead.append((None, error))
+        return ahead[0]
+
+    @opaque
+    def begin(module: Any, inputs: Any, output: Any) -> None:
+        batch, error = look()
+        if error is None and module not in begun:
+            begun.add(module)
+            module.prefetch(features_of[module](batch))
+
+    handles = [module.register_forward_hook(begin) for module in features_of]
+    try:
+        while True:
+            batch, error = look()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            ahead.clear()
+            for module in features_of:
+                if module not in begun:  # the last step did not call it
+                    module.cancel_prefetch()
+            begun.clear()
+            yield batch
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in features_of:
+            module.cancel_prefetch()

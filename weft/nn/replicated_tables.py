@@ -1,4 +1,6 @@
-"""The data-parallel tables of a collection. Every rank pools its own samples, and backward all-reduces the gradients."""
+"""The data-parallel tables of a collection. Every rank reads rows for its own samples, and backward all-reduces the
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,29 @@ from weft.embedding import EmbeddingOptimizer, EmbeddingSharding, FusedUpdate, J
 from weft.embedding.check import CheckedInput, check_contents, check_jagged
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.embedding.options import EmbeddingOptions
+from weft.embedding.partition import Partition
 from weft.embedding.plan import EmbeddingPlan
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime import embedding_replicated as runtime
 from weft.runtime.embedding_backward import device_code, nonfinite_tables, refuse_nonfinite
+from weft.runtime.embedding_rows import RowGradients
 from weft.runtime.embedding_unfused import pool_alone
-
-NAME = "ShardedEmbeddingBagCollection"
 
 
 class ReplicatedTables:
     """The data-parallel tables, of which every rank of `group` has a copy. `sharding` describes them as tables of a
     group of one rank.
 
-    weights: a function that returns this rank's copies.
+    weights: a function that returns this rank's copies. name: the name of the collection, for errors.
     """
 
     def __init__(
         self, sharding: EmbeddingSharding, group: dist.ProcessGroup, options: EmbeddingOptions,
         optimizer: EmbeddingOptimizer | None, weights: Callable[[], list[torch.Tensor]], factor: float,
-        sparse: bool, deadline_s: float | None,
+        sparse: bool, deadline_s: float | None, name: str,
     ) -> None:  # fmt: skip
+        self.name = name
         self.group, self.weights, self.deadline_s, self.sparse, self._factor = (
             group,
             weights,
@@ -94,6 +97,34 @@ class ReplicatedTables:
             versions = tuple(weight._version for weight in tables.weights)
         return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions=versions)
 
+    def looked_up(
+        self, ids: Sequence[torch.Tensor], parts: torch.Tensor | None, trains: bool, step: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+        """Return `parts`, and a row for each id, without pooling: [number of ids of all slots, embedding_dim].
+
+        Ranks do not communicate here, but in backward. ids: for each slot, its row numbers; numbers out of range read
+            zero rows.
+        parts, step: as for `pooled`. All tables have the same number of columns.
+        """
+        weights = self.weights()
+        call = self._call(CheckedInput((), (), 0), trains, None)
+        inputs = weights if trains and self.update is None else [weight.detach() for weight in weights]
+        anchor = torch.empty(0, device=weights[0].device, requires_grad=trains and self.update is not None)
+        return _Rows.apply(self, call, tuple(ids), step, parts, anchor, *inputs)  # type: ignore[no-any-return]
+
+    def settled(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> Sequence[Any]:
+        """Reduce `flat`, this rank's gradients, over ranks. Update the tables, or keep the sum for the end of
+        `accumulate()`. Return the gradient of each table, or None for each. All ranks must make this call.
+        """
+        flat = runtime.reduced(flat, of, self.group, self.deadline_s)
+        if of.tables is None:
+            return runtime.gradients(of, flat)
+        if self.collected is not None:
+            self.collected.append((of, flat))
+        else:
+            self.apply(of, flat, step)
+        return [None] * len(of.plan.sharding.tables)
+
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
         """Update the tables by the gradients reduced over ranks. step: the number of earlier updates of the sharded
         tables.
@@ -119,12 +150,11 @@ class ReplicatedTables:
 
 
 def _require_finite(
-    tables: ReplicatedTables, of: ForwardCall, grad: torch.Tensor, of_parts: torch.Tensor | None
+    tables: ReplicatedTables, bad: list[str], grad: torch.Tensor, of_parts: torch.Tensor | None
 ) -> None:
     """Raise `RefusedError` on every rank if a gradient is infinite or NaN. Check the gradients of sharded tables too,
-    which are updated later.
+    which are updated later. bad: the names of the data-parallel tables with such gradients.
     """
-    bad = nonfinite_tables(of.plan.sharding, 0, grad)
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")
     refuse_nonfinite(bad, tables.group, grad.device, tables.deadline_s)
@@ -149,14 +179,14 @@ class _Pooled(torch.autograd.Function):
         return None if parts is None else parts.view_as(parts), out
 
     @staticmethod
-    @once(NAME)
+    @once("ShardedEmbeddingBagCollection")
     def backward(ctx: Any, saved: Sequence[Any], of_parts: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         tables, of = ctx.tables, ctx.of
         values, offsets, per_sample, *kept = saved
         jagged = JaggedInput(None, values, offsets, per_sample)
         of_weights: Sequence[Any] = [None] * len(of.plan.sharding.tables)
         of_per_sample = None
-        with together(f"backward of {NAME}", tables.group, grad, tables.deadline_s):
+        with together(f"backward of {tables.name}", tables.group, grad, tables.deadline_s):
             of.require_first()
             weights = kept if of.tables is None else of.tables.weights
             if ctx.needs_input_grad[6]:
@@ -167,13 +197,100 @@ class _Pooled(torch.autograd.Function):
                 if of.tables is not None:
                     of.tables.require_intact(of.plan.sharding, 0)
                     if of.tables.optimizer.nonfinite == "raise":
-                        _require_finite(tables, of, grad, of_parts)
+                        _require_finite(tables, nonfinite_tables(of.plan.sharding, 0, grad), grad, of_parts)
                 flat = runtime.local_gradients(of, jagged, ctx.spans, grad)
-                flat = runtime.reduced(flat, of, tables.group, tables.deadline_s)
-                if of.tables is None:
-                    of_weights = runtime.gradients(of, flat)
-                elif tables.collected is not None:
-                    tables.collected.append((of, flat))
-                else:
-                    tables.apply(of, flat, ctx.step)
+                of_weights = tables.settled(of, flat, ctx.step)
         return None, None, None, None, None, of_parts, of_per_sample, None, *of_weights
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tables: ReplicatedTables, of: ForwardCall, ids: tuple[torch.Tensor, ...], step: Any,
+        parts: torch.Tensor | None, anchor: torch.Tensor, *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+        ctx.tables, ctx.of, ctx.ids, ctx.step = tables, of, ids, step
+        rows = [rows_or_zero(weights[slot.table], own) for slot, own in zip(of.plan.sharding.slots, ids, strict=True)]
+        return None if parts is None else parts.view_as(parts), torch.cat(rows)
+
+    @staticmethod
+    @once("ShardedEmbeddingCollection")
+    def backward(ctx: Any, saved: Sequence[Any], of_parts: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        tables, of = ctx.tables, ctx.of
+        sharding = of.plan.sharding
+        of_weights: Sequence[Any] = [None] * len(sharding.tables)
+        with together(f"backward of {tables.name}", tables.group, grad, tables.deadline_s):
+            of.require_first()
+            if of.tables is not None or any(ctx.needs_input_grad[6:]):
+                blocks = grad.split([len(own) for own in ctx.ids])
+                ids, grads = ([list[torch.Tensor]() for _ in sharding.tables] for _ in range(2))
+                for slot, own, block in zip(sharding.slots, ctx.ids, blocks, strict=True):
+                    ids[slot.table].append(own)
+                    grads[slot.table].append(block)
+                given = [
+                    RowGradients(table, number, torch.cat(ids[number]), torch.cat(grads[number]))
+                    for number, table in enumerate(sharding.tables)
+                ]
+                if of.tables is not None:
+                    of.tables.require_intact(sharding, 0)
+                    if of.tables.optimizer.nonfinite == "raise":
+                        bad = [f"table {one.table.name!r}" for one in given if not one.grads.isfinite().all()]
+                        _require_finite(tables, bad, grad, of_parts)
+                of_weights = tables.settled(of, runtime.gradients_of_rows(given), ctx.step)
+        return None, None, None, None, of_parts, None, *of_weights
+
+
+def rows_or_zero(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `weight` for `ids`, [number of ids, columns]. Ids out of range get zero rows."""
+    inside = (ids >= 0) & (ids < len(weight))
+    found = weight.detach()[ids.clamp(0, len(weight) - 1)]
+    return torch.where(inside[:, None], found, 0)  # where, because 0 times an infinite row would be NaN
+
+
+class JointUpdate(FusedUpdate):
+    """The updates of sharded and of data-parallel tables, combined for `fused_optimizer`."""
+
+    def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
+        self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
+
+    @property
+    def lr(self) -> float:
+        return self._both[0].lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for one in self._both:
+            one.lr = value
+
+    @property
+    def states(self) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+        return [states for one in self._both for states in one.states]
+
+    @property
+    def step(self) -> torch.Tensor:  # type: ignore[override]
+        """The number of updates of the sharded tables. Data-parallel tables get the same number."""
+        return self._both[0].step
+
+    @property
+    def learning_rate(self) -> torch.Tensor:  # type: ignore[override]
+        return self._both[0].learning_rate
+
+
+def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | None) -> FusedUpdate | None:
+    """Return the update of all tables that an optimizer in backward changes; None if there is none."""
+    of_replicated = None if replicated is None else replicated.update
+    if of_parts is None or of_replicated is None:
+        return of_parts or of_replicated
+    return JointUpdate(of_parts, of_replicated)
+
+
+def require_sharded_norm(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
+    """Raise `ValueError` if the optimizer clips by norm, and updates data-parallel tables."""
+    if optimizer is None or optimizer.clip_norm is None or not partition.replicated_tables:
+        return
+    if partition.fuses_replicated:
+        name = partition.tables[partition.replicated_tables[0]].name
+        raise ValueError(
+            f"clip_norm={optimizer.clip_norm} does not support data-parallel table {name!r}, whose gradients are not in the "
+            "norm of sharded tables: use clip_value, another sharding, or DataParallel(fused=False)"
+        )

@@ -42,7 +42,8 @@ class TrainedTables(nn.Module):
             )
         if self._fused_optimizer is None:
             tables: Any = getattr(self, self._container)
-            self._fused_optimizer = FusedOptimizer(self._update, {name: table.weight for name, table in tables.items()})
+            updated = list(tables.items())[: len(self._update.states)]  # data-parallel tables with gradients come last
+            self._fused_optimizer = FusedOptimizer(self._update, {name: table.weight for name, table in updated})
         return self._fused_optimizer
 
     @contextlib.contextmanager

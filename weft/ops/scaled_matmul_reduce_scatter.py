@@ -1,5 +1,5 @@
 """`weft.scaled_matmul_reduce_scatter`: a scaled fp8 GEMM that sends finished rows to their owners while it computes
-others.
+other rows.
 
 This is the fp8 variant of `weft.matmul_reduce_scatter`. Products are sent and reduced in the result's dtype, because
 fp8 cannot hold sums. Scales are not sent: the row-wise scales of A are split like its rows.

@@ -3,7 +3,7 @@
     weft.plan.choose(problem, model)                                    the choice, cached
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...      pins a schedule
     with weft.plan.use("autotune"): ...                                 measures at the first call of a shape, and caches
-    with weft.plan.use("heuristic"): ...                                takes the pick of FiCCO's static heuristic
+    with weft.plan.use("heuristic"): ...                                uses the schedule of FiCCO's static heuristic
     print(weft.plan.explain("all_gather_matmul", M=16384, N=8192, K=4096, ranks=2))
 
 A choice depends only on the shape, the model, the registered builders and, if given, measured times.

@@ -1,12 +1,12 @@
-"""Calibration: measurement of the numbers of a machine file on this machine. The numbers are saved with the installed
-    versions.
+"""Calibration: measurement of the numbers of a machine file on this machine.
 
     GEMMs         on a grid of sizes, a coarse one first, then finer ones while time remains. The model corrects its formula by its
                   errors at the nearest grid points
     transfers     copies by copy engine and by kernel, and NCCL's all-gather, for several sizes. The model interpolates
     other         launches, signals, the CPU time of a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
 
-This module does not depend on the device: `calibrate` gets all times from a `Measure`.
+This module does not depend on the device: `calibrate` gets all times from a `Measure`. The numbers are saved
+with the installed versions.
 """
 
 from __future__ import annotations

@@ -57,11 +57,11 @@ seconds.
 """
 _EXACT_RANKS, _NEARLY = 8, 1.02
 """For more than `_EXACT_RANKS` ranks, an uneven size is rounded up to an even size, if the even size is at most
-`_NEARLY` times as large. A few ranks then represent all.
+`_NEARLY` times as large. Then a few ranks can represent all ranks.
 """
 _MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
 """The maximum number of ranks if ranks differ, so that each rank must be simulated: {operator: maximum}, and the
-maximum for other operators (one NVLink domain).
+maximum for all other operators (one NVLink domain).
 """
 
 

@@ -430,7 +430,8 @@ costs.
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
-    """Return a lower bound: the longest lane's steps, each alone, or the busiest kind of resource.
+    """Return a lower bound: the longer of two times. The first is the time of the longest lane's steps, each alone. The
+    second is the time of the busiest kind of resource.
 
     Latencies of copies by kernel are not included, because one kernel may do several copies. Each rank has one resource
     of each kind. If all ranks move the same number of bytes, the total load of one rank on all resources of a kind

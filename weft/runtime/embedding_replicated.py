@@ -27,7 +27,7 @@ from weft.embedding.forward_call import ForwardCall
 from weft.embedding.hashing import rows_of_hashes
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.embedding_backward import compare_ranks, device_code
-from weft.runtime.embedding_rows import RowGradients, update_rows
+from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
 from weft.runtime.meeting import Topic
 from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
@@ -63,6 +63,21 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
     row = rows_of_hashes(ids, rows) if of.plan.options.hash else ids.to(torch.int64)
     read = torch.zeros(bases[-1] + 1, dtype=torch.float32, device=device)
     read[torch.where((row >= 0) & (row < rows), base + row, bases[-1])] = 1.0  # the last flag is for ids out of range
+    return read[:-1]
+
+
+def gradients_of_rows(given: Sequence[RowGradients]) -> torch.Tensor:
+    """Return the same as `local_gradients`, for lookups without pooling: each id has its own gradient.
+
+    given: for each table, all its ids with their gradients.
+    """
+    dense = [gradient_of_table(one, 1.0, False, torch.float32).flatten() for one in given]
+    return torch.cat([*dense, *(_flags(one.ids, one.table.num_embeddings) for one in given)])
+
+
+def _flags(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    read = torch.zeros(rows + 1, dtype=torch.float32, device=ids.device)
+    read[torch.where((ids >= 0) & (ids < rows), ids, rows)] = 1.0  # the last flag is for ids out of range
     return read[:-1]
 
 

@@ -121,7 +121,7 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """Make the group fail on this rank. Every rank has read the same payloads and does the same."""
+        """Make the group fail on this rank. Every rank has read the same payloads, and so does the same."""
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:

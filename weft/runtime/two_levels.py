@@ -87,8 +87,8 @@ def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return the number of ranks on each host. Return 0 unless there are several hosts with the same number, at least
-    two, of consecutive ranks.
+    """Return the number of ranks on each host. Return 0 unless there are several hosts, and each host has the same
+    number of consecutive ranks, at least two.
 
     hosts: the host of each rank.
     """

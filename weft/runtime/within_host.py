@@ -2,8 +2,9 @@
 bytes, and releases them.
 
 Memory order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers'
-bytes. It sets with release order, and waits with acquire order. It reads in round k when every counter is at least 2 k
-- 1. It writes for round k + 1 when every counter is at least 2 k. So no rank overwrites bytes that a peer still reads.
+bytes. Counters are set with release order, and read with acquire order. A rank reads in round k when every counter is
+at least 2 k - 1. A rank writes for round k + 1 when every counter is at least 2 k. So no rank overwrites bytes that a
+peer still reads.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from weft.schedule.expr import Index
 
 SliceTransport: TypeAlias = Literal["direct", "put"]
 SliceOrder: TypeAlias = Literal["remote_first", "natural"]
+FEW_ROWS = 192
+"""The largest mean number of rows of a (source rank, expert) for which rows of several source ranks share tiles."""
 KERNELS: dict[str, type[TileKernel]] = {}
 """The kernel classes, by the name that JSON files use for them."""
 
@@ -102,7 +104,7 @@ class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
     The reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`), always with all of k, and without accumulation. If a launch
-    multiplies the rows of all source ranks, and each sends few rows (`few_rows`), rows of several source ranks share a tile.
+    multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
         local expert. Its second half has the number of this rank's rows for each expert of each rank.
@@ -112,8 +114,6 @@ class ReturningMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "returning_matmul"
-    few_rows: ClassVar[int] = 192
-    """The largest mean number of rows of a (source rank, expert) for which they share tiles."""
     counts: str
     h: str
     weights: str

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
-from weft.schedule.kernels import LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import FEW_ROWS, LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
@@ -263,7 +263,7 @@ def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
     """Return `parts` with one segment for each expert instead of each (source rank, expert), if such a pair has few rows."""
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
-    if not gemms or rows > ReturningMatmul.few_rows * segments:
+    if not gemms or rows > FEW_ROWS * segments:
         return parts
     experts = max(1, segments // sources)
     step, (a, *factors, out), _ = gemms[0]

@@ -7,8 +7,8 @@ takes more.
 
 Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the
 speeds that the other limits allow, until no limit changes. For flows over links this converges in as many rounds as
-there are different limits. For steps that use resources in different proportions, it fails to converge for about one in
-thousands of random loads. Then every step still uses up a resource, but the shares are only nearly fair.
+there are different limits. For steps that use resources in different proportions, the solver fails to converge for about
+one in thousands of random loads. Then every step still uses up a resource, but the shares are only nearly fair.
 
 Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
 algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).

@@ -1,6 +1,5 @@
 """FiCCO's schedules by the paper's names, and the rows of its evaluation: each has the times of one GEMM by schedule.
 
-
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V and VI.
 """
 

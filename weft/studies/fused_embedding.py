@@ -126,9 +126,9 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return the model's percentages for several readings of its numbers.
+    """Return the model's percentages for several interpretations of its numbers.
 
-    In each reading, the NIC's time per message is fitted to figure 12 again.
+    For each interpretation, the NIC's time per message is fitted to figure 12 again.
     """
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):

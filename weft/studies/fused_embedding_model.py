@@ -146,7 +146,9 @@ def with_message(setting: Setting, numbers: Numbers) -> Numbers:
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:
-    """Return the times of GPUs of one node. A kernel for each table stores zero-copy, without NIC and shuffle."""
+    """Return the times of GPUs of one node. Each table has its own kernel, which stores vectors directly in the other
+    GPU's memory. So there is no NIC and no shuffle.
+    """
     peers = setting.ranks - 1
     over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks
     exchange_us = numbers.us("nic.collective") + 1e6 * over_link / numbers["xgmi.bandwidth"]

@@ -217,7 +217,9 @@ class CudaSide(Side):
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Return an interleaving: each lane's index as often as its count, always the lane with the least relative progress."""
+    """Return an order of calls, as indices of lanes. Each lane occurs as often as its count, and the next lane is
+    always the lane with the least relative progress.
+    """
     return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
 

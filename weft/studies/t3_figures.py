@@ -41,7 +41,9 @@ MORE_UNITS = 2
 
 
 def simulate_splits(gpu: TrackingGpu) -> Record:
-    """Simulate figure 6: GEMM and all-reduce, each alone on a part of the compute units. OP and FC-2, two networks, 8 ranks."""
+    """Simulate figure 6: GEMM and all-reduce, each alone on a part of the compute units, for OP and FC-2 of two
+    networks, on 8 ranks.
+    """
     cells: list[dict[str, Any]] = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if ranks != 8 or layer not in ("OP", "FC-2"):

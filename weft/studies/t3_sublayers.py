@@ -2,7 +2,6 @@
 
 A sub-layer is a GEMM, its ring reduce-scatter, and the all-gather of the sum. There are five configurations (5.3):
 
-
     sequential   GEMM, reduce-scatter by a kernel, all-gather, one after the other
     t3           the GEMM fused with the reduce-scatter, then the all-gather; round-robin arbitration
     t3-mca       the same, but the memory controller prioritises the GEMM by the paper's rules

@@ -121,8 +121,8 @@ _of_group: dict[int, GroupCalls] = {}
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """Return the calls of `group`. check: a function that is called with a group whose calls are unknown here, or that
-    torch does not know.
+    """Return the calls of `group`. check: a function that raises if the group is not usable. It is called if no calls
+    of the group are known, or if torch does not know the group.
     """
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):

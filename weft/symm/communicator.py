@@ -426,8 +426,8 @@ def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
     A thread that returns from native code while the interpreter exits would abort the process. So threads that wait in
-    native code are told that their communicator closes. Freeing tensors at that time, for example with a traceback,
-    would abort the process too; `_LET_GO_S` is the time for it.
+    native code are told that their communicator closes. Freeing tensors during the exit, for example with a traceback,
+    would abort the process too. So this function then waits up to `_LET_GO_S` for these threads to end.
     """
     came_out = _threads_inside()
     close_all()

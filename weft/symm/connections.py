@@ -197,7 +197,9 @@ def _code(key: bytes, number: int, packet: bytes) -> bytes:
 
 
 def same_user(sock: socket.socket) -> int:
-    """Return the pid of the other end. Raise `PermissionError` unless it runs under the user of this process."""
+    """Return the pid of the other end. Raise `PermissionError` unless the other end runs under the user of this
+    process.
+    """
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.geteuid():
         raise PermissionError(f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}")

@@ -3,8 +3,8 @@
 Every rank writes its payload into its own memory and sets its own counter to the epoch. It reads each peer's payload
 when the peer's counter has reached the epoch. Two slots per rank, used alternately, are enough. A rank that publishes
 epoch e + 1 has read all payloads of epoch e. When this rank overwrites its payload of epoch e with that of e + 2, it
-has seen every counter at e + 1. So all ranks have read epoch e. So a peer is at most one epoch ahead of the epoch that
-this rank reads.
+has seen every counter at e + 1. So all ranks have read epoch e. A peer is therefore at most one epoch ahead of the epoch
+that this rank reads.
 """
 
 from __future__ import annotations

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torchrec.distributed import embedding, embeddingbag
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 
-from weft.embedding import ColumnWise, EmbeddingBagConfig, RowWise, TableSharding, TableWise
+from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, RowWise, TableSharding, TableWise
 from weft.embedding.partition import Partition
 from weft.torchrec.options import TableOptions, options_of
 
 KERNELS = ("fused", "dense")
-SHARDINGS = ("table_wise", "row_wise", "column_wise")
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class ModulePlan:
     """The tables of a collection in TorchRec's order of output columns, with their shardings.
 
     is_fused: True if backward updates the tables with `options.optimizer`. Otherwise the tables get gradients.
+        Data-parallel tables always get gradients.
     """
 
     partition: Partition
@@ -53,22 +54,25 @@ def read_plan(
     given = module.embedding_bag_configs() if is_pooled else module.embedding_configs()
     configs = {config.name: config_of(config) for config in given}
     shardings = {name: _sharding(configs[name], plan.get(name), env.world_size) for name in configs}
-    kernels = {plan[name].compute_kernel: name for name in configs}
+    copied = {name for name, sharding in shardings.items() if isinstance(sharding, DataParallel)}
+    kernels = {plan[name].compute_kernel: name for name in configs if name not in copied}
     if len(kernels) > 1:
         said = ", ".join(f"{kernel!r} of table {name!r}" for kernel, name in kernels.items())
         raise ValueError(f"compute kernels {said}: plan the same kernel for all tables of a collection")
     if is_pooled:
-        infos = embeddingbag.create_sharding_infos_by_sharding_device_group(
+        infos = embeddingbag.ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
             module, dict(plan), "embedding_bags.", fused_params
         )
         names = _in_order_of_columns(infos, env, device)
     else:
-        infos = embedding.create_sharding_infos_by_sharding_device_group(module, dict(plan), fused_params)
+        infos = embedding.ShardedEmbeddingCollection.create_grouped_sharding_infos(module, dict(plan), fused_params)
         names = list(configs)
     of_table = {info.embedding_config.name: info.fused_params or {} for group in infos.values() for info in group}
     options = {name: options_of(name, configs[name].dtype, of_table[name]) for name in names}
-    first = names[0]
+    first = next((name for name in names if name not in copied), names[0])
     for name, other in options.items():
+        if name in copied:  # a torch optimizer trains it
+            other = replace(other, optimizer=options[first].optimizer)
         if other != options[first]:
             raise ValueError(
                 f"tables {first!r} and {name!r} differ: {options[first]} and {other}. Put tables with different optimizers "
@@ -77,7 +81,7 @@ def read_plan(
     partition = Partition(
         tuple(configs[name] for name in names), tuple(shardings[name] for name in names), env.world_size
     )
-    return ModulePlan(partition, next(iter(kernels)) == "fused", options[first])
+    return ModulePlan(partition, "fused" in kernels, options[first])
 
 
 def _in_order_of_columns(infos: Mapping[Any, Any], env: ShardingEnv, device: torch.device | None) -> list[str]:
@@ -123,11 +127,20 @@ def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, wor
             f"{at}: compute_kernel={sharding.compute_kernel!r} is not supported, because tables are in device "
             f"memory: plan {' or '.join(KERNELS)}"
         )
+    if sharding.sharding_type == "data_parallel" and sharding.compute_kernel != "dense":
+        raise ValueError(
+            f"{at}: compute_kernel={sharding.compute_kernel!r} is not supported for data_parallel, whose tables get "
+            "gradients for a torch optimizer, as in TorchRec: plan 'dense'"
+        )
     if sharding.key_value_params is not None:
         raise ValueError(f"{at}: key_value_params is not supported, because tables are in device memory: do not set it")
     ranks, shards = sharding.ranks or [], getattr(sharding.sharding_spec, "shards", None) or []
     if bad := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ValueError(f"{at}: ranks={ranks} names rank {bad[0]}: ranks are 0 to {world_size - 1}")
+    if sharding.sharding_type == "data_parallel":
+        if sorted(ranks) != list(range(world_size)):
+            raise ValueError(f"{at}: ranks={ranks} of a data_parallel table must be all ranks, 0 to {world_size - 1}")
+        return DataParallel(fused=False)
     if sharding.sharding_type == "row_wise":
         each = -(-table.num_embeddings // world_size)
         begins = [shard.shard_offsets[0] for shard in shards if shard.shard_sizes[0]]

@@ -26,55 +26,61 @@ from torchrec.streamable import Multistreamable
 
 import weft.nn
 from weft.embedding import EmbeddingBagConfig, JaggedInput
-from weft.embedding.check import no_tables_on
+from weft.embedding.check import CheckedInput, no_tables_on
 from weft.embedding.options import OutputDtype
 from weft.embedding.partition import TableWise
 from weft.nn.input_dist import BegunBatch, SentBatch
+from weft.nn.partitioned_input import Arranged
 from weft.operator.together import together
 from weft.torchrec.parts import is_cut
 from weft.torchrec.plan import read_plan
 from weft.torchrec.tables import ShardedTables
 
 _NARROW: dict[torch.dtype, OutputDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_Lengths: TypeAlias = dict[tuple[int, str], torch.Tensor]
+_Arranged: TypeAlias = tuple[Arranged, CheckedInput | None]
 
 
 class _Batch(Multistreamable):
     """This rank's features of all samples, and each rank's number of samples.
 
-    lengths: the lengths of bags, for row-wise tables with mean pooling.
+    jagged: None if all tables are data-parallel. arranged: the rest of the input, if any table is sharded or
+        data-parallel.
     """
 
-    def __init__(self, jagged: JaggedInput, batch_sizes: tuple[int, ...], lengths: _Lengths) -> None:
-        self.jagged, self.batch_sizes, self.lengths = jagged, batch_sizes, lengths
+    def __init__(self, jagged: JaggedInput | None, batch_sizes: tuple[int, ...], arranged: _Arranged | None) -> None:
+        self.jagged, self.batch_sizes, self.arranged = jagged, batch_sizes, arranged
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (self.jagged.values, self.jagged.offsets, self.jagged.weights, *self.lengths.values()):
+        given = None if self.arranged is None else self.arranged[0]
+        tensors: list[torch.Tensor | None] = [] if given is None else [*given.lengths.values()]
+        for jagged in (self.jagged, None if given is None else given.replicated):
+            tensors += [] if jagged is None else [jagged.values, jagged.offsets, jagged.weights]
+        for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
 
 
 class _Sent(Awaitable[Any]):
-    def __init__(self, module: ShardedEmbeddingBagCollection, sent: SentBatch, lengths: _Lengths) -> None:
+    def __init__(self, module: ShardedEmbeddingBagCollection, sent: SentBatch, arranged: _Arranged | None) -> None:
         super().__init__()
-        self._module, self._sent, self._lengths = module, sent, lengths
+        self._module, self._sent, self._arranged = module, sent, arranged
 
     def _wait_impl(self) -> Any:
         with self._module._distribution() as distribution:
             jagged, batch_sizes = distribution.arrive(self._sent)
-        return _Batch(jagged, batch_sizes, self._lengths)
+        return _Batch(jagged, batch_sizes, self._arranged)
 
 
 class _Begun(Awaitable[Awaitable[Any]]):
-    def __init__(self, module: ShardedEmbeddingBagCollection, begun: BegunBatch, lengths: _Lengths) -> None:
+    def __init__(self, module: ShardedEmbeddingBagCollection, begun: BegunBatch, arranged: _Arranged | None) -> None:
         super().__init__()
-        self._module, self._begun, self._lengths = module, begun, lengths
+        self._module, self._begun, self._arranged = module, begun, arranged
 
     def _wait_impl(self) -> Awaitable[Any]:
         with self._module._distribution() as distribution:
             sent = distribution.send(self._begun)
         self._module._parts._batches.keep(sent.tensors)
-        return _Sent(self._module, sent, self._lengths)
+        return _Sent(self._module, sent, self._arranged)
 
 
 class ShardedEmbeddingBagCollection(
@@ -133,27 +139,33 @@ class ShardedEmbeddingBagCollection(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Begin the distribution of this rank's samples. All ranks must make this call, and both waits."""
-        made, given, lengths = self.weft_module, cast(Any, features), _Lengths()
+        made, given, arranged = self.weft_module, cast(Any, features), cast("_Arranged | None", None)
         refusal: Exception | None = None
         if made.device.type == "meta":
             refusal = ValueError(no_tables_on(made.device))
         with self._distribution() as distribution:
             if refusal is None and is_cut(made):  # parts of row-wise tables read separate features
                 try:
-                    arranged = made._arrange(features, made.device)
-                    given, lengths = arranged.parts, arranged.lengths
+                    arranged = made._arranged(features)
+                    given = arranged[0].parts
                 except Exception as error:  # `send` raises the error on every rank
                     refusal = error
-            return KJTListSplitsAwaitable([_Begun(self, distribution.begin(given, refusal), lengths)], ctx)
+            if distribution is not None:
+                return KJTListSplitsAwaitable([_Begun(self, distribution.begin(given, refusal), arranged)], ctx)
+            if refusal is not None:
+                raise refusal
+            return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Batch(None, (), arranged))))], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
         """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. All ranks must make this call, which
         includes the all-to-all.
         """
         made, batch = self.weft_module, cast(Any, dist_input)[0]
-        values = self._parts._pooled(batch.jagged, batch.batch_sizes).values()
-        if is_cut(made):
-            values = made._output(values, None, batch.lengths).values()
+        values: Any = None
+        if batch.jagged is not None:
+            values = self._parts._pooled(batch.jagged, batch.batch_sizes).values()
+        if batch.arranged is not None:
+            values = made._joined(values, *batch.arranged).values()
         return [values if values.dtype == self._output_dtype else values.to(self._output_dtype)]
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
@@ -164,14 +176,16 @@ class ShardedEmbeddingBagCollection(
     def _distribution(self) -> Any:
         """Enter one stage of the input distribution. It counts as one call across ranks, and has no gradients, as in
         TorchRec.
+
+        Yield weft's input distribution, or None if all tables are data-parallel.
         """
-        made = self._parts
+        made, parts = self.weft_module, self._parts
         with together(type(self).__name__, made.group, made._speaks_on, made.deadline_s), torch.no_grad():
-            yield made._input_dist
+            yield None if parts is None else parts._input_dist
 
     @property
     def _parts(self) -> Any:
-        """The module that has the tables' parts, and does all communication."""
+        """The module that has the tables' parts, and communicates in forward. None if all are data-parallel."""
         return self.weft_module._parts if is_cut(self.weft_module) else self.weft_module
 
     @property

@@ -19,13 +19,14 @@ from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     """A sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense". Other plans raise a
-    `ValueError` that names the table. TorchRec's planner does not propose other plans for this sharder.
+    Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense", and data-parallel, with the
+    kernel "dense". Other plans raise a `ValueError` that names the table. TorchRec's planner does not propose other
+    plans for this sharder.
 
     With "fused", backward runs the optimizer of `apply_optimizer_in_backward` or of `fused_params`. The default is
     FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported.
     All tables of a collection must have the same optimizer. With "dense", the tables get gradients for a torch
-    optimizer.
+    optimizer. Those of data-parallel tables are the mean over ranks, as in TorchRec.
 
     fused_params: FBGEMM's options by name, as in TorchRec. An option that weft does not support raises `ValueError`.
     transport, outputs, deterministic, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
@@ -79,9 +80,8 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
 class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
     """A sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    Plans may be table-wise, row-wise or column-wise, with the kernels "fused" and "dense". Other plans raise a
-    `ValueError` that names the table. All parts of a collection must have the same number of columns, so TorchRec's
-    planner proposes no column-wise tables. Optimizers are as for `EmbeddingBagCollectionSharder`.
+    Plans may be those of `EmbeddingBagCollectionSharder`, with the same optimizers. All parts of a collection must have
+    the same number of columns, so TorchRec's planner proposes no column-wise tables.
 
     fused_params, use_index_dedup: as in TorchRec. An option that weft does not support raises `ValueError`.
     deadline_s: as for `weft.nn.ShardedEmbeddingCollection`.
@@ -112,7 +112,8 @@ class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
         )  # fmt: skip
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [one for one in super().sharding_types(compute_device_type) if one in ("table_wise", "row_wise")]
+        supported = [one for one in SHARDINGS if one != "column_wise"]
+        return [one for one in super().sharding_types(compute_device_type) if one in supported]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [one for one in super().compute_kernels(sharding_type, compute_device_type) if one in KERNELS]

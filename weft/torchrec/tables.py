@@ -1,6 +1,7 @@
 """The tables of a sharded collection, pooled or not, under TorchRec's names: parameters, state dict, optimizer.
 
-<container>.<table>.weight    a parameter: this rank's part, or empty if it has none. A ShardedTensor in the state dict
+The parameter `<container>.<table>.weight` is this rank's part of the table, or empty if the rank has no part. In the
+state dict it is a ShardedTensor. A data-parallel table is whole on every rank, and a plain tensor in the state dict.
 """
 
 from __future__ import annotations
@@ -53,10 +54,18 @@ class ShardedTables(FusedOptimizerModule):
         """Fill this rank's tables with their initial values. Ranks do not communicate."""
         self.weft_module.reset_parameters()
 
+    def is_copied(self: Any, number: int) -> bool:
+        """True if table `number` is data-parallel."""
+        return number in self._partition.replicated_tables
+
     def own_part(self: Any, number: int) -> tuple[TablePart, nn.Parameter] | None:
         """Return this rank's part of a table and its parameter; None if the rank has no part."""
         partition: Partition = self._partition
         modules = getattr(self.weft_module, self._container)._modules
+        if self.is_copied(number):
+            table = partition.tables[number]
+            whole = TablePart(number, self.weft_module.rank, 0, table.num_embeddings, 0, table.embedding_dim)
+            return whole, modules[table.name].weight
         for part in (partition.parts[place] for place in partition.parts_of(number)):
             if part.rank == self.weft_module.rank:
                 return part, modules[part.name_in(partition.tables[number])].weight
@@ -75,8 +84,8 @@ class ShardedTables(FusedOptimizerModule):
             else:
                 part, parameter = own
                 name = f"{self._container}.{table.name}.weight"
-                params[name] = parameter
-                if self._is_fused:
+                if self._is_fused and not self.is_copied(number):
+                    params[name] = parameter
                     prefix, of_part = part.name_in(table), made.fused_optimizer.state.get(parameter, {})
                     states[name] = {
                         f"{table.name}.{state}": joined(
@@ -89,6 +98,8 @@ class ShardedTables(FusedOptimizerModule):
             return
         self._optim = FusedOptimizer(made.fused_optimizer, params, states)
         for number, name in self._numbered:
+            if self.is_copied(number):  # a torch optimizer trains it
+                continue
             optimizer = EmptyFusedOptimizer() if self.own_part(number) is None else self._optim
             places[name].weight._in_backward_optimizers = [optimizer]
 
@@ -111,6 +122,8 @@ class ShardedTables(FusedOptimizerModule):
 def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     made = module.weft_module
     for number, name in module._numbered:
+        if module.is_copied(number):
+            continue
         own = module.own_part(number)
         parts = [] if own is None else [own[1].detach()]
         dtype = made.sharding.dtype if hasattr(made, "sharding") else made.partition.tables[0].dtype

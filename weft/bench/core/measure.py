@@ -170,7 +170,7 @@ def measure_variants(
     step(f"{work.name}: checking every variant", STEPS)
 
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
-        """Return (times; errors of the last output of each variant's row)."""
+        """Return (times, the error of each variant's last output)."""
         seen: dict[str, float] = {}
         references: dict[int, Any] = {}  # cached, because the last calls of all variants use the same input set
 

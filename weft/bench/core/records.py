@@ -80,7 +80,8 @@ class _Line(Record):
 def read(paths: Iterable[Path]) -> list[Record]:
     """Return all records of these files, in order.
 
-    Raises `ValueError`, with file and line, for a line that is not a record, and later on access to a missing field.
+    Raises `ValueError`, with file and line, for a line that is not a record. Access to a missing field of a record also
+    raises this error.
     """
     found: list[Record] = []
     for path in paths:

@@ -113,7 +113,7 @@ class Verdict:
 
     @cached_property
     def judged(self) -> list[Record]:
-        """The timed rows in modes that can be below."""
+        """The timed rows in modes that are judged by speed."""
         return [row for row in self.timed if row["mode"] in _JUDGED]
 
     @cached_property

@@ -137,7 +137,7 @@ def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """A preset on a number of ranks at a scale: the data that a run needs."""
+    """A preset for a given number of ranks and scale: the data that a run needs."""
 
     preset: EmbeddingPreset
     sharding: EmbeddingSharding

@@ -20,8 +20,10 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 class SharedMemory:
     """The buffers and signals that are the same on all ranks, and the last readers of slots.
 
-    m: the number of rows that a rank owns. Buffers consist of parts of m rows. the time at which its chunk may be
-        forwarded (`Routes.times`).
+    A node is a pair (rank, place of a chunk).
+
+    m: the number of rows that a rank owns. Buffers consist of parts of m rows.
+    times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
     slots: for each node, the first part of `box` for its arriving updates.
     made_slots: for each node, the part of `made` for its product.
     """

@@ -90,7 +90,6 @@ class ExpertsProblem(Problem):
     ) -> Self:  # fmt: skip
         """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's weights.
 
-
         weft plan all_to_all_matmul --shape 8192,14336,4096 --option experts=8
 
         weft plan all_to_all_matmul --shape 32768,4096,7168 --ranks 8 --option experts=256 --option bounded=true --mode graph

@@ -15,7 +15,6 @@ from weft.words import counted
 class MatmulAllGather(GemmProblem):
     """y = concatenation of all ranks' x @ w along rows, or with `columns` along columns.
 
-
     Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
     for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather after its producer).
 

@@ -140,7 +140,7 @@ class Program:
         return ""
 
     def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
-        """Run a step with the sizes of this run."""
+        """Run a step whose sizes are known only in this run."""
         step = bound.step
         if isinstance(step, Read):
             read = self.places.view(step.region).flatten().tolist()

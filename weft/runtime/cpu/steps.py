@@ -183,7 +183,7 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
 def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
     """Add the result of `make` with atomic additions, because peers and other lanes may add to the same elements.
 
-    The result has memory only during the run, since many executors are kept.
+    The result's memory is allocated in each run, and is not kept: there may be many executors.
     """
     rows, cols = size(region)
     made = torch.empty(rows, cols, dtype=place.flat.dtype)

@@ -19,7 +19,7 @@ class Agreeing:
     """The launcher of an `Agree` step (`weft.schedule.steps`).
 
     expected: [W, counts], and sent: [W * W, counts], in the schedule's own memory. differs_at: an address in pinned
-        memory. width, item_bytes: the items of a received row, and the bytes of an item.
+        memory. width, item_bytes: the number of items of a received row, and the number of bytes of an item.
     """
 
     def __init__(

@@ -204,7 +204,9 @@ def _room_for(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _sorted(of: ForwardCall, jagged: JaggedInput, room: Rows | None = None) -> Rows:
-    """Sort into `room`, or into new memory. New memory is allocated last, when the sort's temporary memory is free."""
+    """Sort the ids of a call into `room`, or into new memory. New memory is allocated last, when the sort's temporary
+    memory is free.
+    """
     ids = occurrences(of, jagged)
     count, device = ids.keys.numel(), ids.keys.device
     if not count:

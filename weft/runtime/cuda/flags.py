@@ -123,8 +123,8 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits (lane, flag) in which a run without progress may be blocked, one per setter. Empty if no run is
-    blocked.
+    """Return the waits (lane, flag) in which a run without progress may be blocked, one per setter. The list is empty
+    if no run is blocked.
 
     words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run is blocked as
         long as the flag of a wait for the previous run is clear, because a run clears this flag first. Flags that this

@@ -95,7 +95,8 @@ class ScheduleMemory:
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Order a run of `executor` on the current stream after the previous run, even if that ran on another stream.
+        """Order a run of `executor` on the current stream after the previous run, even if the previous run was on
+        another stream.
 
         While a graph is captured there is no such order, since a capture cannot depend on work outside of the graph.
         """

@@ -1,4 +1,4 @@
-"""The launcher of `weft.kernels.permute`. It compiles all variants before any stream waits."""
+"""The launcher of `weft.kernels.permute`. The launcher compiles all variants before any stream waits."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _entries(registry: Mapping[Any, object]) -> str:
 
 
 def _require_nothing_lost(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if a kernel could lose updates: it reads, adds and writes back while another lane adds."""
+    """Raise `ScheduleError` if updates could be lost: if a kernel reads, adds and writes back while another lane adds."""
     updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
     for rank in range(schedule.world_size):
         for lane in schedule.of_rank(rank, expected=False):

@@ -13,7 +13,7 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
 from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Copy, Expr, Index, Set, Tiles
-from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, SortedMatmul, TrackedMatmul
+from weft.schedule.kernels import FEW_ROWS, GroupedMatmul, ReturningMatmul, SortedMatmul, TrackedMatmul
 from weft.schedule.steps import variables_of
 
 
@@ -45,7 +45,7 @@ class Gemms:
             counts, splits = context.own[s.counts][:, mine : mine + s.experts], context.own[s.counts][context.rank]
         elif isinstance(s, ReturningMatmul):
             sources, slot_rows = (s.first_source, s.n_sources), s.slot_rows
-            self._merged = s.n_sources == self._world > 1 and expected_rows <= s.few_rows
+            self._merged = s.n_sources == self._world > 1 and expected_rows <= FEW_ROWS
             self._x, slots = s.h, regions.whole(schedule.buffer(s.outbox).part(at=int(s.at)))
             counts, splits = context.own[s.counts].unflatten(0, (2, -1))
             splits = splits.flatten()

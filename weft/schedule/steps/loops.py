@@ -62,8 +62,8 @@ class Tiles(_Repeated):
 
     Tiles start in order of their index, but nothing else orders them. The steps of one tile run in order. All tiles
     begin after the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and
-    `Set` steps. The body cannot wait: a waiting tile could keep the tile that it waits for from starting, since the
-    number of concurrent tiles is unknown.
+    `Set` steps. The body cannot wait. The number of concurrent tiles is unknown, so a tile could wait for a tile that
+    cannot start before the waiting tile has ended.
 
     kernel: the GPU kernel that runs all tiles, with its parameters (`weft.schedule.kernels`).
     """
