@@ -53,6 +53,7 @@ def main() -> None:
         help="what to measure (default: all but the curves of embeddings, and predictions from links)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="file for the records")
+    parser.add_argument("--append", action="store_true", help="keep the file's earlier records")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -71,7 +72,8 @@ def main() -> None:
         records = [line.removeprefix("record ") for line in said[0].splitlines() if line.startswith("record ")]
         print(said[0])
         if given.json is not None:
-            given.json.write_text("[\n" + ",\n".join(records) + "\n]\n")
+            known = json.loads(given.json.read_text()) if given.append and given.json.exists() else []
+            given.json.write_text("[\n" + ",\n".join([*map(json.dumps, known), *records]) + "\n]\n")
         if any(launcher.returncode for launcher in launchers):
             raise SystemExit(said[1])
 
@@ -345,7 +347,7 @@ def _compare_ways(
         finally:
             TwoWays.takes_other = choose  # type: ignore[method-assign]
 
-    for _ in range(8):
+    for _ in range(12):
         call()
     forced(lambda chosen, size: ways.append(choose(chosen, size)) or ways[-1])
     hand = {} if by_hand is None else {BY_HAND: by_hand}
@@ -402,6 +404,7 @@ def _compare(
         torch.testing.assert_close(call(), wanted, rtol=1e-4, atol=1e-3)
     for _ in range(calls):
         for name, call in variants.items():
+            call()  # allocates memory that the previous variant did not need
             dist.barrier()
             before = _sent_bytes()
             times[name].append(_largest(_timed(call)))

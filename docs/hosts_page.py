@@ -2,6 +2,8 @@
 
 Sources in benchmarks/results:
 
+    operators    cpu-hosts-operators-1.json, -2.json: two runs, each recorded by two calls of `python benchmarks/hosts.py --json
+                 FILE --append`, with 2 and 4 ranks on each host
     curves       cpu-hosts.json         recorded by `python benchmarks/hosts.py --only curves --json FILE`
     predictions  cpu-hosts-links.json   recorded by `python benchmarks/hosts.py --only links --json FILE`
     simulation   sim-hosts.json         recorded by `python docs/hosts_page.py --simulate`
@@ -14,20 +16,24 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.bench.core.tables import markdown_table
 from weft.builders import Problem, named
-from weft.plan.explain import explanation
+from weft.plan.explain import explanation, problem_on_machine
+from weft.plan.predict import predict
 from weft.runtime.schedule_memory import needs_far
 from weft.trace.pyplot import pyplot
 
 HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "hosts.md", HERE / "hosts.png"
 _RESULTS = HERE.parent / "benchmarks" / "results"
-CURVES, SIMULATED, LINKS = (_RESULTS / f"{name}.json" for name in ("cpu-hosts", "sim-hosts", "cpu-hosts-links"))
+CURVES, SIMULATED, LINKS, *OPERATORS = (
+    _RESULTS / f"{name}.json"
+    for name in ("cpu-hosts", "sim-hosts", "cpu-hosts-links", "cpu-hosts-operators-1", "cpu-hosts-operators-2")
+)
 _MARK = re.compile(r"(?P<open><!-- hosts:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /hosts -->)", re.DOTALL)
 _WAYS = ("one pass", "far first", "far last")
 HOSTS, GPUS = (2, 4, 8, 16), 8
@@ -37,8 +43,86 @@ SHAPES: dict[str, Callable[[int], dict[str, int]]] = {
     "matmul_all_reduce": lambda ranks: {"M": 16384, "N": 4096, "K": 8192},
     "matmul_all_gather": lambda ranks: {"M": 1024, "N": 4096, "K": 8192},
     "embedding_all_to_all": lambda ranks: {"M": 1024 * ranks, "N": 128, "K": 32, "tables": 8 * ranks},
+    "all_to_all_matmul": lambda ranks: {"M": 8192, "N": 4096, "K": 7168, "experts": 2 * ranks, "bounded": True},
+    "matmul_all_to_all": lambda ranks: {"M": 8192, "N": 7168, "K": 2048, "experts": 2 * ranks, "bounded": True},
 }
 """{operator: function from the number of ranks to sizes for `weft plan`}."""
+EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
+
+
+# --- measured operators ---
+
+
+def _compared(part: str, variants: Sequence[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Yield, for each operator and size, a record of the first variant in the first run, and a cell for each variant: its time in
+    the first run, and its speed relative to the first variant in both runs."""
+    runs = [
+        {(*_point(one), one["variant"]): one for one in json.loads(file.read_text()) if one.get("part") == part}
+        for file in OPERATORS
+    ]
+    for key, record in runs[0].items():
+        if record["variant"] != variants[0]:
+            continue
+        cells = [f"{record['ms']:.3g}"]
+        for variant in variants[1:]:
+            found = [run[*key[:-1], variant] for run in runs]
+            speeds = ", ".join(f"{one['speed']:.2f}x" for one in found)
+            cells.append(f"{found[0]['ms']:.3g} ({speeds})")
+        yield record, [*cells, _verdict([run[*key[:-1], "weft"] for run in runs])]
+
+
+def _point(record: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in ("op", "ranks", *_SIZES))
+
+
+_SIZES = ("rows", "tokens", "samples", "columns", "bag")
+
+
+def _verdict(runs: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(f"{one['not_slower']} of {one['calls']}" for one in runs)
+
+
+_VERDICT = "turns with weft at least 0.98x"
+
+
+def gemms() -> str:
+    rows = []
+    sent = {
+        (_point(one), one["variant"]): one["sent_MB"]
+        for one in json.loads(OPERATORS[0].read_text())
+        if one.get("part") == "gemm"
+    }
+    for record, cells in _compared("gemm", ("gloo by hand", "two levels", "weft")):
+        both = (f"{sent[_point(record), name]:.1f}" for name in ("gloo by hand", "two levels"))
+        rows.append((str(record["ranks"] // 2), str(record["rows"]), f"`{record['op']}`", *cells, *both))
+    header = (
+        "ranks on each host", "M", "operator", "gloo alone, ms", "two levels, one chunk, ms", "weft's choice, ms", _VERDICT,
+        "MB sent by gloo", "in two levels",
+    )  # fmt: skip
+    return markdown_table(header, rows) + "\n"
+
+
+def experts() -> str:
+    rows = [
+        (str(one["ranks"] // 2), str(one["tokens"]), str(one["columns"]), f"`{one['op']}`", *cells)
+        for one, cells in _compared("experts", ("gloo by hand", "one by one", "far first", "weft"))
+    ]
+    header = (
+        "ranks on each host", "tokens", "columns of the result", "operator", "gloo alone, ms", "one by one, ms",
+        "far first, ms", "weft's choice, ms", _VERDICT,
+    )  # fmt: skip
+    return markdown_table(header, rows) + "\n"
+
+
+def embeddings() -> str:
+    rows = [
+        (str(one["ranks"] // 2), str(one["samples"]), str(one["bag"]), *cells)
+        for one, cells in _compared("embedding", ("one pass", "far first", "weft"))
+    ]
+    header = (
+        "ranks on each host", "samples", "rows in a bag", "one pass, ms", "far first, ms", "weft's choice, ms", _VERDICT,
+    )  # fmt: skip
+    return markdown_table(header, rows) + "\n"
 
 
 # --- measured curves ---
@@ -137,10 +221,15 @@ def simulate(op: str, hosts: int) -> dict[str, Any]:
     ranks = hosts * GPUS
     shape = SHAPES[op](ranks)
     given: dict[str, Any] = {**shape, "dtype": "bf16", "mode": "graph"}
-    choice = explanation(op, **given, ranks=ranks, hw="h100", topology=f"hosts:{hosts}x{GPUS}").choice
-    times = {row.candidate.name: row.us for row in choice.rows if row.us is not None}
-    of_hosts = [str(rank // GPUS) for rank in range(ranks)]
-    best = next(name for name in sorted(times, key=times.__getitem__) if _is_usable(choice.problem, name, of_hosts))
+    given |= {"ranks": ranks, "hw": "h100", "topology": f"hosts:{hosts}x{GPUS}"}
+    if op in EXPERTS:  # no other schedule is usable, and predictions of all take minutes
+        _, model, _, problem = problem_on_machine(op, **given)
+        times, best = {"serial": predict(named(problem, "serial").build(), model, "graph")}, "serial"
+    else:
+        choice = explanation(op, **given).choice
+        times = {row.candidate.name: row.us for row in choice.rows if row.us is not None}
+        of_hosts = [str(rank // GPUS) for rank in range(ranks)]
+        best = next(name for name in sorted(times, key=times.__getitem__) if _is_usable(choice.problem, name, of_hosts))
     return {
         "op": op, "hosts": hosts, "gpus": GPUS, "shape": shape, "serial_us": round(times["serial"], 1), "best": best,
         "best_us": round(times[best], 1),
@@ -155,7 +244,7 @@ def simulated() -> str:
     rows = []
     for record in json.loads(SIMULATED.read_text()):
         shape, gain = (
-            ", ".join(f"{name} {size}" for name, size in record["shape"].items()),
+            ", ".join(f"{name} {size}" for name, size in record["shape"].items() if name != "bounded"),
             record["serial_us"] / record["best_us"],
         )
         best = (
@@ -171,20 +260,26 @@ def predictions() -> str:
     found = [record for record in json.loads(LINKS.read_text()) if record["curve"] == "prediction"]
     rows = [
         (
-            record["collective"], f"{record['bytes_of_host'] / 1e6:.1f}", f"{record['predicted_ms']:.0f}",
+            record["collective"], f"{record['link_ms']:.0f}", f"{record['predicted_ms']:.0f}",
             *(f"{record[key]:.0f} ({record['predicted_ms'] / record[key] - 1:+.0%})" for key in ("best_ms", "ms")),
         )
         for record in found
     ]  # fmt: skip
-    link = f"Measured: {found[0]['rate_MBps']:.0f} MB/s, round trip {found[0]['round_trip_us'] / 1e3:.1f} ms.\n\n"
-    return (
-        link
-        + markdown_table(("collective", "MB from a host", "predicted ms", "fastest call ms", "median ms"), rows)
-        + "\n"
+    one = found[0]
+    measured = (
+        f"{one['nbytes'] / 1e6:.1f} MB, {one['ranks'] // 2} ranks on each of 2 hosts, {one['calls']} calls of each collective. "
+        f"Measured: one stream {one['bytes_per_us']:.0f} MB/s, all-to-all {one['exchange_bytes_per_us']:.0f} MB/s, round trip "
+        f"{one['round_trip_us'] / 1e3:.1f} ms, copies {one['copy_bytes_per_us'] / 1e3:.1f} GB/s for each rank, to new memory "
+        f"{one['fresh_bytes_per_us'] / 1e3:.2f} GB/s.\n\n"
     )
+    header = ("collective", "link alone, ms", "predicted, ms", "fastest call, ms", "median, ms")
+    return measured + markdown_table(header, rows) + "\n"
 
 
-TABLES = {"predictions": predictions, "ratios": ratios, "slices": slices, "simulated": simulated}
+TABLES = {
+    "gemms": gemms, "experts": experts, "embeddings": embeddings, "predictions": predictions, "ratios": ratios, "slices": slices,
+    "simulated": simulated,
+}  # fmt: skip
 
 
 def page() -> str:

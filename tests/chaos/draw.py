@@ -246,14 +246,19 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
 def between_hosts(injection: Injection) -> Injection:
     """Return the injection for ranks on two hosts.
 
-    There every transport of embeddings runs as "serial", so ranks with different transports make the same call. The victim
-    passes another order instead.
+    There most schedules and all transports run as "serial". So ranks that differ in them alone make the same call, and the victim
+    passes another option instead, if the operator has one.
     """
-    if injection.of_kind.family == "other option" and injection.second is not None:
-        operator, given = injection.second
-        if {name for name in given if given[name] != injection.options.get(name)} == {"transport"}:
-            order = "natural" if given["order"] == "remote_first" else "remote_first"
-            return replace(injection, hosts=2, second=(operator, {**injection.options, "order": order}))
+    if injection.of_kind.family != "other option" or injection.second is None:
+        return replace(injection, hosts=2)
+    operator, given = injection.second
+    options, work, same = injection.options, OPERATORS[operator], {"transport", "schedule"}
+    if {name for name in given if given[name] != options.get(name)} <= same:
+        changes = [change for change in work.other_options(injection.world, options) if not change.keys() <= same]
+        changes = [change for change in changes if _fits(work, injection.world, options | change)]
+        if not changes:
+            return replace(injection, hosts=2, kind="none", second=None)
+        return replace(injection, hosts=2, second=(operator, options | changes[injection.choice % len(changes)]))
     return replace(injection, hosts=2)
 
 
