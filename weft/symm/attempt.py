@@ -23,7 +23,7 @@ _heard: set[tuple[int, str]] = set()
 
 
 class Attempt:
-    """What one rank knows in one attempt."""
+    """The knowledge of one rank in one attempt."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str], calls: int
