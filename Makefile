@@ -62,8 +62,8 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 	$(BIN)/weft demo
 	$(if $(PICTURE),cp weft-demo/overlap.png $(PICTURE))
 
-# Tests that need a GPU would only be imported.
-PYTEST := $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multigpu
+# Tests that need a GPU would only be imported. Tests run side by side: torch's threads would wait for each other, spinning.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multigpu
 test: setup  ## Tests of everything that needs no GPU, about 6 minutes on two cores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 

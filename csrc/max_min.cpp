@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <unordered_map>
 
@@ -21,7 +22,8 @@ struct Running {
 };
 
 // A step's use of one resource. A resource that represents several may occur several times in a step's load. `most` is
-// the largest of the amounts at full speed, and `times` is their sum divided by `most`.
+// the largest of the amounts at full speed, and `times` is their sum divided by `most`. For a transfer with split routes,
+// `most` is the amount of the whole transfer, so it gets the same rate as transfers on one route.
 struct Part {
     int place;  // the step, or the resource
     double most, times;
@@ -54,7 +56,7 @@ class Limits {
             for (const Use &use : steps.uses[i]) {
                 auto part = std::find_if(uses_[i].begin(), uses_[i].end(), [&](const Part &p) { return p.place == use.resource; });
                 if (part == uses_[i].end()) part = uses_[i].insert(part, {use.resource, 0.0, 0.0});
-                part->most = std::max(part->most, use.amount);
+                part->most = std::max({part->most, use.amount, use.whole});
                 part->times += use.amount;
             }
             for (Part &part : uses_[i]) {
@@ -237,7 +239,12 @@ MaxMinShares::MaxMinShares(const std::vector<Load> &loads) {
             uses.push_back({numbers.try_emplace(resource, int(numbers.size())).first->second, amount});
         return uses;
     };
-    for (const auto &[share, hold, disturb] : loads) loads_.push_back({numbered(share), numbered(hold), numbered(disturb)});
+    for (const auto &[share, hold, disturb, whole] : loads) {
+        loads_.push_back({numbered(share), numbered(hold), numbered(disturb)});
+        for (const auto &[resource, amount] : whole)
+            for (Use &use : loads_.back().share)
+                if (use.resource == numbers.at(resource)) use.whole = amount;
+    }
     resources_ = int(numbers.size());
 }
 
@@ -303,7 +310,7 @@ void SharesInFlow::use(int number, Use use) {
     std::vector<Part> &uses = steps_[number].uses;
     auto part = std::find_if(uses.begin(), uses.end(), [&](const Part &p) { return p.place == use.resource; });
     if (part == uses.end()) part = uses.insert(part, {use.resource, 0.0, 0.0});
-    part->most = std::max(part->most, use.amount);
+    part->most = std::max({part->most, use.amount, use.whole});
     part->times += use.amount;
 }
 
@@ -340,21 +347,45 @@ std::vector<double> SharesInFlow::speeds(const std::vector<int> &steps) const {
     return found;
 }
 
+// The limits are adjusted in sweeps, from the lowest to the highest: the limit of a link depends on lower limits only, if steps
+// use all their resources in the same proportion, as flows do. Then one or two sweeps suffice.
 bool SharesInFlow::settle() {
-    const size_t most = size_t(most_rounds) * users_.size();
-    size_t done = 0;
-    for (; done < touched_.size() && done < most; ++done) {
-        const int resource = touched_[done];
-        is_touched_[resource] = false;
-        const double limit = limit_of(resource), before = limits_[resource];
-        if (limit == before || std::abs(limit - before) <= 1e-13 * std::min(limit, before)) continue;
-        limits_[resource] = limit;
-        for (const Part &user : users_[resource]) see(user.place, resource);
+    size_t left = size_t(most_rounds) * users_.size();
+    std::vector<int> sweep;
+    while (!touched_.empty() && left) {
+        sweep.swap(touched_);
+        for (int resource : sweep) push(resource, limits_[resource]);
+        sweep.clear();
+        for (; left && !queue_.empty(); --left) {
+            const auto [expected, resource] = queue_.front();
+            std::pop_heap(queue_.begin(), queue_.end(), std::greater<>());
+            queue_.pop_back();
+            const double limit = limit_of(resource), before = limits_[resource];
+            if (limit > expected && !queue_.empty() && limit > queue_.front().first) {
+                push(resource, limit);
+                continue;
+            }
+            is_touched_[resource] = false;
+            if (limit == before || std::abs(limit - before) <= 1e-13 * std::min(limit, before)) continue;
+            limits_[resource] = limit;
+            const size_t known = touched_.size();
+            for (const Part &user : users_[resource]) see(user.place, resource);
+            const auto higher = std::partition(touched_.begin() + known, touched_.end(), [&](int r) { return limits_[r] < limit; });
+            for (auto other = higher; other != touched_.end(); ++other) push(*other, limits_[*other]);
+            touched_.erase(higher, touched_.end());
+        }
     }
-    const bool settled = done == touched_.size();
-    for (; done < touched_.size(); ++done) is_touched_[touched_[done]] = false;
+    const bool settled = touched_.empty() && queue_.empty();
+    for (const auto &[limit, resource] : queue_) touched_.push_back(resource);
+    queue_.clear();
+    for (int resource : touched_) is_touched_[resource] = false;
     touched_.clear();
     return settled;
+}
+
+void SharesInFlow::push(int resource, double limit) {
+    queue_.emplace_back(limit, resource);
+    std::push_heap(queue_.begin(), queue_.end(), std::greater<>());
 }
 
 void SharesInFlow::touch(int resource) {

@@ -10,14 +10,14 @@ namespace weft {
 // The share of a resource that remains for other steps if kernels that started earlier hold all its units.
 constexpr double max_min_least = 1e-3;
 
-// The resources that a step uses at full speed, as (resource, amount): shared, held, disturbed (`Load` in
-// weft/sim/max_min.py).
+// The resources that a step uses at full speed, as (resource, amount): shared, held, disturbed, and the whole of
+// what it shares a part of (`Load` in weft/sim/max_min.py).
 using Amounts = std::vector<std::pair<int64_t, double>>;
-using Load = std::tuple<Amounts, Amounts, Amounts>;
+using Load = std::tuple<Amounts, Amounts, Amounts, Amounts>;
 
 struct Use {
     int resource;
-    double amount;
+    double amount, whole = 0.0;
 };
 
 struct Uses {
@@ -68,6 +68,7 @@ class SharesInFlow {
     void see(int step, int because);
     double limit_of(int resource);
     void touch(int resource);
+    void push(int resource, double limit);
     void use(int step, Use use);
     // Returns the share of a resource that is not held.
     double room(int resource) const;
@@ -82,6 +83,7 @@ class SharesInFlow {
     int disturbing_ = 0;                   // steps that disturb
     std::vector<int> touched_;             // resources whose limit may change, in order
     std::vector<bool> is_touched_;
+    std::vector<std::pair<double, int>> queue_;  // (expected limit, resource), the lowest first
     std::vector<std::pair<double, double>> caps_;  // scratch for one resource: (cap of a user, count)
 };
 

@@ -3,6 +3,7 @@
 #include "memory_controller.hpp"
 
 #include "memory_controller_cache.hpp"
+#include "memory_controller_queues.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -18,24 +19,11 @@ namespace {
 
 constexpr double never = std::numeric_limits<double>::infinity();
 
-enum Arbitration { round_robin, compute_first, mca };
-enum OwnWrites { after_reads, alternating, watermarks, in_order };
-// cached: through the LLC; added: memory adds; remote: into the peer's     memory; stored: past the LLC
+// cached: through the LLC; added: memory adds; remote: into the peer's memory; stored: past the LLC
 enum Output { cached, added, remote, stored };
-enum Kind { gemm_read, gemm_write, ring_read, ring_write, kinds };
-enum Op { read_op, store_op, update_op };
 
 struct Piece {  // a wavefront's part of a tile
     int tile, wave;
-};
-
-struct Burst {
-    Op op;
-    Kind kind;
-    double bytes;
-    int64_t tag;  // the number of the operand or of the piece
-    int slot;     // the slot of the work-group that ends when this burst is accepted
-    int64_t came;
 };
 
 struct Event {
@@ -58,7 +46,7 @@ class Run {
   public:
     Run(const ControllerSetup &s, Clock &clock, int rank)
         : s_(s), clock_(clock), rank_(rank), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()),
-          lines_(s.llc) {
+          lines_(s.llc), queues_(s) {
         place_.resize(n_tiles_);
         for (int t = 0; t < n_tiles_; ++t) {
             place_[t] = int(tiles_of_.at(s.chunk[t]).size());
@@ -117,7 +105,7 @@ class Run {
                 {"gemm_read", total_[gemm_read]}, {"gemm_write", total_[gemm_write] + lines_.dirty_bytes()},
                 {"ring_read", total_[ring_read]}, {"ring_write", total_[ring_write]}, {"link", link_total_},
                 {"tracker_most", double(most_held_)}, {"tracker_stall_ns", stall_ns_}, {"threshold", double(threshold_)},
-                {"intensity", intensity_}, {"waiting_most", double(most_waiting_)}, {"groups", double(retired_)},
+                {"intensity", intensity_}, {"waiting_most", double(queues_.most_waiting)}, {"groups", double(retired_)},
                 {"pieces_left", double(pieces_left_)}};
     }
     std::vector<std::vector<double>> bins() const { return bins_; }
@@ -181,7 +169,7 @@ class Run {
         line.state = Line::pending;
         line.bytes = bytes;
         line.bursts = bursts_of(bytes);
-        for (int i = 0; i < line.bursts; ++i) reads_.push_back({read_op, gemm_read, bytes / line.bursts, id, -1, ++came_});
+        for (int i = 0; i < line.bursts; ++i) queues_.reads.push_back({read_op, gemm_read, bytes / line.bursts, id, -1, ++came_});
     }
 
     void filled(int64_t id) {
@@ -252,7 +240,7 @@ class Run {
     void keep(int64_t id) {
         lines_.keep(id, [this](double bytes) {
             const int n = bursts_of(bytes);
-            for (int i = 0; i < n; ++i) writes_.push_back({store_op, gemm_write, bytes / n, -1, -1, ++came_});
+            for (int i = 0; i < n; ++i) queues_.writes.push_back({store_op, gemm_write, bytes / n, -1, -1, ++came_});
         });
     }
 
@@ -284,7 +272,7 @@ class Run {
     // Passes arrived pieces of a tile to the controller, once the tracker has room for their entries.
     void unpark(int tile) {
         if (tile >= n_tiles_ || parked_[tile].empty() || !take(tile)) return;
-        for (int wave : parked_[tile]) put(ring_writes_, {tile, wave}, Op(s_.arrival), ring_write, -1);
+        for (int wave : parked_[tile]) put(queues_.ring_writes, {tile, wave}, Op(s_.arrival), ring_write, -1);
         parked_[tile].clear();
     }
 
@@ -326,7 +314,7 @@ class Run {
             reading_ += bytes;
             const int n = bursts_of(bytes);
             read_left_[number(p)] = n;
-            for (int i = 0; i < n; ++i) ring_reads_.push_back({read_op, ring_read, bytes / n, number(p), -1, ++came_});
+            for (int i = 0; i < n; ++i) queues_.ring_reads.push_back({read_op, ring_read, bytes / n, number(p), -1, ++came_});
         }
     }
 
@@ -339,7 +327,7 @@ class Run {
             return;
         }
         reading_ -= read_bytes(p);  // a kernel writes the last sum to memory, so it stays there
-        put(ring_writes_, p, store_op, ring_write, -1);
+        put(queues_.ring_writes, p, store_op, ring_write, -1);
         copy();
     }
 
@@ -395,68 +383,26 @@ class Run {
 
     // Stores leave the work-groups as their queue has room.
     void accept() {
-        while (!waiting_.empty() && int(writes_.size()) < s_.stores) {
+        while (!waiting_.empty() && int(queues_.writes.size()) < s_.stores) {
             const int slot = waiting_.front().slot;
-            writes_.push_back(waiting_.front());
+            queues_.writes.push_back(waiting_.front());
             waiting_.pop_front();
             if (slot >= 0) retire(slot);
         }
     }
 
-    std::deque<Burst> *of_compute() {
-        if (reads_.empty() || writes_.empty()) return !reads_.empty() ? &reads_ : !writes_.empty() ? &writes_ : nullptr;
-        switch (s_.own_writes) {
-            case alternating: return wrote_ ? &reads_ : &writes_;
-            case in_order: return reads_.front().came < writes_.front().came ? &reads_ : &writes_;
-            case watermarks:
-                if (int(writes_.size()) >= s_.high) draining_ = true;
-                if (int(writes_.size()) <= s_.low) draining_ = false;
-                return draining_ ? &writes_ : &reads_;
-            default: return &reads_;
-        }
-    }
-    std::deque<Burst> *of_ring() {
-        if (ring_reads_.empty() || ring_writes_.empty())
-            return !ring_reads_.empty() ? &ring_reads_ : !ring_writes_.empty() ? &ring_writes_ : nullptr;
-        return ring_wrote_ ? &ring_reads_ : &ring_writes_;
-    }
-
-    std::deque<Burst> *pick() {
-        std::deque<Burst> *compute = of_compute(), *ring = of_ring();
-        if (!compute || !ring) {
-            if (compute || !ring || s_.arbitration != mca || retired_ == n_tiles_) return compute ? compute : ring;
-        } else if (s_.arbitration == round_robin) {
-            return ring_last_ ? compute : ring;
-        } else if (s_.arbitration == compute_first || retired_ == n_tiles_) {
-            return compute;
-        }
-        if (clock_.now - ring_at_ > s_.starved_ns) return ring;
-        if (compute) return compute;
-        return !threshold_ || int(dram_.size()) < threshold_ ? ring : nullptr;
-    }
-
     void pump() {
         for (;;) {
             accept();
-            if (int(dram_.size()) >= s_.queue) break;
-            std::deque<Burst> *queue = pick();
-            if (!queue) break;
-            const Burst b = queue->front();
-            queue->pop_front();
-            ring_last_ = queue == &ring_reads_ || queue == &ring_writes_;
-            if (ring_last_) {
-                ring_at_ = clock_.now;
-                ring_wrote_ = queue == &ring_writes_;
-            } else {
-                wrote_ = queue == &writes_;
-            }
+            Burst b;
+            if (int(dram_.size()) >= s_.queue || !queues_.take(b, clock_.now, int(dram_.size()), threshold_, retired_ == n_tiles_))
+                break;
             total_[b.kind] += b.bytes;
             dram_.push_back(b);
             const bool last_sum = s_.copies > 1 && b.kind == ring_write && !s_.copied[s_.chunk[piece(b.tag).tile]];
             if (b.op == update_op || (b.kind == ring_write && !(last_sum && counts_[b.tag] < 0))) count(b.tag, b.bytes);
         }
-        if (ring_reads_.empty() && ring_writes_.empty()) ring_at_ = clock_.now;  // no request of the ring is starving
-        most_waiting_ = std::max(most_waiting_, ring_reads_.size() + ring_writes_.size());
+        queues_.note(clock_.now);
         if (serving_ || dram_.empty()) return;
         serving_ = true;
         const Burst &b = dram_.front();
@@ -497,9 +443,9 @@ class Run {
     bool measured_ = false;
     double intensity_ = 0, gemm_busy_ns_ = 0, stalled_at_ = -1, stall_ns_ = 0;
     int threshold_ = 0;
-    std::deque<Burst> reads_, writes_, waiting_, ring_reads_, ring_writes_, dram_;
-    bool wrote_ = false, draining_ = false, ring_wrote_ = false, ring_last_ = false, serving_ = false;
-    double ring_at_ = 0;
+    Queues queues_;
+    std::deque<Burst> waiting_, dram_;  // stores that have no room in their queue; bursts that DRAM serves in order
+    bool serving_ = false;
     std::vector<double> counts_;
     std::vector<int> read_left_, held_, missing_;
     std::vector<std::vector<int>> parked_;  // of each tile, its arrived pieces that wait for the tracker
@@ -510,7 +456,6 @@ class Run {
     int blocks_ = 1;
     std::vector<int> in_block_;  // pieces of each block of a tile that are complete
     double reading_ = 0, link_total_ = 0;
-    size_t most_waiting_ = 0;
     std::vector<double> total_;
     std::vector<std::vector<double>> bins_;
     int64_t came_ = 0;

@@ -1,7 +1,7 @@
 """Types of the compiled module (csrc/). Addresses are plain integers: the module knows no torch."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -375,9 +375,11 @@ class StreamProgram:
 
 # csrc/fluid.cpp
 MAX_MIN_LEAST: float
+_Amounts: TypeAlias = Sequence[tuple[int, float]]
+_Load: TypeAlias = tuple[_Amounts, _Amounts, _Amounts, _Amounts]
 
 def max_min_speeds(
-    loads: Sequence[tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]], Sequence[tuple[int, float]]]],
+    loads: Sequence[_Load],
     counts: Sequence[int],
 ) -> list[float]:
     """`weft.sim.max_min.speeds` of `counts[i]` steps with the load `loads[i]`, for each i."""
@@ -394,7 +396,7 @@ class Fluid:
 
     def __init__(
         self,
-        loads: Sequence[tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]], Sequence[tuple[int, float]]]],
+        loads: Sequence[_Load],
         parts: Sequence[int],
         pulses: int,
         most_known: int,

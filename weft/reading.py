@@ -48,9 +48,9 @@ def read_json(path: Path, *, fix: str = "") -> Any:
     return parse_json(read_bytes(path, MOST_JSON_BYTES, fix=fix), str(path), fix=fix)
 
 
-def read_toml(path: Path, *, fix: str = "") -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Return the table in a TOML file."""
-    return parse_toml(read_bytes(path, MOST_TOML_BYTES, fix=fix), str(path), fix=fix)
+    return parse_toml(read_bytes(path, MOST_TOML_BYTES), str(path))
 
 
 def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:

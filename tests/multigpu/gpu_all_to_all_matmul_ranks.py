@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,31 +129,37 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
     executor.close()
 
 
-def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
-    """Replay a captured graph, each time with other sizes; one rank is sometimes late."""
-    comm, rank = symm.communicator(group, device()), group.rank()
-    executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
-    held = Case(p, rank, 0, sum(p.rows))
+def replay_sizes(
+    group: dist.ProcessGroup, executor: CudaSchedule, held: Any, cases: Iterable[Any], *added: int
+) -> None:
+    """Replay a captured graph, each time with the sizes of another case; one rank is sometimes late. Close the executor."""
     executor.run(held.tensors)
     torch.cuda.synchronize()
-    held.check("before the capture", added)
+    held.check("before the capture", *added)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         executor.run(held.tensors)
-    cases = [Case(p, rank, 100 + seed, sum(p.rows)) for seed in range(count)]
     for number, case in enumerate(cases):
         held.fill(case)
-        if number % 7 == 3 * rank:
+        if number % 7 == 3 * group.rank():
             torch.cuda._sleep(2_000_000)
         graph.replay()
         torch.cuda.synchronize()
-        held.check(f"replay {number}", added)
+        held.check(f"replay {number}", *added)
     executor.run(held.tensors)  # a call between replays
     graph.replay()
     torch.cuda.synchronize()
-    held.check("after another call", added)
+    held.check("after another call", *added)
     dist.barrier(group)
     executor.close()
+
+
+def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
+    held = Case(p, rank, 0, sum(p.rows))
+    cases = [Case(p, rank, 100 + seed, sum(p.rows)) for seed in range(count)]
+    replay_sizes(group, executor, held, cases, added)
 
 
 def timeline(group: dist.ProcessGroup, p: AllToAllMatmul, by: str) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_all_to_all_matmul_ranks import replay_sizes
 from schedule_ranks import device
 from support.all_to_all_matmul_reference import random_splits
 from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
@@ -83,30 +84,10 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
 
 
 def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
-    """Replay a captured graph, each time with other sizes; one rank is sometimes late."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
     held = Case(p, rank, 0)
-    executor.run(held.tensors)
-    torch.cuda.synchronize()
-    held.check("before the capture")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        executor.run(held.tensors)
-    cases = [Case(p, rank, 100 + seed) for seed in range(count)]
-    for number, case in enumerate(cases):
-        held.fill(case)
-        if number % 7 == 3 * rank:
-            torch.cuda._sleep(2_000_000)
-        graph.replay()
-        torch.cuda.synchronize()
-        held.check(f"replay {number}")
-    executor.run(held.tensors)  # a call between replays
-    graph.replay()
-    torch.cuda.synchronize()
-    held.check("after another call")
-    dist.barrier(group)
-    executor.close()
+    replay_sizes(group, executor, held, [Case(p, rank, 100 + seed) for seed in range(count)])
 
 
 def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import gpu_ranks as ranks
 import pytest
+import test_gpu_embedding_training
 import torch
 import torch.distributed as dist
 from support import embedding_training as training
@@ -110,34 +111,10 @@ def test_several_calls_in_flight(pair: Pool) -> None:
 def replayed(group: dist.ProcessGroup) -> bool:
     """A captured step, replayed, learns as ordinary steps."""
     os.environ["WEFT_PUSH_GRADIENTS"] = "1"
-    p, rank, device = problem(2, (8, 16), 24), group.rank(), ranks.device()
-    features, both = tuple(ranks.here(p.tupled(rank))), []
-    upstream = torch.randn(24, p.sharding.total_dim, generator=torch.Generator().manual_seed(2))[p.rows_of(rank)]
-    upstream = upstream.to(device)
-    for captured in (False, True):
-        weights = [weight.clone() for weight in ranks.here(p.local_weights(rank))]
-        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.1), weights)
-
-        def step(weights: list[torch.Tensor] = weights, update: FusedUpdate = update) -> None:
-            y = weft.embedding_all_to_all(
-                weights, features, p.sharding, group=group, batch_sizes=p.batch_sizes, update=update
-            )
-            y.backward(upstream)
-
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            step()
-        side.synchronize()
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                step()
-        for _ in range(3):
-            graph.replay() if captured else step()
-        torch.cuda.synchronize()
-        both.append([*weights, *update.tensors])
-    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
-    return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
+    try:
+        return test_gpu_embedding_training.replayed(group, weft.RowwiseAdagrad(lr=0.1))
+    finally:
+        os.environ["WEFT_PUSH_GRADIENTS"] = "0"
 
 
 def test_a_step_in_a_graph(pair: Pool) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from pool import hurry
 
 from weft.launch import PRELOADED, Pool
 
@@ -26,8 +27,16 @@ def _imported_once() -> None:
     PRELOADED.extend(name for name in names if name not in PRELOADED)
 
 
+@pytest.fixture
+def mortals() -> Iterator[Pool]:
+    """Three workers that a test may kill."""
+    with Pool(3) as workers:
+        yield workers
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Workers that stay up between tests and start at first use. A test that kills ranks makes its own pool."""
     with Pool(8) as workers:
+        workers.run(hurry)
         yield workers

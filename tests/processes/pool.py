@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from weft import symm
 from weft.errors import WeftError
+from weft.operator import measure
 from weft.symm.communicator import Communicator
 
 
@@ -25,6 +29,14 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
     assert kinds <= {"DeadlineError", "PoisonedGroupError"}
     for _, said in errors:
         assert re.search(text, said), f"{text!r} is not in {said!r}"
+
+
+def assert_left(errors: list[tuple[str, str]]) -> None:
+    """Check the errors of all ranks except rank 1, which has closed its end of the group."""
+    for kind, text in errors[:1] + errors[2:]:
+        assert kind in ("PeerLostError", "PoisonedGroupError")
+        assert "rank 1" in text
+        assert "closed its end of the group" in text
 
 
 def assert_over(answers: Iterable[tuple[str, str]]) -> None:
@@ -75,6 +87,41 @@ def traces() -> dict[str, list[str]]:
         "named sockets": [line for line in sockets if "@" in line[-1] and f"socket:[{line[6]}]" in descriptors],
         "shared memory files": [name for name in os.listdir("/dev/shm") if "weft" in name],
     }
+
+
+def hurry(_: object) -> None:
+    """From now on time each schedule by one call, and search for garbage rarely. No test depends on which schedule is the
+    fastest here."""
+    measure._REPETITIONS = 1
+    gc.set_threshold(50_000, 20, 50)
+
+
+def run_with_one_wrong(
+    group: dist.ProcessGroup, variants: Any, options: Any, is_wrong: Callable[[str, str | None], bool], row: Any
+) -> str:
+    """Run a benchmark in which one variant has a wrong row on rank 1. Return the error.
+
+    row: returns the number of the row in the results of a workload's call."""
+    from weft.bench.core.run import run_rank  # few tests need it
+
+    correct = variants.weft
+
+    def spoiling(self: Any, variant: str, schedule: str | None) -> Any:
+        call = correct(self, variant, schedule)
+
+        def spoiled(which: int) -> torch.Tensor:
+            y = call(which)
+            y[row(self, which)] += 1
+            return y
+
+        return spoiled if is_wrong(variant, schedule) and self.ranks.rank == 1 else call
+
+    with mock.patch.object(variants, "weft", spoiling):
+        try:
+            run_rank(group.rank(), group.size(), options)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
 
 
 def barrier(signal: symm.Signal, round_: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -117,17 +117,14 @@ def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
         done.add(1, peer=last)
 
 
-def intercept(executor: CpuSchedule, name: str, before: Any = None, after: Any = None) -> None:
-    """Have the first step of that name in this rank's timeline call `before` and `after`."""
+def intercept(executor: CpuSchedule, name: str, before: Callable[[], object]) -> None:
+    """Have the first step of that name in this rank's timeline call `before` first."""
     bound = next(b for _, steps in executor._program.lanes for b in steps if b.name == name)
     native = bound.call
 
     def call() -> None:
-        if before is not None:
-            before()
+        before()
         native()
-        if after is not None:
-            after()
 
     bound.call = call
 

@@ -6,12 +6,11 @@ Cheapest first: names without processes, then two ranks.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import CallingRecorder
+from pool import CallingRecorder, run_with_one_wrong
 from support.all_to_all_matmul_reference import expected
 from support.slow import slow
 
@@ -19,7 +18,7 @@ from weft.bench.core import measure
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_variants
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.run import ceilings_for, run_rank
+from weft.bench.core.run import ceilings_for
 from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchVariants, MoeShape
 from weft.bench.report import markdown
 from weft.builders import AllToAllMatmul, candidates
@@ -174,27 +173,12 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
     """A run in which one variant has a wrong row on one of two ranks; rows that torch's grouped GEMM does not take."""
-    correct = DispatchVariants.weft
-
-    def spoiling(self: DispatchVariants, variant: str, schedule: str | None) -> Any:
-        call = correct(self, variant, schedule)
-
-        def spoiled(which: int) -> torch.Tensor:
-            y = call(which)
-            y[int(self.counts(which).sum()) - 1] += 1
-            return y
-
-        return spoiled if variant == KERNEL + "-bounded" and self.ranks.rank == 1 else call
-
-    DispatchVariants.weft = spoiling  # type: ignore[method-assign]
-    try:
-        options = _options(preset=ODD, variants=("weft", "dispatch[by=kernel"), modes=("queued",), json=path)
-        run_rank(group.rank(), group.size(), options)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        DispatchVariants.weft = correct  # type: ignore[method-assign]
-    return "nothing"
+    options = _options(preset=ODD, variants=("weft", "dispatch[by=kernel"), modes=("queued",), json=path)
+    is_wrong, row = (
+        lambda variant, _: variant == KERNEL + "-bounded",
+        lambda work, which: int(work.counts(which).sum()) - 1,
+    )
+    return run_with_one_wrong(group, DispatchVariants, options, is_wrong, row)
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import run_with_one_wrong
 from support.slow import slow
 
 import weft
@@ -258,27 +258,8 @@ def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pyte
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
     """A run of two shapes in which a pinned schedule is wrong on one of two ranks."""
-    correct = GatherVariants.weft
-
-    def spoiling(self: GatherVariants, variant: str, schedule: str | None) -> Any:
-        call = correct(self, variant, schedule)
-
-        def spoiled(which: int) -> torch.Tensor:
-            y = call(which)
-            y[-1, -1] += 1
-            return y
-
-        return spoiled if schedule == PUT and self.ranks.rank == 1 else call
-
     options = _options(preset="24x10x16,8x4x8", variants=("weft", "shard[chunks=1"), modes=("queued",), json=path)
-    GatherVariants.weft = spoiling  # type: ignore[method-assign]
-    try:
-        run_rank(group.rank(), group.size(), options)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        GatherVariants.weft = correct  # type: ignore[method-assign]
-    return "nothing"
+    return run_with_one_wrong(group, GatherVariants, options, lambda _, schedule: schedule == PUT, lambda *_: -1)
 
 
 def test_a_wrong_variant_is_not_timed_and_the_run_goes_on(pool: Pool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pytest
-import torch
 from support.slow import mostly
 from typer.testing import CliRunner
 
@@ -262,11 +262,6 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
             "all_to_all_matmul needs the number of experts of all ranks together, a multiple of 2 (--option experts=NUMBER)",
         ),
         (["--option", "experts=9"], "experts=9 must be a positive multiple of ranks=2"),
-        (
-            ["--option", "experts=960", "--ranks", "96"],
-            "M=8192 is not divisible by 960 experts (M=8640 is), and the simulation of more than 72 different ranks "
-            "takes too long",
-        ),
         ([*EIGHT, "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: each must be at least 1"),
         (
             [*EIGHT, "--mode", "graph"],
@@ -354,10 +349,7 @@ def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch
 
 @pytest.mark.slow
 def test_calibration_says_what_it_needs() -> None:
-    if torch.cuda.device_count() >= 2:
-        pytest.skip("this machine has what it needs")
-    done = subprocess.run(
-        [sys.executable, "-m", "weft.cli", "plan", "calibrate"], capture_output=True, text=True, timeout=100
-    )
+    command, no_gpus = [sys.executable, "-m", "weft.cli", "plan", "calibrate"], {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=os.environ | no_gpus, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert "calibration needs 2 GPUs, but torch sees" in done.stderr + done.stdout
+    assert "calibration needs 2 GPUs, but torch sees 0" in done.stderr + done.stdout

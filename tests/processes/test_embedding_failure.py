@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import embedding_ranks as ranks
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
-from pool import assert_deadline, wait_for_failure
+from pool import assert_deadline, assert_left, wait_for_failure
 from support.on_ranks import error_of
 from support.reference import Problem, problem, tables_of
 
@@ -134,20 +133,10 @@ def left(group, p, options):
 
 
 def test_a_rank_that_leaves_in_order(pool: Pool) -> None:
-    for rank, (kind, text) in enumerate(pool.run(left, PROBLEM, {}, ranks=3)):
-        if rank != BAD_RANK:
-            assert kind in ("PeerLostError", "PoisonedGroupError")
-            assert "rank 1" in text
-            assert "closed its end of the group" in text
+    assert_left(pool.run(left, PROBLEM, {}, ranks=3))
 
 
 # --- ranks that are killed ---
-
-
-@pytest.fixture
-def mortals() -> Iterator[Pool]:
-    with Pool(3) as workers:
-        yield workers
 
 
 def killed(group, p, options, where):

@@ -1,16 +1,15 @@
 """The examples run as their headers say, on CPU processes, and docs/schedules.md shows the output of its code."""
 
 import ast
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from support.scripts import EXAMPLES, load
 
 from weft.builders import MatmulReduceScatter, named, unregister
 from weft.errors import ScheduleError
@@ -19,7 +18,6 @@ from weft.schedule.verify import verify
 from weft.sim import model_of, simulate
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 GEMMS = ("matmul h", "matmul y")
 
 
@@ -27,15 +25,6 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     found = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stderr
     return found.stdout
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

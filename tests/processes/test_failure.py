@@ -27,7 +27,7 @@ from support.on_ranks import error_of
 from weft import symm
 from weft.errors import PeerLostError
 from weft.launch import Pool, RankDiedError, run_ranks
-from weft.symm import bootstrap
+from weft.symm import attempt, bootstrap
 
 NOTICE_S = 5.0
 
@@ -272,11 +272,11 @@ def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
     gave up."""
     store = dist.HashStore()
     listener = bootstrap._socket()
-    listener.bind("\0" + bootstrap.PREFIX + secrets.token_hex(16))
+    listener.bind("\0" + attempt.PREFIX + secrets.token_hex(16))
     listener.listen(8)
     name = listener.getsockname()[1:].decode()
     for rank in (0, 2):
-        store.set(str(rank), json.dumps(asdict(bootstrap._Entry.of_this_process(rank, name, 0))))
+        store.set(str(rank), json.dumps(asdict(bootstrap.Entry.of_this_process(rank, name, 0))))
 
     def give_up() -> None:
         select.select([listener], [], [], NOTICE_S)

@@ -148,14 +148,14 @@ def knock(group, knocks):
         return port
 
     setup = symm.bootstrap._Setup
-    native, setup._port_of = setup._port_of, port_of
+    native, setup.port_of = setup.port_of, port_of
     try:
         with on_two_hosts(group) as own:
             start = time.monotonic()
             assert symm.communicator(own, "cpu", deadline_s=LONG_S).all_gather(group.rank()) == [0, 1]
             seconds = time.monotonic() - start
     finally:
-        setup._port_of = native
+        setup.port_of = native
         logging.getLogger("weft").removeHandler(handler)
     return seconds, said, [stranger.recv(1000) for stranger in strangers if stranger.settimeout(5) is None]
 

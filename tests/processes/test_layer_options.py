@@ -31,10 +31,10 @@ Call = Callable[[dist.ProcessGroup, bool], Any]
 """A function that calls a layer on `group`. Its second argument is True for the other option."""
 
 
-def x_of(sequence_dim: int | None, of: torch.Tensor = X) -> torch.Tensor:
+def x_of(sequence_dim: int | None) -> torch.Tensor:
     if sequence_dim is None:
-        return of
-    return of.chunk(WORLD, 1)[dist.get_rank()].movedim(1, sequence_dim)
+        return X
+    return X.chunk(WORLD, 1)[dist.get_rank()].movedim(1, sequence_dim)
 
 
 def attention(sequence_dim: int | None, other: dict[str, Any] | None = None, **given: Any) -> Call:

@@ -13,6 +13,7 @@ import pytest
 from support.operators import suite
 from support.operators.call import Case
 from support.operators.cases import ROWS
+from support.operators.row import values_of
 from support.slow import mostly, slow
 
 import weft
@@ -26,10 +27,9 @@ def each(field: str, names: str) -> Any:
     found = []
     for operator, row in ROWS.items():
         for number, entry in enumerate(getattr(row, field)):
-            values, marks = (entry.values, entry.marks) if hasattr(entry, "marks") else (entry, ())
-            values = values if isinstance(values, tuple) else (values,)
             label = entry if isinstance(entry, str) else number
-            found.append(pytest.param(operator, *values, marks=marks, id=f"{operator}-{label}"))
+            marks = getattr(entry, "marks", ())
+            found.append(pytest.param(operator, *values_of(entry), marks=marks, id=f"{operator}-{label}"))
     return pytest.mark.parametrize(("operator", *names.split()), found)
 
 
@@ -73,10 +73,21 @@ def test_many_calls_in_a_row(pool: Pool, operator: str) -> None:
     pool.run(suite.results, operator, ROWS[operator].small, 50, ranks=2, timeout_s=60)
 
 
-@each("every", names="world case builders")
-def test_every_schedule(pool: Pool, operator: str, world: int, case: Case, builders: set[str]) -> None:
+EVERY = [
+    pytest.param(
+        operator, *values_of(entry), whole, marks=pytest.mark.slow if whole else (), id=f"{operator}-{number}-{whole}"
+    )
+    for operator, row in ROWS.items()
+    for number, entry in enumerate(row.every)
+    for whole in (False, True)
+    if whole or not hasattr(entry, "marks")
+]
+
+
+@pytest.mark.parametrize(("operator", "world", "case", "builders", "whole"), EVERY)
+def test_every_schedule(pool: Pool, operator: str, world: int, case: Case, builders: set[str], whole: bool) -> None:
     """Results repeat to the bit; if all ranks get them, they are the same bits on all."""
-    (names, *_) = pool.run(suite.every_schedule, operator, case, 0.02, ranks=world, timeout_s=200)
+    (names, *_) = pool.run(suite.every_schedule, operator, case, 0.02, whole, ranks=world, timeout_s=200)
     assert {name.split("[")[0] for name in names} == builders
 
 
@@ -103,7 +114,7 @@ COMPILED = [
     ("operator", "world", "number"), [one if is_fast else slow(*one) for *one, is_fast in COMPILED]
 )
 def test_compiled_gradients(pool: Pool, operator: str, world: int, number: int) -> None:
-    case, wanted = ROWS[operator].gradients[number]
+    case, wanted = values_of(ROWS[operator].gradients[number])
     pool.run(suite.gradients, operator, on(world, case), wanted, True, None, ranks=world, timeout_s=120)
 
 

@@ -11,12 +11,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 import schedule_cpu_ranks as ranks
 import torch.distributed as dist
-from pool import assert_deadline, assert_over, wait_for_failure
+from pool import assert_deadline, assert_left, assert_over, wait_for_failure
 from schedule_cpu_ranks import assert_right, build, comm_of, tensors_of
 from support.on_ranks import error_of, own_group
 
@@ -155,20 +154,10 @@ def left(group, builder):
 
 @pytest.mark.parametrize("builder", ["shard", "serial"])
 def test_a_rank_that_leaves_in_order(pool: Pool, builder: str) -> None:
-    for rank, (kind, text) in enumerate(pool.run(left, builder, ranks=3)):
-        if rank != BAD_RANK:
-            assert kind in ("PeerLostError", "PoisonedGroupError")
-            assert "rank 1" in text
-            assert "closed its end of the group" in text
+    assert_left(pool.run(left, builder, ranks=3))
 
 
 # --- ranks that are killed ---
-
-
-@pytest.fixture
-def mortals() -> Iterator[Pool]:
-    with Pool(3) as workers:
-        yield workers
 
 
 def killed(group, builder, step):

@@ -56,13 +56,18 @@ def assert_rows(
     """
     wanted, _ = expected(rank, splits, tokens, weights)
     magnitudes, _ = expected(rank, splits, [part.abs() for part in tokens], weights.abs())
-    assert found.shape == wanted.shape, f"{what}, rank {rank}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     eps = torch.finfo(found.dtype).eps
     limit = eps * wanted.abs() + (weights.shape[1] * 2.0**-24 + added * eps) * magnitudes
+    assert_within(found, wanted, limit, f"{what}, rank {rank}")
+
+
+def assert_within(found: torch.Tensor, wanted: torch.Tensor, limit: torch.Tensor, what: str) -> None:
+    """Check that each element of `found` differs from `wanted` by at most its `limit`."""
+    assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     wrong = ~((found.double() - wanted).abs() <= limit)
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise AssertionError(
-            f"{what}, rank {rank}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first [{row}, {column}]: "
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first [{row}, {column}]: "
             f"{found[row, column]:.6g} instead of {wanted[row, column]:.6g}"
         )

@@ -6,7 +6,6 @@ torchrun ... tests/support/examples_job.py FILE     rank 0 writes what it found
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -19,8 +18,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.scripts import EXAMPLES, load
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 ARGUMENTS = {
     "tp_transformer": "--steps 4 --layers 1 --hidden 64 --head-dim 8 --length 32 --batch 2 --unfused",
     "moe": "--device cpu --shrink 256 --tokens 16 --repetitions 1 --steps 3",
@@ -35,10 +34,6 @@ LOSSES = {
 
 def printed(name: str) -> str:
     """Run an example on the ranks of the default group. Return its output."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     said = io.StringIO()
     changes: dict[str, Any] = {"init_process_group": lambda *_: None, "destroy_process_group": lambda *_: None}
     ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(dist.get_world_size())}
@@ -48,8 +43,7 @@ def printed(name: str) -> str:
         mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
         contextlib.redirect_stdout(said),
     ):  # fmt: skip
-        spec.loader.exec_module(module)
-        module.main()
+        load(EXAMPLES / f"{name}.py").main()
     return said.getvalue()
 
 

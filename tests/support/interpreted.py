@@ -1,17 +1,22 @@
 """GPU kernels under Triton's interpreter. It has to be chosen before Triton is imported. So a test file runs itself, once, in a
-process with TRITON_INTERPRET=1 that plays its cases (`play_all`) and prints the errors of each (`wrong_in`)."""
+fork of a process with TRITON_INTERPRET=1. There it plays its cases (`play_all`) and prints the errors of each (`wrong_in`)."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import runpy
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +28,52 @@ def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
     """Return the errors, by case."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
-    names = list(names)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    command = [sys.executable, file, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    names, server = list(names), _server()
+    with tempfile.TemporaryDirectory() as folder:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps([file, names, folder]) + "\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], 300)[0]:
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+        status = server.stdout.readline().strip()
+        said, error = (Path(folder, name).read_text() for name in ("said", "error"))
+    answers = dict(json.loads(line) for line in said.splitlines())
     # Wild stores end the process: the first case without an answer caused it.
-    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
-    return {name: text for name, text in (dict.fromkeys(names, crashed) | said).items() if text}
+    crashed = f"the process ended with exit code {status} here, or before: {error}"
+    return {name: text for name, text in (dict.fromkeys(names, crashed) | answers).items() if text}
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Start the process that forks for each file: imports of torch and Triton take longer than the cases of most files."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=pipe, stdout=pipe, text=True, process_group=0
+    )
+
+
+def _serve() -> None:
+    import triton.language  # noqa: F401
+
+    import weft.embedding  # noqa: F401
+
+    for line in sys.stdin:
+        file, names, folder = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            for number, name in ((1, "said"), (2, "error")):
+                os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+            sys.argv = [file, *names]
+            try:
+                runpy.run_path(file, run_name="__main__")
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
@@ -82,3 +125,7 @@ def _mend() -> None:
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
+
+
+if __name__ == "__main__":
+    _serve()

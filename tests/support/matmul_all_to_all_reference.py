@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from support.all_to_all_matmul_reference import Splits
+from support.all_to_all_matmul_reference import Splits, assert_within
 
 from weft.runtime.schedule_memory import TORCH_DTYPE
 
@@ -48,12 +48,5 @@ def assert_rows(
     `all_to_all_matmul_reference`."""
     wanted = expected(rank, splits, [part.double() for part in h], weights.double())
     magnitudes = expected(rank, splits, [part.double().abs() for part in h], weights.double().abs())
-    assert found.shape == wanted.shape, f"{what}, rank {rank}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     limit = torch.finfo(found.dtype).eps * wanted.abs() + weights.shape[1] * 2.0**-24 * magnitudes
-    wrong = ~((found.double() - wanted).abs() <= limit)
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
-        raise AssertionError(
-            f"{what}, rank {rank}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first [{row}, {column}]: "
-            f"{found[row, column]:.6g} instead of {wanted[row, column]:.6g}"
-        )
+    assert_within(found, wanted, limit, f"{what}, rank {rank}")

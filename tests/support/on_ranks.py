@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,3 +116,16 @@ def applicable(p: Problem) -> list[Candidate]:
             candidate.build()
             found.append(candidate)
     return found
+
+
+def each_option(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return fewer candidates: each value of each option of a builder is in one of them, with others than in the last."""
+    rest, kept, seen = list(found), list[Candidate](), set[Any]()
+
+    def new(candidate: Candidate) -> int:
+        return len({(candidate.builder, option) for option in candidate.parameters or [()]} - seen)
+
+    while rest and new(best := max(rest, key=new)):
+        seen |= {(best.builder, option) for option in best.parameters or [()]}
+        kept.append(best)
+    return kept

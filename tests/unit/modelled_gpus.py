@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda import issue, sizes, tracked_matmul
+from weft.runtime.cuda import issue, sizes, tile_kernels, tracked_matmul
 from weft.runtime.cuda.add_up import SumNorm
 from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
 from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, rank_schedule
@@ -253,7 +253,7 @@ class Agreeing:
         host().issue(host().stream, "agree", self, out, out_rows)
 
 
-class Gemms:
+class Gemms(tile_kernels.TilesCall):
     """In place of `weft.runtime.cuda.tile_kernels.Gemms`: what the step says."""
 
     def __init__(self, context: Context, regions: Regions, kernel: TileKernel, *_: Any) -> None:
@@ -279,8 +279,10 @@ class Gemms:
                     out.copy_(out + made if gemm.accumulate else made)
 
 
-class Sorted:
+class Sorted(tile_kernels.TilesCall):
     """In place of `weft.runtime.cuda.tile_kernels.Sorted`: the copies, in a shuffled order."""
+
+    writes_outputs = False
 
     def __init__(self, context: Context, regions: Regions, copies: Sequence[Copy], _: int) -> None:
         self._regions, self._own = regions, context.own
@@ -421,8 +423,10 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
     monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
+    monkeypatch.setattr(tile_kernels, "Gemms", Gemms)
+    monkeypatch.setattr(tile_kernels, "Sorted", Sorted)
     instead = {
-        "CopyLaunch": Move, "Totals": Totals, "Gemms": Gemms, "Sorted": Sorted, "collective_call": _collective_call,
+        "CopyLaunch": Move, "Totals": Totals, "collective_call": _collective_call,
         "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,
     }  # fmt: skip
     for name, one in instead.items():

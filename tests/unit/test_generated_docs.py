@@ -1,31 +1,18 @@
 """Pages that are made from the code are up to date and leave nothing out; a package page has no link that leads nowhere."""
 
 import ast
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from support.scripts import DOCS, load
 
 import weft
 from weft import env
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-
-
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate, page = _script("generate"), _script("package_page")
+generate, page = load(DOCS / "generate.py"), load(DOCS / "package_page.py")
 
 
 @pytest.mark.parametrize("name", ["api", "environment"])

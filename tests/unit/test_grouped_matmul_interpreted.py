@@ -221,7 +221,7 @@ CASES: dict[str, Case] = {
     "stored in halves": Case(3, 2, parts=2),
     "stored in halves, transposed weights": Case(2, 2, n=72, parts=2, transposed=True, dtype=torch.bfloat16),
     "K and N that fill no block": Case(2, 3, k=40, n=40, dtype=torch.bfloat16),
-    "awkward K and N": Case(2, 2, k=100, n=33),
+    "awkward K and N": Case(2, 2, k=52, n=33),
     "awkward K and N, bf16": Case(2, 3, k=50, n=33, dtype=torch.bfloat16),
     "awkward K and N, fp32": Case(2, 3, k=50, n=33, dtype=torch.float32),
     "awkward K and N, transposed weights": Case(2, 3, k=37, n=70, transposed=True),

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-DOCS = Path(__file__).parents[2] / "docs"
+from support.scripts import DOCS, load
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hosts_page", DOCS / "hosts_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(DOCS / "hosts_page.py")
 
 
 def test_the_page_and_its_picture_follow_from_the_records(script: ModuleType) -> None:

@@ -19,18 +19,19 @@ pytest.importorskip("triton", reason="Triton is not installed here: it compiles 
 from modelled_gpus import SymmetricMemory, compiled, model, poison
 from played_gpus import Played
 from schedule_interpreter import interpret
+from support.on_ranks import applicable, each_option
 from support.slow import slow
 
 from weft.builders import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
     AllToAllMatmul,
+    Candidate,
     MatmulAllGather,
     MatmulAllGatherGradients,
     MatmulAllReduce,
     MatmulAllToAll,
     MatmulReduceScatter,
-    NotApplicableError,
     Problem,
     Scaled,
     ScaledMatmulReduceScatter,
@@ -120,6 +121,11 @@ def check(played: Played, exact: list[list[Tensors]]) -> None:
                 )
 
 
+def overlapping(p: Problem) -> list[Candidate]:
+    """Return the candidates, except serial, which NCCL and cuBLAS run."""
+    return [candidate for candidate in applicable(p) if candidate.name != "serial"]
+
+
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -128,28 +134,23 @@ def check(played: Played, exact: list[list[Tensors]]) -> None:
     ],
 )
 def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, name: str, order: int) -> None:
+    """The first order tries each option of a builder once, the second, in `make test-slow`, all schedules."""
     model(monkeypatch)
     p = PROBLEMS[name]
     serial = named(p, "serial").build()
     given = Given(serial, RUNS)
-    exact, overlapping = given.exact(serial), 0
-    for number, candidate in enumerate(candidates(p)):
-        if candidate.name == "serial":  # which NCCL and cuBLAS run
-            continue
-        try:
-            schedule = candidate.build()
-        except NotApplicableError:
-            continue
+    exact, found = given.exact(serial), overlapping(p)
+    assert found
+    for number, candidate in enumerate(found if order > 1 else each_option(found)):
+        schedule = candidate.build()
         for rank in range(schedule.world_size):
             require_runnable_on_gpus(schedule, rank)
         try:
             played = Played(schedule, RUNS, lambda rank, run: given.runs[run - 1][rank])
-            played.play(number + order - 1)
+            played.play(number + order)
             check(played, exact)
         except AssertionError as error:
             raise AssertionError(f"{candidate.name}: {error}") from error
-        overlapping += 1
-    assert overlapping
 
 
 EXPERTS: dict[str, AllToAllMatmul | MatmulAllToAll] = {
@@ -222,19 +223,12 @@ def test_rows_of_experts_go_where_they_belong(monkeypatch: pytest.MonkeyPatch, n
                     mine = slice(rank * p.experts, (rank + 1) * p.experts)
                     assert torch.equal(found["x"][:came], torch.cat([one for part in parts for one in part[mine]])), at
 
-    overlapping = 0
-    for number, candidate in enumerate(candidates(p)):
-        if candidate.name == "serial":
-            continue
-        try:
-            schedule = candidate.build()
-        except NotApplicableError:
-            continue
-        played = Played(schedule, RUNS, given)
-        played.play(number + order - 1)
+    found = overlapping(p)
+    assert len(found) >= 4
+    for number, candidate in enumerate(found):
+        played = Played(candidate.build(), RUNS, given)
+        played.play(number + order)
         check(played, candidate.name)
-        overlapping += 1
-    assert overlapping >= 4
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -253,22 +247,15 @@ def test_rows_of_a_rank_whose_table_differs_are_spoilt(monkeypatch: pytest.Monke
         y, mine = poison(torch.empty(12, p.n)), torch.tensor(splits[rank]).view(2, 2)
         return {"h": h[rank], "received": received, "splits": mine, "w": w, "y": y}
 
-    overlapping = 0
-    for candidate in candidates(p):
-        if candidate.name == "serial":
-            continue
-        try:
-            schedule = candidate.build()
-        except NotApplicableError:
-            continue
-        overlapping += 1
-        played = Played(schedule, 3, given)
+    found = overlapping(p)
+    assert len(found) >= 4
+    for candidate in found:
+        played = Played(candidate.build(), 3, given)
         played.play(0)
         spoilt = {key: result["y"].isnan() for key, result in played.results.items()}
         assert spoilt[0, 2][6:].all(), candidate.name
         assert not spoilt.pop((0, 2))[:6].any(), candidate.name
         assert not any(one.any() for one in spoilt.values()), candidate.name
-    assert overlapping >= 4
 
 
 def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

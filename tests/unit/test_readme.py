@@ -1,7 +1,6 @@
 """The README and the pages are true: every Python block runs as printed, on two processes. Links, targets and commands
 exist, and the first screen holds what was promised."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import typer
+from support.scripts import DOCS, load
 
 from weft.cli.app import app
 
@@ -64,11 +64,7 @@ def test_the_first_screen_says_what_for_whom_how_fast_and_where_weft_loses() -> 
 
 
 def test_the_picture_has_the_numbers_of_the_first_screen() -> None:
-    spec = importlib.util.spec_from_file_location("speedups", ROOT / "docs" / "speedups.py")
-    assert spec is not None
-    assert spec.loader is not None
-    speedups = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(speedups)
+    speedups = load(DOCS / "speedups.py")
     assert [mark.name for mark in speedups.rows()][:5] == re.findall(r"^\|.*gain:(\S+)", README, re.MULTILINE)[:5]
     drawn = PIL.Image.open(speedups.PICTURE).info["Description"]  # type: ignore[no-untyped-call]
     assert drawn == speedups.description(), "docs/speedups.png is out of date: python docs/speedups.py"

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from support.scripts import DOCS, load
 
 from weft.studies.claims import Claim, claims_table
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reproduction", DOCS / "reproduction.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _script()
+script = load(DOCS / "reproduction.py")
 
 
 def test_the_page_is_made_from_records_and_reasons() -> None:

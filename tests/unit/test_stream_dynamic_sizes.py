@@ -21,7 +21,7 @@ from weft.builders import AllToAllMatmul, MatmulAllToAll, MatmulReduceScatter, N
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda.calls import Operation, void
+from weft.runtime.cuda import tile_kernels
 from weft.runtime.schedule_memory import layout_of
 from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
@@ -47,10 +47,19 @@ class Launched(TileKernel):
     kind: ClassVar[str] = "launched"
 
 
-@stream_compiler.emit_tiles.register
-def launched(kernel: Launched, step: Tiles, compiler: stream_compiler.Compiler, lane: int) -> None:
-    y = compiler.regions.view(compiler.context.buffers["y"].part())
-    compiler.items.call(lane, Operation(lambda tensors: void(y(tensors).fill_(float(int(step.extent))))))
+class Launch(tile_kernels.TilesCall):
+    def __init__(self, kernel: Launched, step: Tiles, lane: tile_kernels.TilesLane) -> None:
+        self._y = lane.regions.view(lane.context.buffers["y"].part())
+        self._extent = float(int(step.extent))
+
+    def prepare(self, tensors: dict[str, Any]) -> None:
+        self._y(tensors).fill_(torch.nan)
+
+    def __call__(self, tensors: dict[str, Any], bases: list[int]) -> None:
+        self._y(tensors).fill_(self._extent)
+
+
+tile_kernels.tiles_call.register(Launched, Launch)
 
 
 def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +72,11 @@ def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.Mon
     schedule = d.schedule()
     require_runnable_on_gpus(schedule, 0)
     items = stream_compiler.compile_streams(context_of(schedule, 0, SymmetricMemory(1, 0)), False)
-    ((lane, operation),) = items.calls
+    ((_, call, lane),), (prepare,) = items.items, items.prepares
     out = torch.zeros(3, 2)
-    operation.call({"y": out})
+    prepare({"y": out})
+    assert out.isnan().all(), "kernels are loaded before the first run"
+    call({"y": out}, [])
     assert (lane, out.tolist()) == (0, [[3.0, 3.0]] * 3)
 
 
@@ -124,11 +135,12 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
 
     def permute(context: object, regions: object, copies: Sequence[object], sizes: int) -> SimpleNamespace:
         permuted.extend(range(sizes, sizes + 3 * len(copies), 3))
-        return SimpleNamespace()
+        return SimpleNamespace(prepare=0, writes_outputs=False)
 
-    monkeypatch.setattr(stream_compiler, "Sorted", permute)
-    for name in ("Agreeing", "ReadAhead", "Gemms"):
-        monkeypatch.setattr(stream_compiler, name, lambda *_: SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0))
+    monkeypatch.setattr(tile_kernels, "Sorted", permute)
+    made = SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0, writes_outputs=True)
+    for module, name in ((stream_compiler, "Agreeing"), (stream_compiler, "ReadAhead"), (tile_kernels, "Gemms")):
+        monkeypatch.setattr(module, name, lambda *_: made)
     for name, schedule in schedules(4, 4, exact=exact):
         if "by=kernel" not in name and "dispatch_sorted" not in name:
             continue

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from weft.bench.core import records as files
 from weft.bench.report import rewrite
 from weft.cli.app import app
-from weft.hw.topology.links import torus
+from weft.hw.topology import torus
 from weft.sim.collectives import algorithms
 from weft.studies import fused_embedding as study
 from weft.studies.dlrm_iteration import Dlrm, Task, ends_us, exchange_us, reduce_us

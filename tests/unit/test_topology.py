@@ -13,7 +13,7 @@ from sim_toys import TOY, puts
 from support.slow import slow
 
 from weft import plan
-from weft.hw import load_machine
+from weft.hw import Quantity, load_machine
 from weft.hw.topology import (
     Link,
     Topology,
@@ -27,6 +27,7 @@ from weft.hw.topology import (
     torus,
     unlimited,
 )
+from weft.hw.topology.shape import PAIRS, SHAPES, shape
 from weft.schedule import RANK, Draft, Schedule, lookup
 from weft.sim import model_of, simulate
 from weft.sim.costs import Links
@@ -77,9 +78,10 @@ def test_what_goes_into_a_node_comes_out_of_it(topology: Topology, flows: list[t
         rank, target = a % ranks, b % ranks
         left[rank] += count
         left[target] -= count
-        for _, (kind, at), share in Links(topology, rank).uses(0, target - rank, count, us=7.0):
+        for use in Links(topology, rank).uses(0, target - rank, count, us=7.0):
+            kind, at = use.place
             link = by_place[kind, (rank + at) % ranks]
-            carried[link] += share * link.bytes_per_us * 7.0
+            carried[link] += use.amount * link.bytes_per_us * 7.0
     for node, count in enumerate(left):
         out = sum(n for link, n in carried.items() if link.source == node)
         into = sum(n for link, n in carried.items() if link.target == node)
@@ -263,6 +265,30 @@ def test_numbers_of_the_file_come_before_the_machines(tmp_path: Path) -> None:
     assert load_topology("ring", mi300x) == Wiring(ring, (48e3, 0.0))
 
 
+def test_a_topology_is_one_function(tmp_path: Path) -> None:
+    numbers = (*PAIRS, "clique.gpus")
+
+    @shape(numbers, ("cliques", "clique.gpus"), {"clique.gpus": Quantity(2, "1", "assumed")})
+    def clique(ranks: int, bytes_per_us: float, latency_us: float, gpus: int) -> Topology:
+        pairs = ((r, r - r % gpus + (r + d) % gpus) for r in range(ranks) for d in range(1, gpus))
+        return Topology(ranks, tuple(Link("to", r, r, other, bytes_per_us, latency_us) for r, other in pairs))
+
+    machine = load_machine("mi300x")
+    try:
+        assert "clique" in known_topologies()
+        assert load_topology("clique", machine) == Wiring(clique, (48e3, 0.0, 2))
+        assert load_topology("clique:3x4", machine) == Wiring(clique, (48e3, 0.0, 4), 12)
+        assert load_topology("clique:3x4", machine).scaled(0.5).numbers == (24e3, 0.0, 4)
+        path = _file(
+            tmp_path, 'name = "c"\nshape = "clique"\nclique.gpus = {value = 8, unit = "1", source = "paper"}\n'
+        )
+        assert load_topology(path, machine) == Wiring(clique, (48e3, 0.0, 8))
+        with pytest.raises(ValueError, match="topology 'clique:3': write clique:CLIQUESxGPUS, such as clique:16x8"):
+            load_topology("clique:3", machine)
+    finally:
+        del SHAPES["clique"]
+
+
 def test_a_machine_file_may_name_a_topology_file_beside_it(tmp_path: Path) -> None:
     _file(tmp_path, f'name = "ring"\nshape = "ring"\n[link]\npair_usable = {RATE}\n')
     shipped = Path(plan.__file__).parents[1] / "hw" / "h200.toml"
@@ -284,8 +310,8 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('shape = "ring"', r'wires\.toml: a topology file needs a string as its name: add name = "\.\.\."'),
-        ('name = "x"', r"wires\.toml: shape = None is unknown; use one of switch, mesh, ring, torus, hosts"),
-        ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of switch, mesh"),
+        ('name = "x"', r"wires\.toml: shape = None is unknown; use one of hosts, mesh, ring, switch, torus"),
+        ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of hosts, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
          r"wires\.toml: link\.pair_usble is no known key: do you mean link\.pair_usable\?"),
         (f'name = "x"\nshape = "ring"\n[link]\nport_usable = {RATE}',

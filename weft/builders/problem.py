@@ -92,7 +92,8 @@ class Problem:
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """The smallest larger problem whose ranks all do the same work, and its number of rows divided by this problem's.
+        """A problem that takes as long on the slowest rank, and whose ranks all do the same work, and its number of rows
+        divided by this problem's.
 
         None if there is no such problem, or if it is not known.
         """
@@ -113,6 +114,9 @@ class Problem:
         """
         return True
 
+
+NEARLY = 1.02
+"""If all ranks do the same with at most this many times as many rows, the time is regarded as equal."""
 
 _MOST = 1 << 40
 """The largest size of `described`. The product of two sizes and a small number then fits into 64 bits."""

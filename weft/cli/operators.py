@@ -171,7 +171,7 @@ Topology = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=(
-            "How GPUs are linked: switch, mesh, ring, torus, hosts, or the path of a TOML file as in weft/hw/topology or of "
+            "How GPUs are linked: switch, mesh, ring, torus, hosts (weft/hw/topology/shapes), or the path of a TOML file or of "
             "an InfraGraph in JSON. A name may have a size: torus:16x8 (columns, rows), hosts:4x8 (machines, GPUs of each), "
             "ring:8. "
             "Default: the topology of the machine file."

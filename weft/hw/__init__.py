@@ -2,6 +2,7 @@
 host.
 """
 
+from weft.hw import topology as topology  # topologies add keys of machine files
 from weft.hw.here import machine_of
 from weft.hw.host import available_memory_bytes
 from weft.hw.machine import Machine, file_of, known_machines, load_machine

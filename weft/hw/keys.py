@@ -86,8 +86,6 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "graph.signal": _US,
     "graph.remote": _US,
     "heuristic.threshold": (0.1, 1000, "ms"),
-    "torus.columns": (1, 4096, "1"),
-    "hosts.gpus": (1, 1024, "1"),
     "nic.usable": _GIGABYTES_PER_S,
     "nic.latency": _US,
 }
@@ -107,7 +105,14 @@ _NOT_ABOVE = (
 @lru_cache(maxsize=1024)
 def limits_of(key: str) -> tuple[float, float, str] | None:
     """Return (least plausible value, largest plausible value, unit) of `key`; None for an unknown key."""
-    return next((limits for pattern, limits in _PATTERNS if pattern.fullmatch(key)), None)
+    return _KEYS.get(key) or next((limits for pattern, limits in _PATTERNS if pattern.fullmatch(key)), None)
+
+
+def add_count(key: str) -> None:
+    """Make `key` legal, if it is not yet, for a whole number: a topology's size (`weft.hw.topology.shape`)."""
+    if limits_of(key) is None:
+        _KEYS[key] = (1, 4096, "1")
+        limits_of.cache_clear()
 
 
 def unknown(key: str) -> str:

@@ -15,7 +15,7 @@ The simulator's models use these numbers. Benchmarks do not: they measure peak r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -27,8 +27,6 @@ from weft.errors import UnreadableError
 from weft.hw.derived import derived
 from weft.hw.keys import implausible, limits_of, unknown
 from weft.hw.quantity import BANDWIDTHS, BYTES, RATES, SOURCES, TIMES, UNITS, Quantity
-
-_FOLDERS = {"machine": "weft.hw", "topology": "weft.hw.topology"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Machine:
 
 def known_machines() -> tuple[str, ...]:
     """Return the names of the machine files that come with weft."""
-    return known_files("machine")
+    folder = resources.files("weft.hw")
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 def file_of(machine: str) -> str | None:
@@ -109,7 +108,7 @@ def _known(name: str) -> Machine:
 
 
 def _read(name: str | Path) -> Machine:
-    data = read_file("machine", name)
+    data = read_file("machine", name, known_machines())
     title, topology, base = data.pop("name"), data.pop("topology", ""), data.pop("derived_from", None)
     lacks = data.pop("lacks", [])
     if not isinstance(lacks, list) or not all(isinstance(dtype, str) for dtype in lacks):
@@ -128,11 +127,6 @@ def _read(name: str | Path) -> Machine:
     return Machine(title, quantities, topology)
 
 
-def known_files(what: str) -> tuple[str, ...]:
-    folder = resources.files(_FOLDERS[what])
-    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
-
-
 _WITHOUT_FILE = (
     ". Calls need no machine file: for NVIDIA GPUs without one, weft derives the numbers from the driver's. To "
     "plan for such a GPU on another machine, copy weft/hw/a100.toml, change its datasheet numbers, and pass the "
@@ -140,11 +134,11 @@ _WITHOUT_FILE = (
 )
 
 
-def read_file(what: str, name: str | Path) -> dict[str, Any]:
-    """Read the file of a machine or topology that comes with weft, or the file at a path. what: "machine" or "topology".
+def read_file(what: str, name: str | Path, known: Collection[str]) -> dict[str, Any]:
+    """Read the file at a path, or the machine file that comes with weft. what: "machine" or "topology". known: all legal names.
 
     Raise `ValueError` with the known names, or with the error in the file."""
-    path, known = Path(name), known_files(what)
+    path = Path(name)
     either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
         try:
@@ -152,8 +146,8 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
         except OSError as error:
             why = f"the {what} file {name} cannot be read ({error.strerror})"
             raise UnreadableError(f"{why}: {either} the path of a TOML file") from error
-    elif str(name) in known:
-        text = resources.files(_FOLDERS[what]).joinpath(f"{name}.toml").read_text()
+    elif what == "machine" and str(name) in known:
+        text = resources.files("weft.hw").joinpath(f"{name}.toml").read_text()
         data = reading.parse_toml(text, str(name))
     else:
         raise ValueError(

@@ -36,13 +36,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.embedding_bags import (
+    IDS,
+    SLOT_FIELDS,
+    UNIT_FIELDS,
+    bag_at,
+    ends_of,
+    load_ids,
+    load_rows,
+    rows_of,
+    samples_of,
+    unit_at,
+)
 from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
 
-# Columns of the slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 for mean
-# pooling, 1 for the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
-SLOT_FIELDS = 8
-# Columns of the unit table (int64): first slot and end of a sample's unit of work, its first output column and its width.
-UNIT_FIELDS = 4
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
 EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES, FLAGS = range(9)
@@ -54,8 +61,6 @@ WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
 # Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
 SLOT_BITS = 8
 NO_POSITION = (1 << 62) - 1
-# Ids of a bag that are read at a time, one per lane.
-IDS = 32
 # The number of the kernel's pointer arguments, which come first.
 POINTERS = 13
 
@@ -102,55 +107,6 @@ def _report(record, status, epoch, peer, wanted, found):
 
 
 @triton.jit
-def _row_of(id, rows, HASH: tl.constexpr):
-    """Return the table row of an id. With HASH this is splitmix64's finalizer of the id, modulo the number of rows;
-    otherwise it is the id.
-    """
-    if HASH:
-        z = id.to(tl.int64).to(tl.uint64, bitcast=True)
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-        z = z ^ (z >> 31)
-        return (z % rows.to(tl.uint64)).to(tl.int64)
-    return id.to(tl.int64)
-
-
-@triton.jit
-def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
-    """Return (sample, first slot, end slot) of a unit. After the last unit, return the first unit, which the caller
-    ignores.
-
-    Work begins with `first_sample`. Sample 0 follows the last sample.
-    """
-    u = tl.where(unit < n_units, unit, 0)
-    position = u // units_per_sample
-    entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
-    sample = position + first_sample
-    sample = tl.where(sample >= batch, sample - batch, sample)
-    return sample, tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
-
-
-@triton.jit
-def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the count `cut`, plus one if the bounds
-    were clamped.
-    """
-    key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
-    at = offsets + key * batch + sample
-    first = tl.load(at, mask=valid, other=0).to(tl.int64)
-    last = tl.load(at + 1, mask=valid, other=0).to(tl.int64)
-    start = tl.minimum(tl.maximum(first, 0), n_values)
-    end = tl.minimum(tl.maximum(last, start), n_values)
-    return start.to(POSITION), end.to(POSITION), cut + ((start != first) | (end != last)).to(tl.int32)
-
-
-@triton.jit
-def _load_ids(values, start, end, lanes):
-    at = start + lanes
-    return tl.load(values + at, mask=at < end, other=0)
-
-
-@triton.jit
 def _fill_with_nan(out, items, DTYPE: tl.constexpr):
     block = tl.arange(0, 1024)
     nan = tl.full([1024], float("nan"), tl.float32).to(DTYPE)
@@ -158,66 +114,6 @@ def _fill_with_nan(out, items, DTYPE: tl.constexpr):
     while at < items:
         tl.store(out + at + block, nan, mask=at + block < items)
         at += 1024
-
-
-@triton.jit
-def _rows_of(
-    ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
-):  # fmt: skip
-    """Return the row numbers of a block of ids, and -1 for lanes past the end of the bag and for ids out of range.
-
-    Each lane counts its bad ids and records the position of its first bad id.
-    """
-    inside = at < end
-    row = _row_of(ids, rows_in_table, HASH)
-    if CHECK:
-        # As unsigned numbers, negative ids are large: one comparison finds both kinds of bad ids.
-        wrong = inside & (row.to(tl.uint64, bitcast=True) >= rows_in_table.to(tl.uint64))
-        inside = inside & (wrong == 0)
-        bad_at = tl.where(wrong & (bad == 0), at, bad_at)
-        bad += (wrong & (counts != 0)).to(tl.int32)
-    return tl.where(inside, row.to(ROW), tl.full([_IDS], -1, ROW)), bad, bad_at
-
-
-@triton.jit
-def _load_rows(
-    weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
-    WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, multiplied by their weights. Rows
-    with number -1 are zero.
-    """
-    row = tl.gather(rows, first + lanes, 0)
-    real = row >= 0
-    if UNIFORM:
-        block = tl.load(weight + row.to(tl.int64)[:, None] * BLOCK_D + cols[None, :], mask=real[:, None], other=0.0)
-    else:
-        inside = real[:, None] & (cols < width)[None, :]
-        block = tl.load(weight + row.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
-    block = block.to(tl.float32)
-    if WEIGHTED:
-        block *= tl.load(per_sample_weights + at + first + lanes, mask=real, other=0.0)[:, None]
-    return block
-
-
-@triton.jit
-def _ends(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
-    """Return the end of each rank's samples, int32."""
-    if is_even != 0:
-        ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
-    else:
-        ends = tl.load(batch_starts + ranks + 1, mask=is_rank, other=0).to(tl.int32)
-    return ends
-
-
-@triton.jit
-def _samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
-    """Return the number of a rank's samples, int64."""
-    if is_even != 0:
-        count = (batch // WORLD + (rank < batch % WORLD).to(tl.int32)).to(tl.int64)
-    else:
-        count = tl.load(batch_starts + rank + 1) - tl.load(batch_starts + rank)
-    return count
 
 
 @triton.jit(
@@ -335,8 +231,8 @@ def embedding_all_to_all_kernel(
         started = now_ns(PTX)
 
     unit0 = program
-    sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
-    start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
+    sample0, slot0, stop0 = unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
+    start0, end0, cut = bag_at(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
     # The number of a program determines its units of the first two rounds. Later units come from a counter, because
     # incrementing one word in memory takes a nanosecond per program.
     grabbed = program + programs
@@ -346,10 +242,10 @@ def embedding_all_to_all_kernel(
     stop1 = stop0
     if slot1 >= stop1:
         unit1 = grabbed
-        sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
+        sample1, slot1, stop1 = unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
         grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
-    start1, end1, cut = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
-    ids = _load_ids(values, start0, end0, id_lanes)
+    start1, end1, cut = bag_at(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
+    ids = load_ids(values, start0, end0, id_lanes)
 
     while unit0 < n_units:
         slot_entry = slots + slot0 * _SLOT_FIELDS
@@ -365,23 +261,23 @@ def embedding_all_to_all_kernel(
         if CHECK and not UNIFORM:
             counts = tl.load(slot_entry + 7)
 
-        rows, bad, bad_at = _rows_of(ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW)
-        ids = _load_ids(values, start0 + _IDS, end0, id_lanes)
-        ids_next = _load_ids(values, start1, end1, id_lanes)
+        rows, bad, bad_at = rows_of(ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW)
+        ids = load_ids(values, start0 + _IDS, end0, id_lanes)
+        ids_next = load_ids(values, start1, end1, id_lanes)
         unit2 = unit1
         sample2 = sample1
         slot2 = slot1 + 1
         stop2 = stop1
         if slot2 >= stop2:
             unit2 = grabbed
-            sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
+            sample2, slot2, stop2 = unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
-        start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
+        start2, end2, cut = bag_at(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
         # The target is the row of the sample in its owner's output. Its address is read from memory each time, since
         # registers are needed for rows in flight. The ready word contains the peer's slot.
         if WORLD > 1:
-            ends = _ends(batch_starts, ranks, is_rank, batch, is_even, WORLD)
+            ends = ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD)
             owner = tl.sum((is_rank & (ends <= sample0)).to(tl.int32), 0)
             owner_start = tl.max(tl.where(is_rank & (ends <= sample0), ends, 0), 0)
             owner_batch = tl.min(tl.where(is_rank & (ends > sample0), ends, batch), 0) - owner_start
@@ -400,14 +296,14 @@ def embedding_all_to_all_kernel(
         begin = start0
         while begin < end0:
             if begin > start0:  # a bag of more than _IDS ids
-                rows, bad, bad_at = _rows_of(
+                rows, bad, bad_at = rows_of(
                     ids, begin + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
                 )
-                ids = _load_ids(values, begin + _IDS, end0, id_lanes)
+                ids = load_ids(values, begin + _IDS, end0, id_lanes)
             here = tl.minimum(end0 - begin, _IDS).to(tl.int32)
             done = tl.full([], 0, tl.int32)
             while done < here:
-                acc += _load_rows(
+                acc += load_rows(
                     weight,
                     rows,
                     done,
@@ -519,7 +415,7 @@ def embedding_all_to_all_kernel(
         tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
     if STAGED and WAIT and EXIT and WORLD > 1:
         # Flags are ordered by source. Flags of this rank's own block are never set, since no rank waits for them.
-        my_batch = _samples_of(RANK, batch_starts, batch, is_even, WORLD)
+        my_batch = samples_of(RANK, batch_starts, batch, is_even, WORLD)
         own = my_batch * flags_before
         own_end = own + my_batch * units_per_sample
         total = my_batch * flags_total_per_sample
@@ -562,7 +458,7 @@ def embedding_all_to_all_kernel(
             if failed != 0:
                 # Fill the output, so that no rank mistakes the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
-                items = _samples_of(RANK, batch_starts, batch, is_even, WORLD) * OUT_STRIDE
+                items = samples_of(RANK, batch_starts, batch, is_even, WORLD) * OUT_STRIDE
                 _fill_with_nan(own.to(tl.pointer_type(OUT_DTYPE)), items, OUT_DTYPE)
         tl.store(state + _GRABBED, tl.full([], 0, tl.int64))
         tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.embedding_all_to_all import _row_of
+from weft.kernels.embedding_bags import row_of
 
 # Columns of the table of slots (int64): table, number of rows, first linear row of the table, number among the table's
 # slots, first column of the gradient, 1 for mean pooling.
@@ -89,7 +89,7 @@ def occurrences_kernel(
     read = read & (slot >= 0)
     entry = slots + slot * _SLOT_FIELDS
     rows = tl.load(entry + 1, mask=read, other=1)
-    row = _row_of(tl.load(values + at, mask=inside, other=0), rows, HASH)
+    row = row_of(tl.load(values + at, mask=inside, other=0), rows, HASH)
     read = read & (row >= 0) & (row < rows)
     base = tl.load(entry + 2, mask=read, other=0)
     turn = tl.load(entry + 3, mask=read, other=0)

@@ -15,7 +15,7 @@ from weft.builders.registry import cannot_do
 from weft.caller import warn
 from weft.plan import pin
 from weft.plan.heuristic import pick_here
-from weft.plan.predict import AT_LEAST, MODES, Progress, Row, least_us, predict, predicted_rows
+from weft.plan.predict import AT_LEAST, MODES, ROUGH, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Schedule
 from weft.sim import Mode, Model
 from weft.words import counted, in_us
@@ -329,7 +329,7 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
     if mode == "graph" and row.reads_on_host and not chosen.reads_on_host:
         return "cannot be captured, because the CPU reads sizes"
     if row.rough:
-        return "rounds at every step: larger rounding error"
+        return ROUGH
     if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
         return f"keeps the CPU busy for {row.host_us:.0f} us per call"
     if row.us < chosen.us and chosen is serial:

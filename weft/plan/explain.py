@@ -55,13 +55,9 @@ MOST_OF_A_TORUS = 1 << 16
 """The maximum number of ranks of a torus, of which only one rank is simulated (`weft.sim.orbits`). 16,384 ranks take
 seconds.
 """
-_EXACT_RANKS, _NEARLY = 8, 1.02
-"""For more than `_EXACT_RANKS` ranks, an uneven size is rounded up to an even size, if the even size is at most
-`_NEARLY` times as large. Then a few ranks can represent all ranks.
-"""
-_MOST_UNEVEN, _MOST_UNEVEN_OTHERS = {"embedding_all_to_all": MOST_RANKS}, 72
-"""The maximum number of ranks if ranks differ, so that each rank must be simulated: {operator: maximum}, and the
-maximum for all other operators (one NVLink domain).
+_EXACT_RANKS = 8
+"""For more ranks than this, `Problem.evened` is planned instead of an uneven problem. Then a few ranks can represent all
+ranks.
 """
 
 
@@ -281,18 +277,12 @@ def problem_on_machine(
         raise ValueError(f"M={M}, N={N}, K={K}: each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
-    if problem.uneven and ranks > _EXACT_RANKS and (evened := problem.evened) is not None:
-        even, times = evened
-        if times <= _NEARLY:
-            notes = (
-                *notes,
-                f"{problem.uneven}: simulated with {times - 1:.2%} more rows, so that all ranks do the same",
-            )
-            return machine, model, notes, even
-    may_differ = _MOST_UNEVEN.get(op, _MOST_UNEVEN_OTHERS)
-    if ranks > may_differ and problem.uneven:
+    if (uneven := problem.uneven) and ranks > _EXACT_RANKS and (evened := problem.evened) is not None:
+        problem, times = evened
+        notes = (*notes, f"{uneven}: simulated with {times - 1:.2%} more rows, as many on each rank as on the slowest")
+    if ranks > MOST_RANKS and problem.uneven:
         raise ValueError(
-            f"{problem.uneven}, and the simulation of more than {may_differ} different ranks takes too long: "
+            f"{problem.uneven}, and the simulation of more than {MOST_RANKS} different ranks takes too long: "
             "use fewer ranks, or even sizes"
         )
     return machine, model, notes, problem

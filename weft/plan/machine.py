@@ -51,7 +51,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and (found := re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo.read_text(), re.MULTILINE)):
         return found[1]
     return platform.machine()

@@ -13,6 +13,7 @@ several times: for calls and for graphs, before and after its GEMMs are measured
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,12 +43,17 @@ AT_LEAST = "takes at least"
 SAME_AS = "the same schedule as "
 """The prefix of `Row.why_not` for a candidate that was simulated under another name."""
 
+ROUGH = "rounds at every step: larger rounding error"
+"""`Row.why_not` of a candidate that is only taken if pinned, because of its rounding (`Row.rough`)."""
+
 HOPELESS = 2.5
 """Schedules whose lower bound exceeds this multiple of the fastest prediction are not simulated."""
 HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
 """The limits for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the fastest time that can be
 chosen, and a difference from it in us. Both are above the margins within which the planner prefers simpler schedules.
 """
+HOPELESS_FIRST = 1.5
+"""The multiple of these limits within which the first run of a schedule must end. Later runs are rarely faster."""
 
 Progress: TypeAlias = Callable[[str, float], None]
 """A function that is called before each piece of work: (name of the work, fraction of all work done since the last
@@ -149,9 +155,9 @@ class _Built:
     even: bool = False
 
 
-def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
-    """Return the time of one run in us, but at least `at_least_us`."""
-    return max(at_least_us, run_us(schedule, model, mode))
+def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0, most_us: float = math.inf) -> float:
+    """Return the time of one run in us, but at least `at_least_us`; infinite if the first run takes longer than `most_us`."""
+    return max(at_least_us, run_us(schedule, model, mode, most_us))
 
 
 def least_us(problem: Problem, model: Model) -> float:
@@ -392,6 +398,10 @@ def _times(
     ):
         progress(f"simulating {number} of {len(bounds)}: {name}", 0.5 / len(bounds))
         one, schedule = there[name]
+        rough = one.row.rough and not problem.rounds_sums
+        if not few and rough and name not in needed:
+            times[name] = ROUGH  # its time would be for show only
+            continue
         fastest = best if one.row.reads_on_host else best_captured
         hopeless = HOPELESS * fastest if few else HOPELESS_OF_MANY * fastest + HOPELESS_US
         if bounds[name] > hopeless and name not in needed:
@@ -402,10 +412,14 @@ def _times(
             # slower than the best candidate, or than its own CPU time
             times[name] = f"{AT_LEAST} {in_us(host_us)} of the host"
             continue
-        times[name] = us = predict(schedule, model, mode, least)
+        most_us = math.inf if few or name in needed else HOPELESS_FIRST * hopeless
+        us = predict(schedule, model, mode, least, most_us)
+        if us == math.inf:
+            times[name] = f"{AT_LEAST} {in_us(hopeless)}"
+            continue
+        times[name] = us
         if name == "serial":
             most_host_us = max(us, replace(one.row, model=model).host_us)
-        rough = one.row.rough and not problem.rounds_sums
         if not few and (rough or host_us > max(us, most_host_us)):
             continue  # it cannot be chosen, so its time is no limit for others
         best = min(best, us)
@@ -445,8 +459,9 @@ def _lanes_us(built: _Built, model: Model) -> float:
         for priced, times in lane.items():
             found = cost(model, world, priced.step, priced.operands)
             us += times * (found.work_us + (0.0 if priced.step.copies_by == "kernel" else found.latency_us))
-            for how, (kind, at), amount in found.uses if world > _MANY_RANKS else ():
-                if how == "share" and (built.even or at == 0):
-                    busy_us[kind] = busy_us.get(kind, 0.0) + times * amount * found.work_us
+            for use in found.uses if world > _MANY_RANKS else ():
+                kind, at = use.place
+                if use.how == "share" and (built.even or at == 0):
+                    busy_us[kind] = busy_us.get(kind, 0.0) + times * use.amount * found.work_us
         longest = max(longest, us)
     return max(longest, *busy_us.values(), 0.0)

@@ -71,7 +71,10 @@ def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
 def gradient_of_table(
     given: RowGradients, factor: float, sparse: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the gradient of the table: dense, or a coalesced sparse COO tensor. The sparse form waits for the device."""
+    """Return the gradient of the table: dense, or a coalesced sparse COO tensor. The sparse form waits for the device.
+
+    dtype: the dtype of the gradient (default: the table's dtype).
+    """
     of, jagged, grads = _call([given], factor, None, sparse)
     device: Any = device_code(grads.device)
     (found,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), grads, dtype)

@@ -39,6 +39,8 @@ class Use(NamedTuple):
     how: How
     place: ResourcePlace
     amount: float
+    whole: float = 0.0
+    """For a link that carries only a part of a transfer, because its routes are split: the amount of the whole transfer."""
 
 
 What: TypeAlias = Literal["matmul", "compute", "peer", "engine"]
@@ -58,7 +60,7 @@ class Cost(NamedTuple):
     @property
     def holds(self) -> float:
         """The fraction of the rank's compute units that must be free before the step can begin."""
-        return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
+        return sum(use.amount for use in self.uses if use.how == "hold" and use.place == _COMPUTE)
 
 
 class Operand(NamedTuple):
@@ -95,7 +97,8 @@ class Links(NamedTuple):
         routes = self.paths(source, target).routes
         for link in itertools.chain(*routes):
             at = (link.at - self.rank) % self.topology.ranks
-            yield _share(link.kind, at, _part(count / len(routes), us, link.bytes_per_us))
+            whole = _part(count, us, link.bytes_per_us)
+            yield Use("share", (link.kind, at), whole / len(routes), whole if len(routes) > 1 else 0.0)
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
@@ -240,10 +243,10 @@ def cost_of_tiles(
             found = cost(model, world, step, operands, rank)
         sent += times * found.sent_bytes
         longest = max(longest, found.work_us)
-        for how, place, amount in found.uses:
-            if how == "share":
-                work_us = found.work_us * slower.get(place[0], 1.0)
-                taken[place] = taken.get(place, 0.0) + times * amount * work_us
+        for use in found.uses:
+            if use.how == "share":
+                work_us = found.work_us * slower.get(use.place[0], 1.0)
+                taken[use.place] = taken.get(use.place, 0.0) + times * use.amount * work_us
     # The last wave may keep few units busy, but takes as long as a full wave.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
@@ -423,9 +426,9 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
     copy = _peer_copy(model, links, added, out, "dma", False) if far else _local_copy(model, added.bytes, "kernel")
     us = copy.work_us + matmul.work_us
     uses = [
-        Use(how, place, _part(amount * one.work_us, us, 1.0))
+        use._replace(amount=_part(use.amount * one.work_us, us, 1.0), whole=_part(use.whole * one.work_us, us, 1.0))
         for one in (copy, matmul)
-        for how, place, amount in one.uses
+        for use in one.uses
     ]
     both = _cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
     return both._replace(fills=matmul.fills)
@@ -514,8 +517,11 @@ def _cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
     """Return a `Cost`. Uses of the same kind and place are summed, and uses of amount 0 are dropped."""
-    amounts: dict[tuple[How, ResourcePlace], float] = {}
+    merged: dict[tuple[How, ResourcePlace], Use] = {}
     for use in uses:
-        amounts[use.how, use.place] = amounts.get((use.how, use.place), 0.0) + use.amount
-    merged = tuple(Use(how, place, amount) for (how, place), amount in amounts.items() if amount > 0)
-    return Cost(what, latency_us, work_us, merged, sent_bytes, joins)
+        same = merged.get((use.how, use.place))
+        merged[use.how, use.place] = (
+            use if same is None else use._replace(amount=same.amount + use.amount, whole=max(same.whole, use.whole))
+        )
+    kept = tuple(use for use in merged.values() if use.amount > 0)
+    return Cost(what, latency_us, work_us, kept, sent_bytes, joins)

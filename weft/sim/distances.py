@@ -45,3 +45,12 @@ class Distances:
             tuple((link.kind, link.at % self._period, link.bytes_per_us, link.latency_us) for link in route)
             for route in paths.routes
         )
+
+
+def distances(topology: Topology, period: int) -> Distances:
+    """Return the `Distances` of `period` simulated ranks. The schedules of a topology share them."""
+    key = ("distances", period)
+    if key not in topology.known:
+        topology.known[key] = Distances(topology, period)
+    found: Distances = topology.known[key]
+    return found

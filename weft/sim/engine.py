@@ -41,6 +41,7 @@ def simulate(
     mode: Literal["queued", "graph", "single"] = "queued",
     late_us: Sequence[float] = (),
     trusted: bool = False,
+    most_us: float = math.inf,
 ) -> Simulated:
     """Simulate `schedule` on `model`; return the times of all steps.
 
@@ -52,6 +53,7 @@ def simulate(
         late_us: for each rank, a delay at the start of each run. Default: 0.
         trusted: True to skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for
             verified schedules and schedules of weft's own builders.
+        most_us: the longest first run. If it takes longer, the simulation stops, and all times of the result are infinite.
 
     Raise `ScheduleError` if a step is invalid, buffers do not fit in a GPU's memory, lanes wait forever, or no step
     takes time (on a model other than NULL). Raise `SimulationError` if a collective ends before its links could have
@@ -72,7 +74,7 @@ def simulate(
         require_memory(schedule, model)
     program = lower(schedule, model, alike=len(set(late)) == 1, captured=mode == "graph")
     engine = _Engine(program, late, issue_times(program, model) if mode == "single" else None, runs)
-    result = engine.run()
+    result = engine.run(most_us)
     works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))
     if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
         raise ScheduleError(f"schedule {schedule.name} has no work that takes time on {model.name}")
@@ -159,11 +161,14 @@ class _Engine:
         self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
         self.events: list[TaskRun] = []
 
-    def run(self) -> Simulated:
+    def run(self, most_us: float = math.inf) -> Simulated:
         for rank in self.ranks.values():
             self._begin_run(rank)
         timed, fluid = self.timed, self.fluid
         while (now := min(fluid.next_us(), timed[0][0] if timed else math.inf)) < math.inf:
+            if now > most_us and not all(rank.ends for rank in self.ranks.values()):
+                ends = dict.fromkeys(self.ranks, (math.inf,) * self.runs)
+                return Simulated(self.program, self.runs, ends, self.events)
             self._step(now)
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:

@@ -23,7 +23,7 @@ from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 from weft.schedule.steps import COPY_UNITS
 from weft.sim.costs import Cost, How, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
-from weft.sim.distances import Distances
+from weft.sim.distances import distances
 from weft.sim.max_min import Load
 from weft.sim.model import Model
 from weft.sim.scarce import parts_of, scarce_only
@@ -260,7 +260,7 @@ class _Lowering:
         self._by_streams = waits & {item.signal for item in on_compute if item.distance is not None}
         if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
             self._period = self._topology.period
-        self._distances = Distances(self._topology, self._period)
+        self._distances = distances(self._topology, self._period)
         ranks = tuple(range(self._period))
         different = [{item.same: item for item in of_lane} for of_lane in items]
         placed: list[tuple[LaneProgram, list[NumberedStep], dict[int, Raised]]] = []
@@ -449,9 +449,13 @@ class _Lowering:
         # If one resource represents the resources of several ranks, keep uses of different ranks' resources as separate
         # entries.
         by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
-        for how, (kind, at), amount in found.uses:
+        whole: dict[int, float] = {}
+        for how, (kind, at), amount, of_transfer in found.uses:
             place = (kind, (rank + at) % self.world % self._period)
             number = self._places.setdefault(place, len(self._places))
             by_how[how].append((number, amount))
-        load = Load(*(tuple(sorted(amounts)) for amounts in by_how.values()))
+            if of_transfer:
+                whole[number] = of_transfer
+        share, hold, disturb = (tuple(sorted(amounts)) for amounts in by_how.values())
+        load = Load(share, hold, disturb, tuple(sorted(whole.items())))
         return self._load_ids.setdefault(load, len(self._load_ids))

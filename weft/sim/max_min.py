@@ -17,6 +17,9 @@ Two effects are not fair sharing. A copy kernel holds its compute units exclusiv
 units than exist, they take turns. A copy slows down concurrent kernels, through heat and cache misses, without becoming
 slower itself ("disturb").
 
+Transfers on a link get equal rates. If a transfer has several routes, a link carries only a part of it, and the link still gives
+it the rate of the others. Otherwise routes would be used in different proportions, and shares would depend on the order of events.
+
 If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is the same,
 but only the affected resources are solved again.
 
@@ -44,6 +47,8 @@ class Load(NamedTuple):
     share: tuple[tuple[int, float], ...]
     hold: tuple[tuple[int, float], ...] = ()
     disturb: tuple[tuple[int, float], ...] = ()
+    whole: tuple[tuple[int, float], ...] = ()
+    """For each shared link that carries only a part of a transfer (`Use.whole`): the amount of the whole transfer."""
 
 
 def speeds(loads: Sequence[Load], counts: Mapping[int, int]) -> dict[int, float]:

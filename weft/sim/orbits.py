@@ -69,7 +69,7 @@ def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> 
     """Return the torus of `weft.hw.topology.torus` as seen from rank 0."""
     rows = ranks // columns
     kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
-    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows), True)
+    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows))
     found.known["leaving"] = len(kinds) * bytes_per_us
     found.__dict__["period"] = 1
     return found
@@ -189,9 +189,14 @@ class _Orbit:
 
     def _work(self, found: Cost, carried: bool) -> Work:
         amounts: dict[str, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
-        for how, (kind, _), amount in found.uses:
-            amounts[how].append((self._places.setdefault((kind, 0), len(self._places)), amount))
-        load = Load(*(tuple(sorted(of_kind)) for of_kind in amounts.values()))
+        whole: dict[int, float] = {}
+        for how, (kind, _), amount, of_transfer in found.uses:
+            number = self._places.setdefault((kind, 0), len(self._places))
+            amounts[how].append((number, amount))
+            if of_transfer:
+                whole[number] = max(whole.get(number, 0.0), of_transfer)
+        share, hold, disturb = (tuple(sorted(of_kind)) for of_kind in amounts.values())
+        load = Load(share, hold, disturb, tuple(sorted(whole.items())))
         number = self._loads.setdefault(load, len(self._loads))
         return Work(found.what, 0.0 if carried else found.latency_us, found.work_us, number, False, found.sent_bytes,
                     holds=0.0 if carried else found.holds, least_us=found.least_us)  # fmt: skip

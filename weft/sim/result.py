@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,7 +42,7 @@ class Simulated:
     def per_run_us(self) -> float:
         """The mean time of a run. If there are several runs, the first run is not counted."""
         first = max(ends[0] for ends in self.simulated_ends_us.values())
-        return (self.end_us - first) / (self.runs - 1) if self.runs > 1 else self.end_us
+        return (self.end_us - first) / (self.runs - 1) if self.runs > 1 and first < math.inf else self.end_us
 
     @cached_property
     def compute_us(self) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ The added costs are:
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeAlias
 
 from weft.schedule import Schedule, Tiles
@@ -33,12 +34,15 @@ _STEPS_OF_PERMUTATION = 2
 """The number of dynamic steps of an unfused permutation: one computes the order of all rows, and one copies them."""
 
 
-def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
-    """Return the time of one run in microseconds. The schedule is not checked: it must be verified or from a weft builder."""
+def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.inf) -> float:
+    """Return the time of one run in microseconds; infinite if the first run takes longer than `most_us`.
+
+    The schedule is not checked: it must be verified or from a weft builder.
+    """
     if mode == "single":
-        us = simulate(schedule, model, mode=mode, trusted=True).end_us
+        us = simulate(schedule, model, mode=mode, trusted=True, most_us=most_us).end_us
     else:
-        us = simulate(schedule, model, mode=mode, runs=2, trusted=True).per_run_us
+        us = simulate(schedule, model, mode=mode, runs=2, trusted=True, most_us=most_us).per_run_us
     us += _signals_of_tiles(schedule) * model.tile_signal_us
     if len(schedule.lanes) > 1:
         us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)

@@ -38,6 +38,7 @@ def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
             _kept(load.share, scarce),
             _kept(load.hold, scarce),
             _kept(load.disturb, scarce & shared),  # "disturb" slows only steps with "share" uses
+            _kept(load.whole, scarce),
         )
         for load in loads
     ]
@@ -68,7 +69,7 @@ def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
 def _taken(load: Load) -> dict[int, float]:
     """Return {resource: amount that `load` takes, summed over all kinds of use}."""
     takes: dict[int, float] = {}
-    for uses in load:
+    for uses in (load.share, load.hold, load.disturb):
         for resource, amount in uses:
             takes[resource] = takes.get(resource, 0.0) + amount
     return takes

@@ -116,7 +116,7 @@ def where_simulated(last: Record, of: str, more: str = "") -> str:
     assumed, known = last["assumed"]
     return (
         f"Simulated: {of}; commit {last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} "
-        f"numbers in the machine's file are assumed{more}."
+        f"numbers in the machine's file {'is' if assumed == 1 else 'are'} assumed{more}."
     )
 
 

@@ -343,8 +343,8 @@ def simulate_sensitivity(gpu: TrackingGpu, step: Callable[[str], None] = lambda 
     return {"figure": "sensitivity", "lines": lines}
 
 
-def _means(gpu: TrackingGpu, which: Sequence[Any], own_writes: OwnWrites = "watermarks") -> list[float]:
-    means = summary(rows_on(gpu, which, own_writes))
+def _means(gpu: TrackingGpu, which: Sequence[Any]) -> list[float]:
+    means = summary(rows_on(gpu, which))
     return [means[variant][0] for variant in VARIANTS[1:]]
 
 

@@ -90,10 +90,8 @@ class HardwareRow:
         return 1 - sum(self.moved["t3-mca"].values()) / sum(self.moved["sequential"].values())
 
 
-def sublayers(
-    large: bool, networks: Sequence[Network] | None = None
-) -> Iterator[tuple[Network, int, str, HardwareGemm]]:
-    for network in networks or NETWORKS:
+def sublayers(large: bool) -> Iterator[tuple[Network, int, str, HardwareGemm]]:
+    for network in NETWORKS:
         for ranks in network.ranks if network.large == large else ():
             for layer, factor in LAYERS.items():
                 yield (

@@ -35,7 +35,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import select
 import socket
 import time
@@ -45,15 +44,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
+from weft.errors import DisagreementError, PeerLostError, WeftError
 from weft.reading import parse_json
 from weft.symm import hosts
+from weft.symm.attempt import Attempt, port_key
 from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours, same_user
-from weft.symm.entries import Entry as _Entry
-from weft.symm.entries import has_ended, hosts_of, require_one_version
-from weft.symm.store import PatientStore
+from weft.symm.entries import Entry, hosts_of, require_one_version
 
-PREFIX = "weft-"
 _LOOK_S = 0.1  # interval at which a wait for peers checks that they are alive
 _REASON_S = 1.0  # time to wait for the reason of a rank that closed its connection: the store may be slow
 _MOST_UNKNOWN = 64  # connections that have sent nothing yet; beyond this number the oldest is closed
@@ -83,9 +80,6 @@ class Mesh(NamedTuple):
     hosts: tuple[str, ...]
 
 
-_heard: set[tuple[int, str]] = (
-    set()
-)  # (rank, name of an attempt): errors of other ranks that this rank has already raised
 _spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
 """A spare descriptor. A rank without free descriptors closes it to write its last entry into a file store."""
 
@@ -163,47 +157,14 @@ def _say_at_any_price(setup: _Setup, words: str) -> None:
             _spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
-class _Setup:
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str], calls: int
-    ) -> None:
-        self.rank, self.world_size, self.deadline_s = rank, world_size, deadline_s
-        self.ended, self.calls = ended, calls
-        self.until = time.monotonic() + deadline_s
-        self.store = PatientStore(store, rank, self.until)
-        self.name = PREFIX + secrets.token_hex(16)
-        self.entries: dict[int, _Entry] = {}
-        self.gave_up: dict[int, str] = {}  # reasons of ranks that gave up in earlier attempts
-        self.has_looked_again = False  # True after the additional check that follows the deadline
-        self.cause = ""  # the name of the attempt whose error has ended this attempt
+class _Setup(Attempt):
+    """An attempt with its sockets."""
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
         self.peers: dict[int, Peer] = {}
         self.listener: socket.socket | None = None
         self.unknown: list[socket.socket] = []  # connected, but not identified yet
-        self.hosts: tuple[str, ...] = ()
-        self.control: hosts.ControlPort | None = None  # only in a group on several hosts
-        self.trouble: dict[int, str] = {}  # error text of each rank on another host that cannot be reached
-
-    def say(self, text: str) -> bool:
-        """Publish this rank's entry. Return False if the process that served the store has ended."""
-        try:
-            # Overwrite the entry instead of deleting it: a peer that had just found it would wait for it to appear
-            # again.
-            self.store.set(str(self.rank), text)
-        except RuntimeError:
-            return False
-        return True
-
-    def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the store entry with the reason why this rank gave up.
-
-        With a `cause`, every other rank raises this error, even a rank that arrives later. Without a `cause`, this rank
-        was late or lost a peer, and may try again.
-        """
-        cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
-        _heard.add((self.rank, cause))  # other ranks will repeat this error
-        met = [entry.name for entry in self.entries.values()]
-        refused = isinstance(error, RefusedError)
-        return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def close(self, *peers: Peer) -> None:
         if self.listener is not None:
@@ -216,7 +177,7 @@ class _Setup:
             peer.connection.close()
 
     def run(self) -> None:
-        self.mine = self.entries[self.rank] = _Entry.of_this_process(self.rank, self.name, self.calls)
+        self.mine = self.entries[self.rank] = Entry.of_this_process(self.rank, self.name, self.calls)
         self.listener = _socket()
         self.listener.bind("\0" + self.name)
         self.listener.listen(128)
@@ -226,11 +187,11 @@ class _Setup:
         entries = [self.entries[r] for r in range(self.world_size)]
         require_one_version(entries)
         self.hosts = hosts_of(entries)
-        if any(map(self._is_far, self.entries)):
+        if any(map(self.is_far, self.entries)):
             self.control = hosts.ControlPort(self.rank, self.mine.token, self.world_size)
-            self.store.set(_port_key(self.mine), json.dumps(self.control.port))
+            self.store.set(port_key(self.mine), json.dumps(self.control.port))
         for other in range(self.rank):
-            if self._is_far(other):
+            if self.is_far(other):
                 self._dial(other)
             else:
                 self._reach(other)
@@ -261,30 +222,11 @@ class _Setup:
             # If a rank gave up without having seen this rank, the cause may be a third rank that has seen it. So look
             # up all ranks.
             for r in others if any(r in self.gave_up for r in missing) else missing:
-                self._look_up(r)
+                self.look_up(r)
             missing = [r for r in missing if r not in self.entries]
             if not missing:
                 break
             self._pause(missing)
-
-    def _is_far(self, rank: int) -> bool:
-        return self.entries[rank].kernel != self.mine.kernel
-
-    def _look_up(self, rank: int) -> None:
-        if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
-            return
-        entry = parse_json(text, f"what rank {rank} says in the store")
-        if "gave_up" not in entry:
-            self.entries[rank] = _Entry.read(entry)
-            return
-        cause, self.gave_up[rank] = entry["cause"], entry["gave_up"]
-        if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
-            _heard.add((self.rank, cause))
-            self.cause = cause
-            if entry["refused"]:  # this rank would find the same error in the entries
-                raise RefusedError(entry["gave_up"])
-            trouble = f"; {self.trouble[rank]}" if rank in self.trouble else ""
-            raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}{trouble}")
 
     def _reach(self, other: int) -> None:
         while True:
@@ -296,7 +238,7 @@ class _Setup:
             except OSError:  # the entry is of an earlier attempt, whose listener is closed; or the queue is full
                 sock.close()
                 self._pause([other])
-                self._look_up(other)
+                self.look_up(other)
         with sock:
             pid = same_user(sock)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -316,7 +258,7 @@ class _Setup:
                     if dialing is not None:
                         dialing.close()
                     entry, dialing = self.entries[other], None
-                if dialing is None and (port := self._port_of(entry)) is not None:
+                if dialing is None and (port := self.port_of(entry)) is not None:
                     dialing = hosts.Dialing(port, entry.token, self.rank, self.name)
                 if dialing is not None and (made := dialing.go_on(_LOOK_S)) is not None:
                     self._add_far(other, made)
@@ -330,18 +272,10 @@ class _Setup:
                 if dialing is not None and dialing.failed:
                     time.sleep(_LOOK_S)  # the peer logs each refused attempt, so wait before the next attempt
                 self._pause([other])
-                self._look_up(other)
+                self.look_up(other)
         finally:
             if dialing is not None:
                 dialing.close()
-
-    def _port_of(self, entry: _Entry) -> hosts.Port | None:
-        """Return the control port that a rank has published; None if it has not published one yet."""
-        key = _port_key(entry)
-        if not self.store.check([key]) or not (text := self.store.get(key)):
-            return None
-        addresses, number = parse_json(text, f"the port of rank {entry.rank} in the store")
-        return hosts.Port(tuple(addresses), number)
 
     def _add_far(self, rank: int, connection: TcpConnection) -> None:
         self.peers[rank] = Peer(rank, self.entries[rank].pid, connection)
@@ -360,8 +294,8 @@ class _Setup:
         if not missing or (ready and time.monotonic() < self.until):
             return
         for rank in missing:
-            self._look_up(rank)
-        self._still_wait_for(missing)
+            self.look_up(rank)
+        self.still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
         """Return the readable sockets: the listener if there is a new connection, and connections that are not
@@ -376,7 +310,7 @@ class _Setup:
             poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
             # Poll for hang-ups only: other code reads the messages.
-            poll.register(peer.connection, select.POLLRDHUP if self._is_far(peer.rank) else 0)
+            poll.register(peer.connection, select.POLLRDHUP if self.is_far(peer.rank) else 0)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
             if peer.connection.fileno() in ready:
@@ -403,7 +337,7 @@ class _Setup:
                 data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, flags)
                 hello = parse_json(data, "the first packet of a connection")
                 is_ours = hello.pop("to") == self.mine.token
-                entry = _Entry(**hello) if is_ours else self.mine
+                entry = Entry(**hello) if is_ours else self.mine
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 is_ours = False
         if is_ours and self.rank < entry.rank < self.world_size and entry.rank not in self.peers:
@@ -425,9 +359,9 @@ class _Setup:
         if (caller := self.control.go_on(sock)) is None:
             return
         rank = caller.rank
-        if self.rank < rank < self.world_size and rank not in self.peers and self._is_far(rank):
+        if self.rank < rank < self.world_size and rank not in self.peers and self.is_far(rank):
             if hosts.attempt_of(self.entries[rank].name) != caller.attempt:  # the rank has begun a new attempt
-                self._look_up(rank)
+                self.look_up(rank)
             if hosts.attempt_of(self.entries[rank].name) == caller.attempt:
                 with contextlib.suppress(OSError):  # the other end has already closed the connection
                     self._add_far(rank, caller.accept())
@@ -445,7 +379,7 @@ class _Setup:
                     break
                 except BlockingIOError:
                     if has_waited and time.monotonic() >= self.until:
-                        raise self._too_late([peer.rank]) from None
+                        raise self.too_late([peer.rank]) from None
                 has_waited = not poll.poll(1000 * max(0.001, self.until - time.monotonic()))
             if not data:
                 raise ConnectionResetError("end of file")
@@ -468,44 +402,16 @@ class _Setup:
         # A rank that gave up before it read this rank's entry does not address this rank. Its reason applies
         # nevertheless.
         while rank not in self.gave_up and time.monotonic() < until:
-            self._look_up(rank)
-            self._raise_if_ended(rank)
+            self.look_up(rank)
+            self.raise_if_ended(rank)
             time.sleep(0.002)
         return PeerLostError(f"rank {rank} gave up while this group was being set up: {self.gave_up.get(rank, text)}")
 
     def _pause(self, missing: list[int]) -> None:
         """Wait a moment for `missing` ranks. Raise an error if the deadline has passed or a rank has given up."""
         self._ready(0.0)
-        self._still_wait_for(missing)
+        self.still_wait_for(missing)
         time.sleep(0.002)
-
-    def _still_wait_for(self, missing: list[int]) -> None:
-        """Raise an error if no time is left, or if one of the `missing` ranks will never arrive."""
-        for rank in missing:
-            self._raise_if_ended(rank)
-        if self.has_looked_again:
-            raise self._too_late(missing)
-        # This process may have been stopped while the ranks arrived. So check once more after the deadline.
-        self.has_looked_again = time.monotonic() >= self.until
-
-    def _raise_if_ended(self, rank: int) -> None:
-        entry, text = self.entries.get(rank), self.ended(rank)
-        if entry is not None and entry.pids == self.mine.pids and has_ended(entry.pid):
-            text = f"rank {rank} (pid {entry.pid}) died"
-        if text:
-            raise PeerLostError(f"{text} while rank {self.rank} waited for it to set up symmetric memory", rank)
-
-    def _too_late(self, missing: list[int]) -> DeadlineError:
-        before = "".join(f"; rank {r} gave up before: {self.gave_up[r]}" for r in missing if r in self.gave_up)
-        before += "".join(f"; {self.trouble[r]}" for r in missing if r in self.trouble)
-        if self.control is not None and (far := [r for r in missing if r > self.rank and self._is_far(r)]):
-            where = ", ".join(f"rank {r} on host {self.hosts[r]}" for r in far)
-            before += f"; to arrive, {where} must reach rank {self.rank} at {self.control.port}"
-        return DeadlineError(
-            f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
-            f"{self.world_size} ranks, found {self.world_size - len(missing)}{before}. Every rank of the group must "
-            "make the call within that time, which deadline_s or WEFT_SETUP_DEADLINE_S sets"
-        )
 
 
 def _socket() -> socket.socket:
@@ -514,7 +420,3 @@ def _socket() -> socket.socket:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _port_key(entry: _Entry) -> str:
-    return f"{entry.rank} {entry.name}"

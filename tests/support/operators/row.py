@@ -17,7 +17,8 @@ class Row:
 
     results: cases by name, each called `calls` times in a row on each of `worlds` ranks. more: (ranks, case) beside them.
     every: (ranks, case, builders) of which every schedule is tried, and the builders that these come from.
-    gradients: cases, and which inputs want a gradient; data are made from `seeds`. block: the schedule for all that eager ones run.
+    gradients: cases, and which inputs want a gradient, or such an entry marked as slow; data are made from `seeds`. block: the
+    schedule for all that eager ones run.
     compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all on two ranks, the first of these
     on others.
     compiled: names of results that torch.compile calls.
@@ -35,13 +36,19 @@ class Row:
     calls: int = 3
     worlds: Sequence[int] = (1, 2, 4)
     more: Sequence[Any] = ()
-    gradients: Sequence[tuple[Case, tuple[bool, ...]]] = ()
+    gradients: Sequence[Any] = ()
     compiled_gradients: Sequence[int] = (0,)
     seeds: Sequence[int] = (1,)
     block: str | None = None
     compiled: Sequence[Any] = ()
     many: Sequence[Case] = ()
     opcheck: Case | None = None
+
+
+def values_of(entry: Any) -> tuple[Any, ...]:
+    """Return the values of an entry, marked or not."""
+    values = entry.values if hasattr(entry, "marks") else entry
+    return values if isinstance(values, tuple) else (values,)
 
 
 def by(case: Case, *schedules: str | None) -> list[Case]:

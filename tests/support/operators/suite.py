@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.on_ranks import FP8, applicable, data, late, own_group, resized, same_everywhere, told
+from support.on_ranks import FP8, applicable, data, each_option, late, own_group, resized, same_everywhere, told
 from support.operators import gemms
 from support.operators.call import Call, Case, Tensors
 from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
@@ -62,13 +62,14 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.float(), b.float()) if a.dtype == FP8 else torch.equal(a, b)
 
 
-def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: float) -> list[str]:
+def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: float, whole: bool = True) -> list[str]:
     """Call each schedule three times with fresh data, then with the first data again, bit by bit. Return the schedules.
     The first rank is late for the second call, the last one for the third. Results that all ranks get have the same
-    bits."""
+    bits. whole: False for each value of a builder's options once, not for all combinations."""
     made = [CALLS[operator](case, group, seed) for seed in range(3)]
     wanted = [call.expected(group) for call in made]
-    names = [candidate.name for candidate in applicable(made[0].problem())]
+    candidates = applicable(made[0].problem())
+    names = [candidate.name for candidate in (candidates if whole else each_option(candidates))]
     for name in names:
         found = []
         for number in (0, 1, 2, 0):

@@ -209,7 +209,7 @@ def sentence(rows: Sequence[Record]) -> str:
     return (
         f"{counted(shapes, 'random shape')} of {operators} ({counted(len(seeds), 'seed')}) were measured on "
         f"{rows[-1]['machine']}. The baseline is "
-        f"{baseline}, called one after the other. Both sides ran as {' and as '.join(modes)}. {found}. "
+        f"{baseline}, called one after the other. weft and the baseline ran as {' and as '.join(modes)}. {found}. "
         f"The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
         f"{times(speed(slowest))}."
     )

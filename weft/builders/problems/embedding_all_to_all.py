@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from weft.builders.candidate import Candidate
-from weft.builders.problem import Problem
+from weft.builders.problem import NEARLY, Problem
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
@@ -116,6 +116,14 @@ class EmbeddingAllToAll(Problem):
         rows = self.rows_read or ((),) * self.world_size
         of_ranks = {(tuple(dim for _, dim in slots), read) for slots, read in zip(self.slots, rows, strict=True)}
         return "ranks have different tables" if len(of_ranks) > 1 else ""
+
+    @property
+    def evened(self) -> tuple[EmbeddingAllToAll, float] | None:
+        most = max(self.batch_sizes)
+        times = most * self.world_size / max(1, sum(self.batch_sizes))
+        if times > NEARLY or len(set(self.batch_sizes)) == 1:
+            return None
+        return replace(self, batch_sizes=(most,) * self.world_size), times
 
     @property
     def has_work(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from weft.builders.candidate import Candidate
+from weft.builders.problem import NEARLY
 from weft.builders.problems.gemm import GemmProblem
 from weft.schedule.regions import checked_eps
 from weft.words import counted
@@ -58,6 +59,16 @@ class MatmulAllReduce(GemmProblem):
         more += "" if self.eps is None else f" and normed (eps {self.eps:g})"
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
         return f"{product} on each of {ranks}, reduced{more}, all of it to each, {self.dtype}"
+
+    @property
+    def uneven(self) -> str:
+        above = -(-self.m // self.world_size) * self.world_size
+        return f"M={self.m} is not divisible by {self.world_size} ranks (M={above} is)" if above > self.m else ""
+
+    @property
+    def evened(self) -> tuple[MatmulAllReduce, float] | None:
+        above = -(-self.m // self.world_size) * self.world_size
+        return (replace(self, m=above), above / self.m) if 0 < above <= NEARLY * self.m else None
 
     def takes(self, candidate: Candidate) -> bool:
         """Return False for `collective`, which is for ranks on several hosts."""

@@ -1,7 +1,7 @@
 """Topologies as TOML files. Every number has a unit and a source, as in machine files:
 
     name = "two hosts of four GPUs"
-    shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/links.py
+    shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/shapes
 
     [hosts.gpus]                   # numbers as in a machine file
     value = 4
@@ -18,48 +18,29 @@ are linked directly.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from weft.hw.machine import Machine, known_files, quantities_of, read_file
+from weft.hw.machine import Machine, quantities_of, read_file
 from weft.hw.quantity import Quantity
+from weft.hw.topology import shapes as shapes  # it registers all topologies
 from weft.hw.topology.infragraph import read_infragraph
-from weft.hw.topology.links import Topology, Wiring, hosts, mesh, ring, switch, torus
+from weft.hw.topology.links import Wiring
+from weft.hw.topology.shape import SHAPES
 
 _MEANING = {
     "link.port_usable": "the rate of all links of a GPU together, in one direction",
     "link.pair_usable": "the rate of the link between two neighbours, in one direction",
     "nic.usable": "the rate of a GPU's network card",
 }
-_PORTS, _PAIRS = ("link.port_usable", "link.port_latency"), ("link.pair_usable", "link.pair_latency")
-_SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
-    "switch": (switch, _PORTS),
-    "mesh": (mesh, _PAIRS),
-    "ring": (ring, _PAIRS),
-    "torus": (torus, (*_PAIRS, "torus.columns")),
-    "hosts": (hosts, (*_PORTS, "nic.usable", "nic.latency", "hosts.gpus")),
-}
-"""{shape: (function that builds the topology, keys of its numbers)}. Missing latencies are 0."""
 
 
-_SIZED = {"torus": ("torus:COLUMNSxROWS", "torus.columns", 0), "hosts": ("hosts:HOSTSxGPUS", "hosts.gpus", 1)}
-"""{shape: (form of a name with sizes, key of the number that a size gives, index of this size in the name)}"""
-
-
-def size_of(name: str | Path) -> tuple[str, tuple[int, ...]] | None:
-    """Return (shape, sizes) of a name such as `torus:16x8`; None for names without a size. Raise `ValueError` for a wrong size."""
-    shape, colon, size = str(name).partition(":")
-    if not colon or shape not in _SHAPES:
-        return None
-    form, *_ = _SIZED.get(shape, (f"{shape}:RANKS",))
-    wanted = 2 if shape in _SIZED else 1
-    numbers = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size) else ()
-    if len(numbers) != wanted:
-        example = {"torus": "torus:16x8", "hosts": "hosts:4x8"}.get(shape, f"{shape}:8")
-        raise ValueError(f"topology {str(name)!r}: write {form}, such as {example}")
-    return shape, numbers
+def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
+    """Return (shape, sizes) of a name such as `torus:16x8` or `torus`; ("", ()) for others. Raise `ValueError` for a wrong size."""
+    shape, colon, _ = str(name).partition(":")
+    if shape not in SHAPES:
+        return "", ()
+    return shape, SHAPES[shape].sizes_of(str(name)) if colon else ()
 
 
 def ranks_of(name: str | Path) -> int | None:
@@ -68,13 +49,13 @@ def ranks_of(name: str | Path) -> int | None:
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks
-    sized = size_of(name)
-    return math.prod(sized[1]) if sized else None
+    _, sizes = shape_of(name)
+    return math.prod(sizes) if sizes else None
 
 
 def known_topologies() -> tuple[str, ...]:
-    """Return the names of the topology files that come with weft."""
-    return known_files("topology")
+    """Return the names of the topologies that come with weft."""
+    return tuple(sorted(SHAPES))
 
 
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
@@ -88,21 +69,24 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name)
-    sized = size_of(name)
-    data = read_file("topology", sized[0] if sized else name)
-    data.pop("name")
-    shape = data.pop("shape", None)
-    if not isinstance(shape, str) or shape not in _SHAPES:
-        raise ValueError(f"{name}: shape = {shape!r} is unknown; use one of {', '.join(_SHAPES)}")
-    builder, keys = _SHAPES[shape]
-    given = quantities_of(str(name), data)
+    shape, sizes = shape_of(name)
+    if shape:
+        given = dict(SHAPES[shape].given)
+    else:
+        data = read_file("topology", name, known_topologies())
+        data.pop("name")
+        shape = data.pop("shape", None)
+        if not isinstance(shape, str) or shape not in SHAPES:
+            raise ValueError(f"{name}: shape = {shape!r} is unknown; use one of {', '.join(known_topologies())}")
+        given = quantities_of(str(name), data)
+    keys = SHAPES[shape].keys
     if unknown := set(given) - set(keys):
         raise ValueError(
             f"{name}: shape {shape!r} does not use {', '.join(sorted(unknown))}; its numbers are {', '.join(keys)}"
         )
-    if sized and shape in _SIZED:
-        form, key, place = _SIZED[shape]
-        given[key] = Quantity(float(sized[1][place]), "1", "assumed", f"{name}: {form}")
+    for key, size in zip(SHAPES[shape].sizes, sizes, strict=False):
+        if key in keys:
+            given[key] = Quantity(float(size), "1", "assumed", f"{name}: {SHAPES[shape].form}")
     both = replace(machine, quantities={**machine.quantities, **given})
     for key in keys:
         if key not in both.quantities and not key.endswith("latency"):
@@ -114,7 +98,8 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
                 f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology{about}, "
                 "or use another machine or topology"
             )
-    return Wiring(builder, tuple(_number(both, key) for key in keys), math.prod(sized[1]) if sized else 0)
+    numbers = tuple(_number(both, key) for key in keys)
+    return Wiring(SHAPES[shape].builder, numbers, math.prod(sizes) if sizes else 0)
 
 
 def _number(machine: Machine, key: str) -> float:

@@ -3,14 +3,13 @@
 Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a link. The
 latency of a route is the sum of its links' latencies.
 
-A route has as few links as possible. On a torus it goes along the row first (dimension-ordered routing). If two ranks
-are half a ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive
-routing, but the transfer is no faster than one link. Other topologies use the first link in the list that is on a
-shortest route.
+A route has as few links as possible, and uses the first link in the list that is on a shortest route. A topology with
+another rule overrides `Topology._found`, as a torus does.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -53,13 +52,11 @@ class Topology:
 
     dims: the sizes of a grid of ranks, such as (GPUs per host, hosts). All lines along a dimension have equal links.
         Ranks are numbered along the first dimension first. Collectives may use one dimension after the other.
-    torus: True if each line is a ring, of links "row" or "column".
     """
 
     ranks: int
     links: tuple[Link, ...]
     dims: tuple[int, ...] = ()
-    torus: bool = False
     _routes: dict[int, dict[int, Route]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paths: dict[tuple[int, int], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -87,30 +84,14 @@ class Topology:
     def _found(self, source: int, target: int) -> tuple[Route, ...]:
         if not self.links or source == target:
             return ((),)
-        if self.torus:
-            return self._around(source, target)
         if source not in self._routes:
             self._routes[source] = self._routes_from(source)
         if target not in self._routes[source]:
             raise ValueError(f"no links lead from rank {source} to rank {target}")
         return (self._routes[source][target],)
 
-    def _around(self, source: int, target: int) -> tuple[Route, ...]:
-        columns, rows = self.dims
-        row, along = divmod(source, columns)
-        to_row, to_along = divmod(target, columns)
-        first = [
-            [("row " + sign, row * columns + (along + i * step) % columns) for i in range(count)]
-            for sign, step, count in _ways(to_along - along, columns)
-        ]
-        then = [
-            [("column " + sign, (row + i * step) % rows * columns + to_along) for i in range(count)]
-            for sign, step, count in _ways(to_row - row, rows)
-        ]
-        return tuple(tuple(self._by_place[place] for place in a + b) for a, b in itertools.product(first, then))
-
     @cached_property
-    def _by_place(self) -> dict[tuple[str, int], Link]:
+    def by_place(self) -> dict[tuple[str, int], Link]:
         return {(link.kind, link.at): link for link in self.links}
 
     def _routes_from(self, source: int) -> dict[int, Route]:
@@ -150,7 +131,7 @@ class Topology:
         """
         moved: dict[int, int] = {}  # switch -> rotated switch
         for link in self.links:
-            other = self._by_place.get((link.kind, (link.at + turn) % self.ranks))
+            other = self.by_place.get((link.kind, (link.at + turn) % self.ranks))
             if other is None or (other.bytes_per_us, other.latency_us) != (link.bytes_per_us, link.latency_us):
                 return False
             for node, to in ((link.source, other.source), (link.target, other.target)):
@@ -160,19 +141,11 @@ class Topology:
         return all(kinds[rank] == kinds[rank - turn] for rank in range(self.ranks))
 
 
-def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
-    """Return (sign, step, number of links) of each shortest route along a ring of `ring` ranks."""
-    up, down = distance % ring, -distance % ring
-    if up == down and up and ring > 2:
-        return [("+1", 1, up), ("-1", -1, down)]
-    return [("+1", 1, up)] if up <= down else [("-1", -1, down)]
-
-
 @dataclass(frozen=True)
 class Wiring:
     """A topology for any number of ranks.
 
-    builder: one of the functions below. numbers: the builder's arguments after the number of ranks. ranks: the only
+    builder: a function such as `weft.hw.topology.ring`. numbers: the builder's arguments after the number of ranks. ranks: the only
         allowed number of ranks; 0 for any number.
     """
 
@@ -189,8 +162,9 @@ class Wiring:
 
     def scaled(self, factor: float) -> Wiring:
         """Return the wiring with the bandwidth of all links, including links between hosts, multiplied by `factor`."""
-        rates = (0, 2) if self.builder is hosts else (0,)
-        return replace(self, numbers=tuple(n * factor if i in rates else n for i, n in enumerate(self.numbers)))
+        _, *names = inspect.signature(self.builder).parameters
+        pairs = zip(names, self.numbers, strict=False)
+        return replace(self, numbers=tuple(n * factor if name.endswith("bytes_per_us") else n for name, n in pairs))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
         """Return the wiring with a bandwidth of at least `bytes_per_us` for each rank's links."""
@@ -206,48 +180,3 @@ def _built(wiring: Wiring, ranks: int) -> Topology:
 
 def unlimited(ranks: int) -> Topology:
     return Topology(ranks, ())
-
-
-def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return a topology of all ranks on one switch. A rank's port limits its total sending and its total receiving rate."""
-    return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)
-
-
-def mesh(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return a full mesh: links between every two ranks, one in each direction."""
-    pairs = ((rank, d) for rank in range(ranks) for d in range(1, ranks))
-    return Topology(ranks, tuple(Link(f"to +{d}", r, r, (r + d) % ranks, bytes_per_us, latency_us) for r, d in pairs))
-
-
-def ring(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return a ring: links from each rank to the previous and to the next rank."""
-    return torus(ranks, bytes_per_us, latency_us, ranks)
-
-
-def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
-    """Return a torus: a ring along each row of `columns` ranks, and along each column. Routes go along the row first."""
-    if ranks % columns:
-        raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks} ranks: use a multiple of {columns}")
-    links = []
-    for rank in range(ranks):
-        row = rank - rank % columns
-        # In a ring of two, both neighbours are the same rank.
-        along = [(f"row {step:+d}", row + (rank + step) % columns) for step in (1, -1)[: columns - 1]]
-        along += [(f"column {n:+d}", (rank + n * columns) % ranks) for n in (1, -1)[: ranks // columns - 1]]
-        links += [Link(kind, rank, rank, target, bytes_per_us, latency_us) for kind, target in along]
-    return Topology(ranks, tuple(links), dims=(columns, ranks // columns), torus=True)
-
-
-def hosts(
-    ranks: int, bytes_per_us: float, latency_us: float, nic_bytes_per_us: float, nic_latency_us: float, gpus: int
-) -> Topology:
-    """Return hosts of `gpus` ranks, each host with a switch. Every rank also has a NIC on the network that joins all hosts."""
-    links, network = [], ranks + -(-ranks // gpus)
-    for rank in range(ranks):  # the links of the host's switch come first, so that routes within a host use them
-        for kind, hub, rate, us in (
-            ("", ranks + rank // gpus, bytes_per_us, latency_us),
-            ("NIC ", network, nic_bytes_per_us, nic_latency_us),
-        )[: 2 if ranks > gpus else 1]:
-            links += [Link(f"{kind}out", rank, rank, hub, rate, us), Link(f"{kind}in", rank, hub, rank, rate, us)]
-    dims = (gpus, ranks // gpus) if gpus < ranks and ranks % gpus == 0 else ()
-    return Topology(ranks, tuple(links), dims=dims)

@@ -17,7 +17,6 @@ operations. They are entries of the same list (`weft.runtime.cuda.issue`). All o
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from dataclasses import replace
 from functools import singledispatch
@@ -36,13 +35,13 @@ from weft.runtime.cuda.move import CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
-from weft.runtime.cuda.tile_kernels import Gemms, Sorted, Tracked
+from weft.runtime.cuda.tile_kernels import TilesLane, permuted, tiles_call
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
-from weft.schedule.kernels import GroupedMatmul, Permute, ReturningMatmul, SortedMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import Permute
 from weft.schedule.launches import Launch, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute
+from weft.schedule.steps import of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (True to wait, number of the base, offset in bytes, value)."""
@@ -55,12 +54,11 @@ def compile_streams(context: Context, timed: bool) -> StreamItems:
 
 
 class Compiler:
-    """The state that `emit` and `emit_tiles` work on.
+    """The state that `emit` works on.
 
     program, items: the operations that a run issues.
     sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a `Permute`
         step, {id of the step: the address of these numbers for all its copies}.
-    sorted: {id of a `Permute` step: its copies}.
     ahead: {lane: its `ReadAhead`, whose CPU wait comes after the GEMMs are issued}.
     scratch: {lane: memory for partial sums}.
     """
@@ -73,7 +71,6 @@ class Compiler:
         self._event_of: dict[Key, int] = {}
         self.ahead: dict[int, ReadAhead] = {}
         self.sizes: dict[int, int] = {}
-        self.sorted: dict[int, list[Copy]] = {}
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
@@ -322,14 +319,6 @@ def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     raise AssertionError(f"{step} was not refused")
 
 
-@singledispatch
-def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -> None:
-    """Issue the tiles of a step by the step's kernel. Register a function with `emit_tiles.register` to run a kernel on
-    GPUs.
-    """
-    raise AssertionError(f"{step} was not refused")
-
-
 @emit.register
 def _copy(step: Copy, compiler: Compiler, launch: Launch) -> None:
     place, lane = compiler.regions.place, launch.lane
@@ -418,7 +407,7 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     sized = {id(copy): [copy] for copy in copies}
     for step_of, permute in context.order:
         if step_of == name and isinstance(permute.tile_kernel, Permute) and id(permute) not in compiler.sizes:
-            sized[id(permute)] = compiler.sorted[id(permute)] = _copies_of(permute)
+            sized[id(permute)] = permuted(permute)
     if not sized:
         return
     copies = [copy for some in sized.values() for copy in some]
@@ -434,53 +423,14 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _tiles(step: Tiles, compiler: Compiler, launch: Launch) -> None:
-    emit_tiles(step.kernel, step, compiler, launch.lane)
-
-
-def _copies_of(step: Step) -> list[Copy]:
-    """Return the copies of all tiles of a `Permute` step. Copies from one buffer are consecutive."""
-    assert isinstance(step, Tiles)
-    tiles = [of_kind(substitute(step.body, {step.index: number}, partially_evaluated=True), Copy)
-             for number in range(int(step.extent))]  # fmt: skip
-    return sorted(itertools.chain(*tiles), key=lambda copy: copy.src.buffer)
-
-
-@emit_tiles.register
-def _permute(kernel: Permute, step: Tiles, compiler: Compiler, lane: int) -> None:
-    if id(step) not in compiler.sizes:
-        raise ScheduleError(f"{step}: on GPUs a permutation needs a read of its sizes earlier on its lane")
-    call = Sorted(compiler.context, compiler.regions, compiler.sorted[id(step)], compiler.sizes[id(step)])
-    compiler.items.dynamic(lane, call)
-
-
-@emit_tiles.register(GroupedMatmul)
-@emit_tiles.register(SortedMatmul)
-@emit_tiles.register(ReturningMatmul)
-def _grouped_matmul(
-    kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int
-) -> None:
-    context = compiler.context
-    expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
-    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied
-    # rows. All other GEMMs leave multiprocessors free for these copies.
-    name = context.lanes[lane]
-    sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
-    last = [s for at, s in context.order if at == name and s.tile_kernel][-1]
-    beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
-    spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
-    call = Gemms(
-        context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare, compiler.scratch[lane]
+    context, lane = compiler.context, launch.lane
+    about = TilesLane(
+        context, compiler.regions, context.lanes[lane], compiler.scratch[lane], compiler.sizes, compiler.addresses_set
     )
+    call = tiles_call(step.kernel, step, about)
     compiler.items.prepares.append(call.prepare)
     compiler.items.dynamic(lane, call)
-    if ahead := compiler.ahead.get(lane):
+    if (ahead := compiler.ahead.get(lane)) and call.writes_outputs:
         ahead.gemms.append(call)
-        if step is last:
+        if about.is_last(step):
             compiler.items.dynamic(lane, ahead.settle)
-
-
-@emit_tiles.register
-def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
-    call = Tracked(compiler.context, compiler.regions, kernel, step, compiler.addresses_set)
-    compiler.items.prepares.append(call.prepare)
-    compiler.items.dynamic(lane, call)

@@ -22,6 +22,7 @@ from weft.embedding import JaggedInput
 from weft.embedding.check import CheckedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.kernels import embedding_all_to_all as device_code
+from weft.kernels.embedding_bags import SLOT_FIELDS, UNIT_FIELDS
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cuda.kernel_call import direct_program, loaded
 from weft.symm.lasting import lasting
@@ -167,7 +168,7 @@ class EmbeddingKernel:
                 rows.append([*place, key_block, slot.column + begin, width, mean, int(begin == 0)])
         if len(self._slot_tables) >= 4:
             self._slot_tables.clear()  # otherwise tables that move at every call would fill the memory
-        self._slot_tables[key] = table = self._device_table(rows, device_code.SLOT_FIELDS)
+        self._slot_tables[key] = table = self._device_table(rows, SLOT_FIELDS)
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
@@ -186,7 +187,7 @@ class EmbeddingKernel:
             first_piece.append(first_piece[-1] - (-slot.dim // self._block_d))
         rows = [[first_piece[u.first], first_piece[u.end], u.column, u.width] for u in units]
         widest = max((u.width for u in units), default=1)
-        self._units[slots_per_unit] = made = (self._device_table(rows, device_code.UNIT_FIELDS), len(rows), widest)
+        self._units[slots_per_unit] = made = (self._device_table(rows, UNIT_FIELDS), len(rows), widest)
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:

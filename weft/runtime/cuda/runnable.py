@@ -9,7 +9,8 @@ from typing import Any
 
 from weft.errors import ScheduleError
 from weft.runtime.cuda.calls import COLLECTIVES
-from weft.runtime.cuda.compile import emit, emit_tiles
+from weft.runtime.cuda.compile import emit
+from weft.runtime.cuda.tile_kernels import tiles_call
 from weft.schedule import Collective, Region, Schedule, Step
 from weft.schedule.expr import value
 from weft.schedule.steps import variables_of
@@ -40,8 +41,8 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
     elif isinstance(step, Collective) and step.op not in COLLECTIVES:
         yield f"the GPU executor does not run {step.op}: it runs {', '.join(COLLECTIVES)}"
-    elif (kernel := step.tile_kernel) and emit_tiles.dispatch(type(kernel)) is emit_tiles.dispatch(object):
-        yield f"the GPU executor has no kernel {kernel.name}: it has {_entries(emit_tiles.registry)}"
+    elif (kernel := step.tile_kernel) and tiles_call.dispatch(type(kernel)) is tiles_call.dispatch(object):
+        yield f"the GPU executor has no kernel {kernel.name}: it has {_entries(tiles_call.registry)}"
     for inner in step.inner or (step,):
         for access in inner.accesses():
             if access.updates and not inner.copies_by and _owner(access.region) not in (None, rank):

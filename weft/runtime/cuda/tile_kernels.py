@@ -1,9 +1,14 @@
-"""Launches of weft's kernels for the tiles of a step, which describes their work (`weft.schedule.kernels`)."""
+"""Launches of weft's kernels for the tiles of a step, which describes their work (`weft.schedule.kernels`).
+
+To run another kernel on GPUs, register a function with `tiles_call.register`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
 
 import numpy as np
 import torch
@@ -12,12 +17,92 @@ from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
-from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Copy, Expr, Index, Set, Tiles
-from weft.schedule.kernels import FEW_ROWS, GroupedMatmul, ReturningMatmul, SortedMatmul, TrackedMatmul
-from weft.schedule.steps import variables_of
+from weft.runtime.cuda.sizes import is_dynamic
+from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Copy, Expr, Index, Set, Step, Tiles
+from weft.schedule.kernels import (
+    FEW_ROWS,
+    GroupedMatmul,
+    Permute,
+    ReturningMatmul,
+    SortedMatmul,
+    TileKernel,
+    TrackedMatmul,
+)
+from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute, variables_of
 
 
-class Gemms:
+class TilesCall:
+    """The launch of a step's tiles. writes_outputs: False if it only writes the schedule's own memory. Then it need not run again
+    if an output was too small (`sizes.ReadAhead`)."""
+
+    writes_outputs = True
+
+    def prepare(self, tensors: Tensors) -> None:
+        """Load the kernels that the launch needs, before any stream waits."""
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        """Enqueue the kernel on the current stream. bases: the addresses of `Regions.bases` in this run."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TilesLane:
+    """The lane of a step of tiles. scratch: memory that the lane's launches share. sizes: see `Compiler`. words_set: returns the
+    addresses of the words that a `Set` of (rank, signal, index) writes."""
+
+    context: Context
+    regions: Regions
+    name: str
+    scratch: Scratch
+    sizes: Mapping[int, int]
+    words_set: Callable[[int, str, int], list[int]]
+
+    def is_last(self, step: Tiles) -> bool:
+        """True if the lane has no tiles after `step`."""
+        return step is [s for at, s in self.context.order if at == self.name and s.tile_kernel][-1]
+
+
+@singledispatch
+def tiles_call(kernel: TileKernel, step: Tiles, lane: TilesLane) -> TilesCall:
+    """Return the launch of the tiles of `step` by `kernel`."""
+    raise AssertionError(f"{step} was not refused")
+
+
+@tiles_call.register(GroupedMatmul)
+@tiles_call.register(SortedMatmul)
+@tiles_call.register(ReturningMatmul)
+def _grouped_matmul(kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step: Tiles, lane: TilesLane) -> TilesCall:
+    context = lane.context
+    expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
+    # Copies by kernel on other lanes run concurrently with every GEMM, except the last GEMM that waits for the copied rows. All
+    # other GEMMs leave multiprocessors free for them.
+    sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != lane.name)
+    beside = sending and (not lane.is_last(step) or isinstance(kernel, ReturningMatmul))
+    spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
+    return Gemms(context, lane.regions, kernel, sum(expected) / max(1, len(expected)), spare, lane.scratch)
+
+
+@tiles_call.register
+def _permute(kernel: Permute, step: Tiles, lane: TilesLane) -> TilesCall:
+    if id(step) not in lane.sizes:
+        raise ScheduleError(f"{step}: on GPUs a permutation needs a read of its sizes earlier on its lane")
+    return Sorted(lane.context, lane.regions, permuted(step), lane.sizes[id(step)])
+
+
+@tiles_call.register
+def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, lane: TilesLane) -> TilesCall:
+    return Tracked(lane.context, lane.regions, kernel, step, lane.words_set)
+
+
+def permuted(step: Step) -> list[Copy]:
+    """Return the copies of all tiles of a `Permute` step. Copies from one buffer are consecutive."""
+    assert isinstance(step, Tiles)
+    tiles = [of_kind(substitute(step.body, {step.index: number}, partially_evaluated=True), Copy)
+             for number in range(int(step.extent))]  # fmt: skip
+    return sorted(itertools.chain(*tiles), key=lambda copy: copy.src.buffer)
+
+
+class Gemms(TilesCall):
     """A launch of `GroupedMatmul`, `SortedMatmul` or `ReturningMatmul`.
 
     spare: the number of multiprocessors to leave to copies. scratch: memory that the lane's launches share.
@@ -86,13 +171,15 @@ class Gemms:
         return t if self._whole_k else t.narrow(1, *self._k)
 
 
-class Sorted:
+class Sorted(TilesCall):
     """A launch of `Permute`.
 
     copies: the copies of all tiles.
     sizes: the device address of (first source row, first target row, rows) for each copy. Copies with the same source as
         the first copy come first.
     """
+
+    writes_outputs = False
 
     def __init__(self, context: Context, regions: Regions, copies: Sequence[Copy], sizes: int) -> None:
         from weft.runtime.cuda.permute import Permutation  # imported here: see `Gemms`
@@ -120,7 +207,7 @@ class Sorted:
         self._copies.launch(own, slots, target, (rows[0], rows[1], rows[2]))
 
 
-class Tracked:
+class Tracked(TilesCall):
     """A launch of `TrackedMatmul`. words_set: returns the addresses of the words for (rank, signal, index)."""
 
     def __init__(

@@ -97,9 +97,9 @@ def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
     return found
 
 
-def _mixed(*streams: list[Access], run: int = CHUNK // ATOM) -> list[Access]:
-    """Interleave streams: one run from each stream, in rotation."""
-    found = []
+def _mixed(*streams: list[Access]) -> list[Access]:
+    """Interleave streams: a chunk from each stream, in rotation."""
+    found, run = [], CHUNK // ATOM
     for i in range(0, max(map(len, streams)), run):
         for stream in streams:
             found += stream[i : i + run]

@@ -1,0 +1,67 @@
+"""The registry of topologies. A topology is one file in `weft/hw/topology/shapes/`, which is imported automatically:
+
+@shape((*PAIRS, "clique.gpus"), ("cliques", "clique.gpus"), {"clique.gpus": Quantity(4, ...)})
+def clique(ranks: int, bytes_per_us: float, latency_us: float, gpus: int) -> Topology: ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from weft.hw import keys
+from weft.hw.quantity import Quantity
+from weft.hw.topology.links import Topology
+
+PORTS, PAIRS = ("link.port_usable", "link.port_latency"), ("link.pair_usable", "link.pair_latency")
+"""The keys of the links of GPUs on a switch, and of GPUs that are linked directly. Missing latencies are 0."""
+SHAPES: dict[str, Shape] = {}
+_Builder = TypeVar("_Builder", bound=Callable[..., Topology])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A registered topology; its name is the builder's.
+
+    keys: the keys of the builder's numbers, in the order of its arguments.
+    sizes: the sizes that a name such as `torus:16x8` has; their product is the number of ranks. A size that is a key gives this
+        number.
+    given: the numbers of the name without a file.
+    """
+
+    builder: Callable[..., Topology]
+    keys: tuple[str, ...]
+    sizes: tuple[str, ...]
+    given: Mapping[str, Quantity]
+
+    @cached_property
+    def form(self) -> str:
+        return f"{self.builder.__name__}:{'x'.join(size.rpartition('.')[2].upper() for size in self.sizes)}"
+
+    def sizes_of(self, name: str) -> tuple[int, ...]:
+        """Return the sizes in `name`, in the form `form`. Raise `ValueError` if it has others."""
+        shape, _, text = name.partition(":")
+        numbers = tuple(map(int, text.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text) else ()
+        if len(numbers) != len(self.sizes):
+            example = f"{shape}:{'x'.join(['16', '8'][-len(self.sizes) :])}"
+            raise ValueError(f"topology {name!r}: write {self.form}, such as {example}")
+        return numbers
+
+
+def shape(
+    numbers: tuple[str, ...],
+    sizes: tuple[str, ...] = ("ranks",),
+    given: Mapping[str, Quantity] | None = None,
+) -> Callable[[_Builder], _Builder]:
+    """Register the decorated function as the topology of its name (see `Shape`). New keys in `numbers` are counts."""
+
+    def register(builder: _Builder) -> _Builder:
+        SHAPES[builder.__name__] = Shape(builder, numbers, sizes, given or {})
+        for key in numbers:
+            keys.add_count(key)
+        return builder
+
+    return register

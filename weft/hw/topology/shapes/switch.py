@@ -1,0 +1,11 @@
+"""Every GPU on one switch by one port, as NVLink with NVSwitch. If there are two GPUs, it is the link between them."""
+
+from weft.hw.topology.links import Topology
+from weft.hw.topology.shape import PORTS, shape
+from weft.hw.topology.shapes.hosts import hosts
+
+
+@shape(PORTS)
+def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
+    """Return a topology of all ranks on one switch. A rank's port limits its total sending and its total receiving rate."""
+    return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)

@@ -1,0 +1,130 @@
+"""Bags of embedding ids on the device: the units of work of a program, the bounds and ids of a bag, and its table rows.
+
+`weft.kernels.embedding_all_to_all` pools them. Its host code makes the tables of slots and units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of the slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 for mean
+# pooling, 1 for the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
+SLOT_FIELDS = 8
+# Columns of the unit table (int64): first slot and end of a sample's unit of work, its first output column and its width.
+UNIT_FIELDS = 4
+# Ids of a bag that are read at a time, one per lane.
+IDS = 32
+
+_SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
+_UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
+_IDS = tl.constexpr(IDS)
+
+
+@triton.jit
+def row_of(id, rows, HASH: tl.constexpr):
+    """Return the table row of an id. With HASH this is splitmix64's finalizer of the id, modulo the number of rows;
+    otherwise it is the id.
+    """
+    if HASH:
+        z = id.to(tl.int64).to(tl.uint64, bitcast=True)
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+        z = z ^ (z >> 31)
+        return (z % rows.to(tl.uint64)).to(tl.int64)
+    return id.to(tl.int64)
+
+
+@triton.jit
+def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
+    """Return (sample, first slot, end slot) of a unit. After the last unit, return the first unit, which the caller
+    ignores.
+
+    Work begins with `first_sample`. Sample 0 follows the last sample.
+    """
+    u = tl.where(unit < n_units, unit, 0)
+    position = u // units_per_sample
+    entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
+    sample = position + first_sample
+    sample = tl.where(sample >= batch, sample - batch, sample)
+    return sample, tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+
+
+@triton.jit
+def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
+    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the count `cut`, plus one if the bounds
+    were clamped.
+    """
+    key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
+    at = offsets + key * batch + sample
+    first = tl.load(at, mask=valid, other=0).to(tl.int64)
+    last = tl.load(at + 1, mask=valid, other=0).to(tl.int64)
+    start = tl.minimum(tl.maximum(first, 0), n_values)
+    end = tl.minimum(tl.maximum(last, start), n_values)
+    return start.to(POSITION), end.to(POSITION), cut + ((start != first) | (end != last)).to(tl.int32)
+
+
+@triton.jit
+def load_ids(values, start, end, lanes):
+    at = start + lanes
+    return tl.load(values + at, mask=at < end, other=0)
+
+
+@triton.jit
+def rows_of(
+    ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
+):  # fmt: skip
+    """Return the row numbers of a block of ids, and -1 for lanes past the end of the bag and for ids out of range.
+
+    Each lane counts its bad ids and records the position of its first bad id.
+    """
+    inside = at < end
+    row = row_of(ids, rows_in_table, HASH)
+    if CHECK:
+        # As unsigned numbers, negative ids are large: one comparison finds both kinds of bad ids.
+        wrong = inside & (row.to(tl.uint64, bitcast=True) >= rows_in_table.to(tl.uint64))
+        inside = inside & (wrong == 0)
+        bad_at = tl.where(wrong & (bad == 0), at, bad_at)
+        bad += (wrong & (counts != 0)).to(tl.int32)
+    return tl.where(inside, row.to(ROW), tl.full([_IDS], -1, ROW)), bad, bad_at
+
+
+@triton.jit
+def load_rows(
+    weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
+    WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, multiplied by their weights. Rows
+    with number -1 are zero.
+    """
+    row = tl.gather(rows, first + lanes, 0)
+    real = row >= 0
+    if UNIFORM:
+        block = tl.load(weight + row.to(tl.int64)[:, None] * BLOCK_D + cols[None, :], mask=real[:, None], other=0.0)
+    else:
+        inside = real[:, None] & (cols < width)[None, :]
+        block = tl.load(weight + row.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    block = block.to(tl.float32)
+    if WEIGHTED:
+        block *= tl.load(per_sample_weights + at + first + lanes, mask=real, other=0.0)[:, None]
+    return block
+
+
+@triton.jit
+def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
+    """Return the end of each rank's samples, int32."""
+    if is_even != 0:
+        ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
+    else:
+        ends = tl.load(batch_starts + ranks + 1, mask=is_rank, other=0).to(tl.int32)
+    return ends
+
+
+@triton.jit
+def samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
+    """Return the number of a rank's samples, int64."""
+    if is_even != 0:
+        count = (batch // WORLD + (rank < batch % WORLD).to(tl.int32)).to(tl.int64)
+    else:
+        count = tl.load(batch_starts + rank + 1) - tl.load(batch_starts + rank)
+    return count
