@@ -542,7 +542,7 @@ def choices(group, network):
         far_first(embedding_far_first.FarFirst), far_first(experts_far_first.FarFirst),
     ):  # fmt: skip
         settle(symm.communicator(own, "cpu"), network)
-        for _ in range(2):
+        for _ in range(4):  # far first is tried in the second block of three calls
             weft.matmul_reduce_scatter(x, w, "sum", 0, own)
             weft.embedding_all_to_all([torch.ones(10, 4)], ids, sharding, group=own)
             weft.all_to_all_matmul(x, w[None], torch.tensor([2, 2]), group=own)

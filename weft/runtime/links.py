@@ -27,7 +27,7 @@ from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
 from weft.symm import Communicator
 
 BUDGET_S = 0.5
-_LINKS_UNTIL, _EXCHANGES_UNTIL, _COPY_S = 0.45, 0.9, 0.02  # fractions of the budget; seconds
+_LINKS_UNTIL, _EXCHANGES_UNTIL, _COPY_S = 0.4, 0.75, 0.015  # fractions of the budget; seconds
 _WHAT = "a measurement of the links between hosts"
 _TRIPS, _LEAST_TRIPS, _TRIPS_SHARE = 16, 3, 0.4
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 64 << 10, 16 << 20, 4
