@@ -160,8 +160,13 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
 
 _HBM, _COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
-"""The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles. Measured on an H200 with 128 experts of 128
-rows: 2.24 ms, with a memory time of 1.9 ms and a compute time of 2.0 ms."""
+"""The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles and of pooling: both overlap only partly.
+Measured on an H200 with 128 experts of 128 rows: 2.24 ms, with a memory time of 1.9 ms and a compute time of 2.0 ms."""
+
+_BAG_UNIT_US, _ELEMENT_UNIT_US = 0.076, 5e-5
+"""The time that a compute unit needs for a bag besides reading its rows (offsets, then ids, then the store), and for each
+element of a row that it adds. They come from the recorded times of pgas-weak and pgas-strong in fp16 on two H200s, which have
+64 and 16 rows a bag. No other record was used (tests/unit/test_plan_embedding.py)."""
 
 
 _LATE_TILES = 0.5
@@ -255,8 +260,8 @@ def cost_of_tiles(
         a, *_, out = gemms[0][0]
         segments = [(operands[-1].rows, times) for operands, times in gemms]
         us = max(us, model.rounds_us(segments, out.cols, a.cols, a.dtype))
-    if what == "matmul":  # memory time and compute time overlap only partly
-        us = max(us, (taken[_HBM] ** _BLEND + taken.get(_COMPUTE, 0.0) ** _BLEND) ** (1 / _BLEND))
+    if what == "matmul" or any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts):
+        us = max(us, _blended(taken[_HBM], taken.get(_COMPUTE, 0.0)))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
     return _cost(cast(What, what), start_us, us, uses, sent)
@@ -393,8 +398,10 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
     rows = out.rows * tables.bytes
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
-    us = max(traffic / model.hbm_bytes_per_us, out.rows * tables.rows * tables.cols / model.vector_flops_per_us)
-    return _kernel(model, links, "compute", (bags, tables), out, us, us, traffic)
+    units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * tables.rows * tables.cols * _ELEMENT_UNIT_US
+    busy_us = units_us / model.compute_units
+    us = _blended(traffic / model.hbm_bytes_per_us, busy_us)
+    return _kernel(model, links, "compute", (bags, tables), out, us, busy_us, traffic)
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
@@ -502,6 +509,14 @@ def _kernel(
         uses += links.uses(source, target, count, us)
     crossing = sum(count for _, _, count in flows)
     return _cost(what, model.launch_us + _fetching_us(links, inputs), us, uses, sent_bytes=crossing)
+
+
+def _blended(memory_us: float, compute_us: float) -> float:
+    """Return the time of work whose memory time and compute time overlap only partly."""
+    if not memory_us or not compute_us:
+        return memory_us or compute_us
+    longer = max(memory_us, compute_us)  # the powers of large times may overflow
+    return longer * ((memory_us / longer) ** _BLEND + (compute_us / longer) ** _BLEND) ** (1 / _BLEND)
 
 
 def _share(kind: str, at: int, amount: float) -> Use:
