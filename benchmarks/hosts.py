@@ -7,8 +7,8 @@ the link's rate and round trip. Then variants of each operator alternate: gloo b
 without overlap. Experts and embeddings have other variants: "one by one" exchanges and then computes; "far first" starts with the
 other host's data. The result of each call is checked.
 
-A line has the slowest rank's median, the median of the speeds relative to gloo by hand (or one pass) in each turn, and the
-bytes that one host sends per call.
+A line has the slowest rank's median, and the bytes that one host sends per call. It also has the median of the speeds relative
+to gloo by hand (or one pass) in each turn.
 """
 
 from __future__ import annotations

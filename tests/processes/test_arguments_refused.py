@@ -357,7 +357,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         (
             "output_shape",
             [],
-            "output_shape=() does not match A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)",
+            "output_shape=() does not match A (4, 32) @ B (32, 16): pass (4, 16), or flatten A to (4, 32)",
         ),
         ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) does not match A (4, 32) @ B (32, 16)"),
         ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass a whole number"),

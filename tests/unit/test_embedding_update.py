@@ -58,8 +58,9 @@ def test_instruction_sets_agree(rule: int, dtype: int) -> None:
 
 @pytest.mark.parametrize("ids_of_table", [1, 60, 700, 9000])
 def test_rows_are_sorted_for_any_number_of_rows(ids_of_table: int) -> None:
-    """By comparison, and by one to three digits. A later sort takes over the memory of an earlier one, which was larger or
-    smaller."""
+    """Sort by comparison, and by one to three digits. A later sort takes over the memory of an earlier one, which was
+    larger or smaller.
+    """
     sizes = (1, 3, 2**13 - 1, 2**14 + 1, 3_000_000, 2**40)
     generator = torch.Generator().manual_seed(ids_of_table)
     for n_threads in (1, 2):

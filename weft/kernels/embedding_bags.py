@@ -1,6 +1,6 @@
 """Bags of embedding ids on the device: the units of work of a program, the bounds and ids of a bag, and its table rows.
 
-`weft.kernels.embedding_all_to_all` pools them. Its host code makes the tables of slots and units.
+`weft.kernels.embedding_all_to_all` pools the bags. Its launcher makes the tables of slots and units.
 """
 
 from __future__ import annotations

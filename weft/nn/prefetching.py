@@ -83,10 +83,10 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
     - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, all ranks
       raise the errors of a rank that is out of step.
     - If reading a batch raises, the steps before it run first.
-    - A step that does not call a module, on any rank, skips the batch.
+    - If a step calls a module on no rank, this module skips the batch.
     - After a break or an exception out of the loop, the batch ahead is discarded, and modules can be called with any
-      batch. It is missing from `batches` if that is an iterator. An exception that the step itself catches loses no
-      batch.
+      batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself catches loses
+      no batch.
     - To call a module with another batch inside the loop, call its `cancel_prefetch()` first, on every rank.
 
     features_of: for each module, a function that returns the features of a batch. The step must pass the same object to

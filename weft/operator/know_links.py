@@ -1,7 +1,8 @@
 """The links between the hosts of a group on CPU: when ranks measure them, and which rank's numbers they use.
 
-A group on several hosts measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A group
-that uses only pinned schedules never measures. Ranks exchange what they know, and what the first rank has decides:
+A group on several hosts measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A
+group that uses only pinned schedules never measures. Ranks exchange the numbers that they have. The first rank's
+numbers decide:
 
     saved numbers for the same hosts and ranks      every rank uses them
     none                                            all ranks measure, and use the first rank's numbers
@@ -22,7 +23,9 @@ from weft.symm import Communicator
 
 
 def know_links(comm: Communicator, deadline_s: float | None = None) -> None:
-    """Make all ranks of a group on several hosts plan with the same measured links. Collective at its first call."""
+    """Make all ranks of a group on several hosts plan with the same measured links. All ranks must make the first call
+    together.
+    """
     if comm.device.type != "cpu" or comm.all_mapped or is_settled(comm):
         return
     with symm.set_up_within(deadline_s):
@@ -39,7 +42,7 @@ def know_links(comm: Communicator, deadline_s: float | None = None) -> None:
 
 
 def remember(found: Measured) -> None:
-    """Save the plausible numbers for later processes, and warn of the others. Call it on one rank only."""
+    """Save the plausible numbers for later processes, and warn of implausible numbers. Call it on one rank only."""
     kept, dropped = found.checked()
     if dropped:
         warn_once(f"links between hosts, measured: {'; '.join(dropped)}")
@@ -59,7 +62,7 @@ def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
 
 
 def _measured(comm: Communicator, deadline_s: float | None) -> Measured | None:
-    """Measure. Return the numbers on the first rank."""
+    """Measure the links. Return the numbers on the first rank."""
     try:
         found = measure_links(comm, deadline_s=deadline_s)
     except WeftError:  # the group has failed

@@ -98,8 +98,8 @@ class Operator(ABC, Generic[C]):
         """
 
     def size(self, call: C) -> int:
-        """Return a number that may differ between ranks although their `said` is equal. `problem` gets the largest
-        number of all ranks as `most`.
+        """Return a number that may differ between ranks, even if the text `said` is equal on all ranks. `problem` gets
+        the largest number of all ranks as `most`.
         """
         return 0
 

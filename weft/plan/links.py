@@ -1,6 +1,7 @@
 """Measured links between hosts (`weft.sim.between_hosts.Measured`), saved for later processes on the same hosts.
 
-`weft.operator.know_links` measures them. A file is valid for the same hosts of the same ranks, and the same versions.
+`weft.operator.know_links` measures them. A file is valid only for the same ranks on the same hosts, and for the same
+versions.
 """
 
 from __future__ import annotations

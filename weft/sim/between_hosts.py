@@ -49,9 +49,10 @@ class LinkFound:
 class HostNetwork:
     """The rates between hosts, in bytes per microsecond, and their ranks.
 
-    hosts: the host of each rank. bytes_per_us: one stream between two hosts, in one direction. exchange_bytes_per_us: the
-    bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the copies of one rank
-    while all ranks copy, to mapped memory and to memory that is not mapped yet. The slowest pair of hosts, or host, counts.
+    hosts: the host of each rank. bytes_per_us: one stream between two hosts, in one direction. exchange_bytes_per_us:
+        the bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the copies of
+        one rank while all ranks copy, to mapped memory and to memory that is not mapped yet. Each number is that of the
+        slowest host, or pair of hosts.
     """
 
     hosts: tuple[str, ...]
@@ -67,7 +68,7 @@ class HostNetwork:
 
     @property
     def per_host(self) -> int:
-        """The number of ranks on the host that has the most."""
+        """The largest number of ranks on a host."""
         return max(map(self.hosts.count, self.hosts))
 
     @property
@@ -128,7 +129,7 @@ _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 
 class Measured:
     """Numbers that were measured between hosts, as in `HostNetwork`. None: not known.
 
-    hosts: the host of each rank. links: of each pair of hosts.
+    hosts: the host of each rank. links: the link between each pair of hosts.
     """
 
     hosts: tuple[str, ...]
@@ -138,7 +139,7 @@ class Measured:
     fresh_bytes_per_us: float | None = None
 
     def checked(self) -> tuple[Measured, tuple[str, ...]]:
-        """Return these numbers without implausible ones, and a sentence for each number that is dropped."""
+        """Return these numbers without the implausible numbers, and a sentence for each dropped number."""
         kept, said = [], []
         for link in self.links:
             if faults := [

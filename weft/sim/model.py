@@ -284,7 +284,9 @@ class Model:
         return larger.with_measured(measured) if measured else larger
 
     def kernel_copy_bytes_per_us(self, put: bool) -> float:
-        """Return the rate of a copy kernel to a peer, or from a peer unless `put`, interpolated by its number of units."""
+        """Return the rate of a copy kernel, interpolated by its number of units. put: True for a copy to a peer, False
+        for a copy from a peer.
+        """
         curve = self.put_bytes_per_us if put else self.get_bytes_per_us
         units, below = self.kernel_copy_units, (0, 0.0)
         for above in curve:

@@ -129,7 +129,9 @@ def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
 
 
 def _near(rows: Sequence[GemmRow], among: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return {name in STUDIED: bool per row}, True if its schedule is within NEAR of the best of `among`."""
+    """Return, for each name in STUDIED, a bool per row: True if the schedule of this name is within NEAR of the best of
+    `among`.
+    """
     return {
         title: np.array([(lost := row.lost(name, among)) is not None and lost <= NEAR for row in rows])
         for title, name in STUDIED.items()

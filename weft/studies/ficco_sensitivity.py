@@ -88,7 +88,7 @@ def sensitivity_table(record: Record) -> ResultTable:
     }
     title = (
         f"Table I with one assumed number changed: geometric means, and GEMMs with a pick within {NEAR:.0%} of the fastest "
-        "schedule (heuristic: of the paper's four schedules; closed form: of all eight). Omitted numbers change the times of "
+        "schedule. The heuristic picks from four schedules, the closed form from eight. Omitted numbers change the times of "
         f"{_PROBE[0]} by less than {_EFFECT:.1%}: {', '.join(record['without'])}"
     )
     return table(title, record["lines"], columns)

@@ -1,5 +1,5 @@
-"""An attempt to set up a group, as the store knows it: what this rank publishes, what the other ranks have published, and how long
-to wait for the rest (see `weft.symm.bootstrap` for the protocol).
+"""An attempt to set up a group, as the store shows it: this rank's entry, the entries of the other ranks, and how long
+to wait for missing entries. `weft.symm.bootstrap` describes the protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _heard: set[tuple[int, str]] = set()
 
 
 class Attempt:
-    """What one rank knows in one attempt."""
+    """The state of one attempt on one rank."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str], calls: int
@@ -45,8 +45,8 @@ class Attempt:
     def say(self, text: str) -> bool:
         """Publish this rank's entry. Return False if the process that served the store has ended."""
         try:
-            # Overwrite the entry instead of deleting it: a peer that had just found it would wait for it to appear
-            # again.
+            # Overwrite the entry instead of deleting it: a peer that has just found the entry would wait for it to
+            # appear again.
             self.store.set(str(self.rank), text)
         except RuntimeError:
             return False

@@ -303,7 +303,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "columns of shape": (
                 {"output_shape": [m, n + 1]},
-                "output_shape=(24, 17) does not match A (24, 32) @ B (32, 16): pass (24, 16), or, with A as (24, 32)",
+                "output_shape=(24, 17) does not match A (24, 32) @ B (32, 16): pass (24, 16), or flatten A to (24, 32)",
             ),
             "rows of shape": (
                 {"output_shape": [m, 2, n]}, "output_shape=(24, 2, 16) does not match A (24, 32) @ B (32, 16)"
@@ -311,7 +311,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "a word for a size": ({"output_shape": [m, "16"]}, "output_shape[1]='16' is a str: pass a whole number"),
             "another shape": (
                 {"A": halves, "output_shape": [2, m // 2, n]},
-                "output_shape=(2, 12, 16) does not match A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or, with A as",
+                "output_shape=(2, 12, 16) does not match A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or flatten A to",
             ),
             "add": ({"schedule": "direct[chunks=2,by=dma,add=gemm]"}, "with scales cannot accumulate: use add=reduce"),
             "tracked": ({"schedule": "tracked[chunks=1,to=dma]"}, "does not support fp8: use direct[...] or scatter"),

@@ -14,7 +14,7 @@ from weft.schedule.steps import Buffer, CopyBy, Resource, Signals
 
 Gemm: TypeAlias = Literal["chunks", "tracked"]
 LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums": "copy", "to y": "copy"}
-"""The resource of each lane, by name. Lanes to peers are copy lanes."""
+"""The resource of each lane, by name. All other lanes send to peers, and are copy lanes."""
 
 
 class SharedMemory:

@@ -19,14 +19,14 @@ _MOST_SAMPLES = 1024  # schedules are selected for at most this many samples per
 class EmbeddingAllToAll(Problem):
     """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one rank.
 
-    slots: for each rank, (first column of out, columns) of each of its tables, in ascending order of columns. rows_read: the
-    average number of rows per bag of each slot, in the same order; (): one row per bag.
+    slots: for each rank, a pair (first column in `out`, number of columns) per table of the rank, in ascending order of
+        columns. rows_read: the average number of rows per bag of each slot, in the same order; (): one row per bag.
 
     Buffers:
 
         bags     in, [sum(batch_sizes), slots]: an element represents the ids of a bag; a rank has the ids of its own slots
-        tables   in, [most rows read, columns]: the tables of all slots side by side; a rank has its own tables. A region has as
-                 many rows as a bag reads on average, whichever rows the bag reads
+        tables   in, [most rows read, columns]: the tables of all slots side by side; a rank has its own tables. A region stands
+                 for the rows that a bag reads: it has their average number, but not their positions
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation

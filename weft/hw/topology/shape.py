@@ -1,7 +1,9 @@
-"""The registry of topologies. A topology is one file in `weft/hw/topology/shapes/`, which is imported automatically:
+"""The registry of topologies.
 
-@shape((*PAIRS, "clique.gpus"), ("cliques", "clique.gpus"), {"clique.gpus": Quantity(4, ...)})
-def clique(ranks: int, bytes_per_us: float, latency_us: float, gpus: int) -> Topology: ...
+    @shape((*PAIRS, "clique.gpus"), ("cliques", "clique.gpus"), {"clique.gpus": Quantity(4, ...)})
+    def clique(ranks: int, bytes_per_us: float, latency_us: float, gpus: int) -> Topology: ...
+
+A topology is one file in `weft/hw/topology/shapes/`, which is imported automatically.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ _Builder = TypeVar("_Builder", bound=Callable[..., Topology])
 
 @dataclass(frozen=True)
 class Shape:
-    """A registered topology; its name is the builder's.
+    """A registered topology. Its name is the name of the builder.
 
     keys: the keys of the builder's numbers, in the order of its arguments.
-    sizes: the sizes that a name such as `torus:16x8` has; their product is the number of ranks. A size that is a key gives this
-        number.
-    given: the numbers of the name without a file.
+    sizes: the sizes in a name such as `torus:16x8`. Their product is the number of ranks. If a size is a key, the name
+        gives the number of this key.
+    given: the numbers that a name without a file has.
     """
 
     builder: Callable[..., Topology]
@@ -42,7 +44,7 @@ class Shape:
         return f"{self.builder.__name__}:{'x'.join(size.rpartition('.')[2].upper() for size in self.sizes)}"
 
     def sizes_of(self, name: str) -> tuple[int, ...]:
-        """Return the sizes in `name`, in the form `form`. Raise `ValueError` if it has others."""
+        """Return the sizes in `name`, in the form `form`. Raise `ValueError` if the name has other sizes."""
         shape, _, text = name.partition(":")
         numbers = tuple(map(int, text.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text) else ()
         if len(numbers) != len(self.sizes):
@@ -56,7 +58,9 @@ def shape(
     sizes: tuple[str, ...] = ("ranks",),
     given: Mapping[str, Quantity] | None = None,
 ) -> Callable[[_Builder], _Builder]:
-    """Register the decorated function as the topology of its name (see `Shape`). New keys in `numbers` are counts."""
+    """Register the decorated function as a topology under the function's name (see `Shape`). New keys in `numbers` are
+    counts.
+    """
 
     def register(builder: _Builder) -> _Builder:
         SHAPES[builder.__name__] = Shape(builder, numbers, sizes, given or {})

@@ -8,9 +8,9 @@ A piece is pooled directly into the buffer that all_to_all_single sends, which i
 bits as without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same
 order.
 
-More pieces hide more of the pooling, but each piece is an exchange of all ranks. For pooling as long as the transfer of far
-data, L, and a latency of t for each exchange, p pieces take L + L / p + p t, which is least for p = sqrt(L / t). So there are 4
-pieces if the measured links give L / t of at least 16, else 2.
+More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that pooling and the transfer
+of far data each take the time L, and that each exchange has a latency of t. Then p pieces take L + L / p + p t, which
+is least for p = sqrt(L / t). So there are 4 pieces if the measured links give L / t of at least 16, else 2.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -57,7 +57,8 @@ class FarFirst:
         self._shares = len(set(comm.hosts)) < comm.world_size  # True if some ranks share a host
 
     def most_gain_s(self, sizes: tuple[int, ...]) -> float:
-        """Return an upper bound on the time that a call gains, by the measured links. The gain hides the transfer of far data.
+        """Return an upper bound on the time that a call gains, from the measured links. The gain is the hidden transfer
+        of far data.
 
         sizes: the number of samples of each rank.
         """

@@ -80,8 +80,8 @@ class Run:
             raise (causes or errors)[0]
 
     def wait(self, address: int, number: int, offset: int, name: str, peer: int | None) -> None:
-        """Wait until this rank's counter `number` reaches its value at the end of this run plus `offset`, which is
-        negative or 0.
+        """Wait until this rank's counter `number` reaches a value. The value is the counter's value at the end of this
+        run, plus `offset`, which is negative or 0.
 
         peer: the rank that sets the counter, if only one rank does.
         """

@@ -300,8 +300,8 @@ def _check(
     experts, k, n = w.shape
     if counts.shape[1:] != (experts,) or splits.shape != (counts.numel(),) or counts.numel() > MAX_SEGMENTS:
         raise ValueError(
-            f"counts {tuple(counts.shape)} must be [W, {experts}] since w has {counted(experts, 'expert')}, splits "
-            f"{tuple(splits.shape)} must be [W * {experts}], and W * E at most {MAX_SEGMENTS}"
+            f"counts is {tuple(counts.shape)} and splits {tuple(splits.shape)}, but w has {counted(experts, 'expert')}: pass "
+            f"counts [W, {experts}] and splits [W * {experts}], with W * {experts} at most {MAX_SEGMENTS}"
         )
     for name, t, columns in (("x", x, k), ("slots", slots, n if back else k), ("y", y, n)):
         if t.dtype != w.dtype or t.dtype not in TRITON_TYPE or t.shape[1:] != (columns,) or t.stride(1) != 1:

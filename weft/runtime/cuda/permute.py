@@ -20,10 +20,11 @@ _PER_SM = 4  # programs per multiprocessor
 
 
 class Permutation:
-    """Launches copies of segments of rows.
+    """A launcher of copies of row segments.
 
-    segments: the address of int64 `[n_segments, 3]`: (first row of the source, first row of the target, rows). n_own: the
-        number of segments, the first ones, that are read from `own`; the others are read from `slots`.
+    segments: the address of int64 `[n_segments, 3]`: (first row of the source, first row of the target, number of
+        rows).
+    n_own: the number of segments, at the beginning, that are read from `own`. The other segments are read from `slots`.
     width: the bytes of a row. pitches: the bytes from a row to the next in own, slots and the target.
     """
 
@@ -47,8 +48,8 @@ class Permutation:
         }
 
     def launch(self, own: int, slots: int, target: int, rows: tuple[int, int, int], stream: int | None = None) -> None:
-        """Launch the kernel. own, slots, target: addresses. rows: their numbers of rows. stream: a handle (default: the
-        current stream).
+        """Launch the kernel. own, slots, target: addresses. rows: the number of rows of each. stream: a handle
+        (default: the current stream).
         """
         step = next(step for step in self._variants if (own | slots | target) % step == 0)
         compiled, constants = self._variants[step]

@@ -188,8 +188,8 @@ class Sorted(TilesCall):
         targets = {copy.dst.buffer for copy in copies}
         if len(others) > 1 or len(targets) > 1:
             raise ScheduleError(
-                f"permute reads {', '.join([own, *others])} and writes {', '.join(sorted(targets))}: on GPUs it reads at most two "
-                "buffers and writes one"
+                f"permute reads {', '.join([own, *others])} and writes {', '.join(sorted(targets))}: on GPUs let it read at most "
+                "two buffers and write one"
             )
         self._buffers = [context.buffers[name] for name in (own, *(others or [own]), *targets)]
         last = [next(c.src for c in reversed(copies) if c.src.buffer == buffer.name) for buffer in self._buffers[:2]]

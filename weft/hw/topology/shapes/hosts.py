@@ -1,6 +1,6 @@
 """Hosts of several GPUs, each host with a switch, and a NIC for each GPU on one network.
 
-Only plans and simulations use it, because weft overlaps only within a host.
+Only plans and simulations use this topology, because weft overlaps only within a host.
 """
 
 from weft.hw.quantity import Quantity

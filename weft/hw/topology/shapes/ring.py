@@ -1,4 +1,4 @@
-"""A ring: each GPU is linked to the previous and to the next GPU."""
+"""A ring: each GPU has links to the previous and to the next GPU."""
 
 from weft.hw.topology.links import Topology
 from weft.hw.topology.shape import PAIRS, shape

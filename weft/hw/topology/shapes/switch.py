@@ -1,4 +1,4 @@
-"""Every GPU on one switch by one port, as NVLink with NVSwitch. If there are two GPUs, it is the link between them."""
+"""Every GPU on one switch by one port, as NVLink with NVSwitch. With two GPUs, the topology is the link between them."""
 
 from weft.hw.topology.links import Topology
 from weft.hw.topology.shape import PORTS, shape

@@ -1,4 +1,4 @@
-"""Rows and columns of GPUs, each of them a ring.
+"""Rows and columns of GPUs; each row and each column is a ring.
 
 Routes go along the row first (dimension-ordered routing). If two ranks are half a ring apart, both directions are equally long.
 Then half of the bytes take each direction, as with adaptive routing, but the transfer is no faster than one link.
@@ -12,7 +12,7 @@ from weft.hw.topology.shape import PAIRS, shape
 
 
 class Torus(Topology):
-    """A torus of links "row" and "column", which routes go along in this order. dims: (columns, rows)."""
+    """A torus with the links "row" and "column". A route uses them in this order. dims: (columns, rows)."""
 
     def _found(self, source: int, target: int) -> tuple[Route, ...]:
         columns, rows = self.dims
