@@ -64,6 +64,7 @@ class TwoHosts:
     def start(self, host: int, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[str]:
         """Start a command on a host. Its output, errors included, is text."""
         known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **environment}
+        known["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), known.get("PYTHONPATH")]))
         return subprocess.Popen(
             [*self._inside(host), *command], cwd=ROOT, env=known, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
