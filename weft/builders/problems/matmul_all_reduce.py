@@ -67,8 +67,12 @@ class MatmulAllReduce(GemmProblem):
 
     @property
     def evened(self) -> tuple[MatmulAllReduce, float] | None:
-        above = -(-self.m // self.world_size) * self.world_size
-        return (replace(self, m=above), above / self.m) if 0 < above <= NEARLY * self.m else None
+        for chunks in (8, 4, 2, 1):  # each chunk of rows is cut by ranks
+            unit = chunks * self.world_size
+            above = -(-self.m // unit) * unit
+            if 0 < above <= NEARLY * self.m:
+                return replace(self, m=above), above / self.m
+        return None
 
     def takes(self, candidate: Candidate) -> bool:
         """Return False for `collective`, which is for ranks on several hosts."""
