@@ -90,7 +90,9 @@ def markdown(found: Sequence[Record], *, short: bool = False) -> str:
 
 def _study(name: str) -> Any:
     if name not in (known := sorted([*_SIMULATED_BY.values(), *_OTHER_STUDIES])):
-        raise ValueError(f"study:{name} is not a study with a block: write one of {', '.join(known)}")
+        raise ValueError(
+            f"study:{name} names no study whose page can be written into a document: use one of {', '.join(known)}"
+        )
     return importlib.import_module(f"weft.studies.{name}")
 
 

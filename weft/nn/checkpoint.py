@@ -90,7 +90,8 @@ class FusedOptimizers:
                 given = state_dict["state"].get(parameter, {}).get(name)
                 if given is None:
                     raise ValueError(
-                        f"the state dict has no state {name!r} of {parameter!r}: load one of this model and optimizer"
+                        f"the state dict has no state {name!r} of {parameter!r}: load a state dict that was saved from this model "
+                        "with this optimizer"
                     )
                 for tensor in local_tensors(given):
                     check_tensor(f"{parameter}.{name}", tensor)
@@ -103,7 +104,8 @@ class FusedOptimizers:
         for path, numbers in own["param_groups"].items():
             if missing := [name for name in numbers if name not in state_dict["param_groups"].get(path, {})]:
                 raise ValueError(
-                    f"the state dict has no param_groups.{path}.{missing[0]}: load one of this model and optimizer"
+                    f"the state dict has no param_groups.{path}.{missing[0]}: load a state dict that was saved from this model "
+                    "with this optimizer"
                 )
         with torch.no_grad():
             for state, given in copies:

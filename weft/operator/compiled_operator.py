@@ -135,8 +135,8 @@ class CompiledOperator:
         buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
         if tensors.keys() != buffers.keys():
             raise TypeError(
-                f"{of} of {self.op.name} has {', '.join(tensors) or 'nothing'}, but the {role} buffers of its "
-                f"schedules are {', '.join(buffers) or 'none'}: return one tensor for each"
+                f"{of}() of the operator {self.op.name} returns {', '.join(tensors) or 'nothing'}, but the {role} buffers "
+                f"of its schedules are {', '.join(buffers) or 'none'}: return one tensor for each buffer"
             )
         for name, tensor in tensors.items():
             rows, cols = int(buffers[name].rows), buffers[name].cols

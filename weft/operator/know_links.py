@@ -8,7 +8,7 @@ numbers decide:
     none                                            all ranks measure, and use the first rank's numbers
 
 With WEFT_SELF_CALIBRATION=0 on any rank, no rank measures or uses numbers. Implausible numbers are dropped, with a warning.
-On GPUs calls between hosts run unfused, so nothing is measured, and CUDA graphs cannot be captured meanwhile.
+On GPUs calls between hosts run unfused, so nothing is measured.
 """
 
 from __future__ import annotations

@@ -336,8 +336,8 @@ class Passing(_Short):
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return the recipe with the first result divided by `number`, and the number of places where the first result
-    occurs.
+    """Return (recipe, count): `recipe` with a division of the first result by `number`, and how often the first result
+    occurs in it.
     """
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1

@@ -175,8 +175,8 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices. norm, eps: both or neither. average: True if the caller of `_Call` divides the sum.
-    outer: the dimensions of x (`outer_of`).
+    """The arguments as matrices. norm, eps: both or neither. average: True if the public function divides the sum
+    by the number of ranks. outer: the dimensions of x (`outer_of`).
     """
 
     x: torch.Tensor

@@ -10,7 +10,8 @@ bytes to each of its peers in this phase. A round begins when the previous round
     ring                 W - 1            S / W to the next rank, in one direction
     halving-doubling     log2 W           S / 2, S / 4, ... to the ranks at distances 1, 2, 4, ...
     tree (all-reduce)    2 log2 W         S towards the root, and S back
-    by dimension         of each line     direct or ring along the first dimension, then along the next with the remaining bytes
+    by dimension         1 or size - 1    direct (1 round for each dimension) or ring (size - 1): to the ranks in the same line
+                                          of the first dimension, then of the next with the remaining bytes
 
 The fastest algorithm is used, because NCCL and RCCL also choose the fastest. An all-to-all is always direct. On a torus
 its routes follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an

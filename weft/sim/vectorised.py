@@ -96,7 +96,9 @@ class _Known:
 
 
 class Numbers:
-    """The evaluated steps of one schedule."""
+    """The steps of one schedule with their expressions evaluated for all ranks: sizes, and distances to the ranks whose
+    memory they access.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.world, self._ranks = schedule.world_size, np.arange(schedule.world_size)

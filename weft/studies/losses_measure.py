@@ -129,7 +129,9 @@ class Side(AbstractContextManager["Side"], ABC):
 
     @abstractmethod
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Start the lanes together. Return for each lane [start, end of each call], in seconds of the same clock."""
+        """Start the lanes together. Return a list for each lane: its start, then the end of each of its calls. All times are
+        seconds of one clock.
+        """
 
 
 class CpuSide(Side):

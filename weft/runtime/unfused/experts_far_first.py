@@ -214,7 +214,11 @@ def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) ->
 def _multiply(
     x: torch.Tensor, x_at: Cells, counts: Cells, w: torch.Tensor, out: torch.Tensor, out_at: Cells
 ) -> None:  # fmt: skip
-    """Multiply the rows of each expert by its weights. x_at, out_at: the cells' first rows in x and in `out`."""
+    """Multiply the rows of each expert by its weights.
+
+    A cell is the rows between one rank and one expert. counts: the number of rows of each cell, [ranks, experts]. x_at,
+    out_at: the first row of each cell in x and in `out`.
+    """
     for expert, weights in enumerate(w):
         of = counts[:, expert]
         if not of.any():
