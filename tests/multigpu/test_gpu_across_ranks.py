@@ -248,4 +248,4 @@ def test_two_threads_in_calls_of_one_group_are_refused(pair: Pool) -> None:
     for found in pair.run(across_ranks.called_by_two_threads, "cuda", False, timeout_s=60):
         for kind, text in found:
             assert kind == "PoisonedGroupError", text
-            assert "another thread is in a call of this group" in text
+            assert "during a call of another thread on the same group" in text

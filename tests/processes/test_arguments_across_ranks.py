@@ -325,7 +325,7 @@ def test_two_threads_in_calls_of_one_group_are_refused(pool: Pool, known: bool) 
     for found in pool.run(across_ranks.called_by_two_threads, "cpu", known, ranks=2):
         for kind, text in found:
             assert kind == "PoisonedGroupError", text
-            assert "another thread is in a call of this group" in text
+            assert "during a call of another thread on the same group" in text
 
 
 def called_in_turn(group: dist.ProcessGroup) -> list[torch.Tensor]:

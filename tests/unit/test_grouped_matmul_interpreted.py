@@ -447,7 +447,7 @@ def play_refusals() -> None:
     """Impossible arguments are refused with their values."""
     good = Rank(Case(2, 3), 0, 1)
     wrong: dict[str, dict[str, Any]] = {
-        r"must be \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
+        r"pass counts \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
         "int64 with contiguous rows": {"splits": good.splits.int()},
         r"slots is .*make it torch.float16 \[rows, 32\]": {"inbox": torch.zeros(9, 48, dtype=torch.float16)},
         "x is torch.float32": {"tokens": good.tokens.float()},
