@@ -270,7 +270,11 @@ def parsed() -> argparse.Namespace:
         "--reference", action="store_true", help="train in one process with nn.EmbeddingBag and torch.optim"
     )
     parser.add_argument("--dense-only", action="store_true", help="train without the sparse features")
-    return parser.parse_args()
+    given = parser.parse_args()
+    for name in ("batch", "steps", "held_out", "every", "rows", "dim"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be at least 1")
+    return given
 
 
 def main() -> None:

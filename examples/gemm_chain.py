@@ -116,6 +116,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parser().parse_args()
+    for name in ("ranks", "rows", "width", "hidden", "chunks"):
+        if getattr(arguments, name) < 1:
+            parser().error(f"--{name} {getattr(arguments, name)} must be at least 1")
     if arguments.rows % arguments.chunks:
         parser().error(f"--rows {arguments.rows} must be divisible by --chunks {arguments.chunks}")
     schedule = chain(arguments.ranks, arguments.rows, arguments.width, arguments.hidden, arguments.chunks)

@@ -354,6 +354,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     under_torchrun = "RANK" in os.environ
+    for name in ("ranks", "tokens", "shrink", "steps"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser().error(f"--{name} {value} must be at least 1")
     try:
         layer_of(arguments, int(os.environ["WORLD_SIZE"]) if under_torchrun else arguments.ranks)
     except ValueError as error:

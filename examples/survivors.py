@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--victim", type=int, default=1, help="the rank that is killed (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="steps of training (default: %(default)s)")
     given = parser.parse_args()
+    if not 0 <= given.victim < given.ranks or given.ranks < 2:
+        parser.error(f"--victim {given.victim} must be one of at least two ranks: --ranks is {given.ranks}")
     results = run_ranks(given.ranks, on_a_rank, given.steps, given.victim, return_exceptions=True)
     for rank, result in enumerate(results):
         print(f"rank {rank}: {result if isinstance(result, Exception) else result[2]}")

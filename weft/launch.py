@@ -83,6 +83,13 @@ class Pool:
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
+        if "nccl" in backend:
+            import torch  # here, because this module is imported where torch is not needed
+
+            if not torch.cuda.device_count():
+                raise ValueError(
+                    f"backend={backend!r} needs GPUs, but torch sees none: pass backend='gloo' for CPU processes"
+                )
         self.world_size = world_size
         self.backend = backend
         self.threads = threads

@@ -116,9 +116,11 @@ def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
         ends = [extent * part // (parts[-1] * unit) * unit for part in parts[:-1]] + [extent]
         possible = all(a < b for a, b in itertools.pairwise(ends))
     else:
-        small, more = divmod(extent, max(1, pieces))
+        if pieces < 1:
+            raise NotApplicableError(f"the number of pieces of {what} is {pieces}: it must be at least 1")
+        small, more = divmod(extent, pieces)
         ends = [i * small + min(i, more) for i in range(pieces + 1)]
-        possible = 1 <= pieces <= max(1, extent)
+        possible = pieces <= max(1, extent)
     if not possible:
         how = f"as {pieces}" if isinstance(pieces, str) else f"into {pieces} pieces"
         raise NotApplicableError(f"{what} ({extent}) cannot be cut {how}: a piece would be empty")

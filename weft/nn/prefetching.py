@@ -92,8 +92,14 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
     features_of: for each module, a function that returns the features of a batch. The step must pass the same object to
         the module.
 
-    Raises `TypeError` if a module has no `prefetch`.
+    Raises `TypeError` if a module has no `prefetch`, or another argument has the wrong type.
     """
+    if not isinstance(features_of, Mapping) or not all(callable(of) for of in features_of.values()):
+        raise TypeError(
+            f"features_of is {kind(features_of)}: pass a dict {{module: function of a batch that returns its features}}"
+        )
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches is {kind(batches)}: pass a DataLoader or another iterable of batches")
     for module in features_of:
         if not hasattr(module, "prefetch"):
             raise TypeError(f"{kind(module)} does not prefetch: pass a ShardedEmbeddingBagCollection")

@@ -9,6 +9,8 @@ from weft.builders.problem import Problem
 from weft.schedule.regions import SUMMED
 from weft.schedule.steps import ITEM_BYTES
 
+_MOST_EXPERTS = 1 << 16  # building schedules for more takes minutes
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem(Problem):
@@ -101,6 +103,8 @@ class ExpertsProblem(Problem):
                 f"experts=None: {cls.name} needs the number of experts of all ranks together, a multiple of {ranks} "
                 "(--option experts=NUMBER)"
             )
+        if experts > _MOST_EXPERTS:
+            raise ValueError(f"experts={experts} is too large: plan for at most {_MOST_EXPERTS} experts")
         if experts < 1 or ranks < 1 or experts % ranks:
             above = max(1, -(-experts // max(1, ranks))) * ranks
             raise ValueError(f"experts={experts} must be a positive multiple of ranks={ranks}: use {above}")

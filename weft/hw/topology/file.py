@@ -21,7 +21,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from weft.hw.machine import Machine, quantities_of, read_file
+from weft.hw.machine import Machine, known_machines, load_machine, quantities_of, read_file
 from weft.hw.quantity import Quantity
 from weft.hw.topology import shapes as shapes  # it registers all topologies
 from weft.hw.topology.infragraph import read_infragraph
@@ -96,10 +96,16 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
                 about = f" ({_MEANING[key]}), such as {key} = {form}"
             raise KeyError(
                 f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology{about}, "
-                "or use another machine or topology"
+                f"or use another topology, or a machine with this number{_machines_with(key)}"
             )
     numbers = tuple(_number(both, key) for key in keys)
     return Wiring(SHAPES[shape].builder, numbers, math.prod(sizes) if sizes else 0)
+
+
+def _machines_with(key: str) -> str:
+    """Return the machine files that have a number, as text to append; empty if no file has it."""
+    found = [name for name in known_machines() if key in load_machine(name).quantities]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _number(machine: Machine, key: str) -> float:
