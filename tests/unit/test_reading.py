@@ -135,6 +135,23 @@ def test_what_does_not_end_is_scanned_in_linear_time() -> None:
 # -- made up
 
 
+TOPOLOGY = b"""
+name = "hosts of eight, a NIC for each GPU"
+shape = "hosts"
+
+[hosts.gpus]
+value = 8
+unit = "1"
+source = "datasheet"
+
+[nic.usable]
+value = 48
+unit = "GB/s"
+source = "assumed"
+note = "400 Gb/s"
+"""
+
+
 class Places:
     """Everything that reads such texts, each with a valid one and the errors that it may raise."""
 
@@ -208,7 +225,7 @@ class Places:
                 [shipped.joinpath(f"{name}.toml").read_bytes() for name in ("h200", "mi300x")],
                 (ValueError, KeyError),
             ),
-            "topology": (topology, [shipped.joinpath("topology", "hosts.toml").read_bytes()], (ValueError, KeyError)),
+            "topology": (topology, [TOPOLOGY], (ValueError, KeyError)),
             "records": (
                 lambda text: records.read([self.file("c.jsonl", text)]),
                 [json.dumps(record).encode() + b"\n" + json.dumps(record).encode()],
