@@ -45,9 +45,12 @@ def test_sizes(extent: int, pieces: int | str, sizes: list[int]) -> None:
     assert [count for _, count in split(extent, pieces, what="rows")] == sizes
 
 
-@pytest.mark.parametrize(
-    ("extent", "pieces", "how"), [(2, "2:1:1", "as 2:1:1"), (2, 3, "into 3 pieces"), (2, 0, "into 0")]
-)
+@pytest.mark.parametrize(("extent", "pieces", "how"), [(2, "2:1:1", "as 2:1:1"), (2, 3, "into 3 pieces")])
 def test_what_cannot_be_cut(extent: int, pieces: int | str, how: str) -> None:
     with pytest.raises(NotApplicableError, match=rf"rows of a shard \({extent}\) cannot be cut {how}"):
         split(extent, pieces, what="rows of a shard")
+
+
+def test_no_pieces() -> None:
+    with pytest.raises(NotApplicableError, match="the number of pieces of rows is 0: it must be at least 1"):
+        split(2, 0, what="rows")
