@@ -194,17 +194,24 @@ def _pick(here, of_segment):
 
 
 @triton.jit
-def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: tl.constexpr):
+def _of_expert(
+    row_tile, table, ends, is_source, block_first, experts, sources, rank, most,
+    MERGED: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
 
     first, end: the number of row tiles of the launch before this expert, and including it.
     The other results are vectors with one entry per source: the first row tile, the end, and three offsets. A tile's
     first row plus the offsets is: its row among the rows of its source, its row in `whole`, and minus the number of
-    rows left.
+    rows left. With MERGED and BACK two more vectors follow (`_of_sources`), which are zeros otherwise.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
     first = tl.max(tl.where(before, ends, 0), 0)
+    row_ends, places = tl.zeros_like(sources), tl.zeros_like(sources)
+    if MERGED and BACK:
+        row_ends, places = _of_sources(table, expert, experts, block_first)
+    table = _tiled(table, sources, rank, most, MERGED)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
@@ -214,7 +221,7 @@ def _of_expert(row_tile, table, ends, is_source, block_first, experts, BLOCK_M: 
     by_source = block_first + earlier - segment_first * BLOCK_M
     in_whole = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
     left_of = rows + segment_first * BLOCK_M
-    return expert, first, end, segment_first, segment_end, by_source, in_whole, left_of
+    return expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places
 
 
 @triton.jit
@@ -459,17 +466,20 @@ def grouped_matmul_kernel(
     for tile in tl.range(program, tiles - shared_tiles, programs, flatten=ONE_LOOP):
         if tile >= end * N_TILES:
             table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
-            expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
+            expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places = _of_expert(
                 tile // N_TILES,
-                _tiled(table, sources, rank, whole_rows, MERGED),
+                table,
                 ends,
                 is_source,
                 block_first,
                 experts,
+                sources,
+                rank,
+                whole_rows,
+                MERGED,
+                BACK,
                 BLOCK_M,
             )
-            if MERGED and BACK:
-                row_ends, places = _of_sources(table, expert, experts, block_first)
         row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
         is_own, x_row, y_row, left = _rows_of(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
@@ -542,17 +552,20 @@ def grouped_matmul_kernel(
         shared, part = program % shared_tiles, program // shared_tiles
         tile = tiles - shared_tiles + shared
         table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
-        expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
+        expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places = _of_expert(
             tile // N_TILES,
-            _tiled(table, sources, rank, whole_rows, MERGED),
+            table,
             ends,
             is_source,
             block_first,
             experts,
+            sources,
+            rank,
+            whole_rows,
+            MERGED,
+            BACK,
             BLOCK_M,
         )
-        if MERGED and BACK:
-            row_ends, places = _of_sources(table, expert, experts, block_first)
         row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
         is_own, x_row, y_row, left = _rows_of(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
