@@ -259,7 +259,7 @@ def cost_of_tiles(
         gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
         a, *_, out = gemms[0][0]
         segments = [(operands[-1].rows, times) for operands, times in gemms]
-        us = max(us, model.rounds_us(segments, out.cols, a.cols, a.dtype))
+        us = max(us, _blended(taken[_HBM], model.rounds_us(segments, out.cols, a.cols, a.dtype)))
     if what == "matmul" or any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts):
         us = max(us, _blended(taken[_HBM], taken.get(_COMPUTE, 0.0)))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
