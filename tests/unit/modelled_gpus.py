@@ -212,7 +212,7 @@ class Move:
     """In place of `weft.runtime.cuda.move.CopyLaunch`."""
 
     def __init__(self, device: torch.device, **what: Any) -> None:
-        self._what = {"targets": (), **what}
+        self._what = {"targets": (), "parts": (), **what}
 
     def record(self, program: Recorded, stream: int, source: Base, target: Base) -> bool:
         program.launch(stream, {**self._what, "source": source, "target": target})

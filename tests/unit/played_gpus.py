@@ -159,27 +159,32 @@ class Played:
             at if isinstance(at, int) else one.bases[at[0]] + at[1] for at in (what["source"], what["target"])
         )
         shape = what["shape"]
-        rows, width, pitch, to_pitch = shape.rows, shape.width, shape.source_pitch, shape.target_pitch
-        if what.get("sizes"):
-            first, to, rows = (ctypes.c_int64 * 3).from_address(what["sizes"])
-            assert 0 <= first <= first + rows <= what["rows"][0], (
-                f"rows {first}:+{rows} are outside of {what['rows'][0]}"
-            )
-            assert 0 <= to <= to + rows <= what["rows"][1], f"rows {to}:+{rows} are outside of {what['rows'][1]}"
-            source, target = source + first * pitch, target + to * to_pitch
-        read = _lines(source, rows, width, pitch) if what["early"] else None
+        width, pitch, to_pitch = shape.width, shape.source_pitch, shape.target_pitch
+        copies = [(source, [target, *what["targets"]], what.get("sizes", 0))]
+        for part in what["parts"]:
+            copies.append((source + part.source, [part.target + part.relative * target], part.sizes))
+        lines: list[tuple[list[torch.Tensor], list[int]]] = []
+        for at, begins, sizes in copies:
+            rows, first, to = shape.rows, 0, 0
+            if sizes:
+                first, to, rows = (ctypes.c_int64 * 3).from_address(sizes)
+                for begin, room in zip((first, to), what["rows"], strict=True):
+                    assert 0 <= begin <= begin + rows <= room, f"rows {begin}:+{rows} are outside of {room}"
+            if lines or not what["early"]:  # only the first copy may read before the waits
+                yield from self._come(one, what["waits"])
+            lines.append((_lines(at + first * pitch, rows, width, pitch), [begin + to * to_pitch for begin in begins]))
         yield from self._come(one, what["waits"])
-        read = _lines(source, rows, width, pitch) if read is None else read
         yield True
-        for begin in (target, *what["targets"]):
-            for row, line in enumerate(read):
-                if what["adds"]:
-                    line = line.view(TORCH_DTYPE[what["adds"]])
-                    lent(begin + row * to_pitch, [len(line)], line.dtype, CPU, ()).add_(line)
-                else:
-                    ctypes.memmove(begin + row * to_pitch, line.data_ptr(), width)
-                if row % 4 == 0:
-                    yield True
+        for read, begins in lines:
+            for begin in begins:
+                for row, line in enumerate(read):
+                    if what["adds"]:
+                        line = line.view(TORCH_DTYPE[what["adds"]])
+                        lent(begin + row * to_pitch, [len(line)], line.dtype, CPU, ()).add_(line)
+                    else:
+                        ctypes.memmove(begin + row * to_pitch, line.data_ptr(), width)
+                    if row % 4 == 0:
+                        yield True
         for word in what["waits"]:
             self._take(word)
             yield True

@@ -52,6 +52,25 @@ def test_a_copy_by_kernel_takes_signals_between_ranks_with_it() -> None:
         ((copy(BOX.part()), copy(BOX.part(), src=WIDE.part())), ["c", "c"]),  # another source
         ((copy(BOX.part()), copy(WIDE.part())), ["c", "c"]),  # another row pitch
         ((copy(BOX.part()), copy(BOX.part(), accumulate=True)), ["c", "c"]),
+        ((copy(BOX.part(), accumulate=True), copy(BOX.part(at=1), accumulate=True)), ["cc"]),  # the same source
+        ((*(copy(BOX.part(rows=(4, 4), at=1), X.part(rows=(i, 4))) for i in (0, 4)), SET, WAIT), ["ccsw"]),
+        ((*(copy(BOX.part(at=1), X.part(rows=(i, 4)), accumulate=True) for i in (0, 4)), SET), ["c", "cs"]),
+        (
+            (*(copy(Y.part(rows=(i, 4)), BOX.part(rows=(i, 4))) for i in (0, 4)), SET),
+            ["ccs"],
+        ),  # one tensor of the caller
+        (
+            (copy(BOX.part(rows=(0, 4)), X.part(rows=(0, 4))), copy(Y.part(rows=(4, 4)), X.part(rows=(4, 4)))),
+            ["c", "c"],
+        ),
+        (
+            (copy(BOX.part(rows=(0, 4)), X.part(rows=(0, 4))), copy(BOX.part(rows=(4, 3)), X.part(rows=(4, 3)))),
+            ["c", "c"],
+        ),
+        (
+            (*(copy(BOX.part(rows=(i + 1, 1)), BOX.part(rows=(i, 1))) for i in (0, 1)),),
+            ["c", "c"],
+        ),  # may depend on each other
         ((copy(BOX.part()), LOCAL, copy(BOX.part())), ["c", "s", "c"]),
         ((copy(Y.part()), SET, copy(Y.part()), WAIT), ["cs", "c", "w"]),  # the caller's tensor has no fixed place
         ((SET, WAIT, copy(BOX.part())), ["s", "wc"]),
@@ -76,7 +95,8 @@ def test_tiles_go_on_only_where_that_is_assumed(kernel: TileKernel) -> None:
     assert [one.continues for one in found] == [False, False, kernel == PooledBags()]
 
 
-def test_dynamic_copies_end_a_launch_and_share_few_units() -> None:
+def test_dynamic_copies_share_few_units_and_a_launch() -> None:
+    """Copies of one buffer that follow each other are one launch, unless a set separates them."""
     draft = Draft("dynamic", 2)
     x, box = draft.buffer("x", 8, 8, "fp32", "input"), draft.buffer("box", 8, 8, "fp32", "symmetric")
     counts = draft.buffer("counts", 1, 2, "int64", "symmetric")
@@ -87,12 +107,15 @@ def test_dynamic_copies_end_a_launch_and_share_few_units() -> None:
         lane = draft.lane(name, "copy").read(counts)
         for _ in range(2):
             lane.copy(x.part(rows=rows), box.part(rows=rows, at=(RANK + 1) % 2), "kernel")
+        lane.set(draft.signals(name, 1), at=(RANK + 1) % 2)
+        lane.copy(x.part(rows=rows), box.part(rows=rows, at=(RANK + 1) % 2), "kernel")
     schedule = draft.schedule()
     assert units_of_dynamic_copies(schedule, "copy") == DYNAMIC_COPY_UNITS // 2
     lanes, buffers = [lane.name for lane in schedule.lanes], {b.name: b for b in schedule.buffers}
     found = launches_of_rank(schedule, 0, lanes, issue_order(schedule)[0], (), buffers)
-    assert sorted((one.lane, one.units) for one in found if one.copies) == [
-        (0, COPY_UNITS), *[(1, DYNAMIC_COPY_UNITS // 2)] * 2, *[(2, DYNAMIC_COPY_UNITS // 2)] * 2,
+    few = DYNAMIC_COPY_UNITS // 2
+    assert sorted((one.lane, one.units, len(one.body)) for one in found if one.copies) == [
+        (0, COPY_UNITS, 1), (1, few, 1), (1, few, 2), (2, few, 1), (2, few, 2),
     ]  # fmt: skip
 
 

@@ -94,8 +94,8 @@ def test_what_a_builder_does_by_default_is_not_in_names() -> None:
     assert [candidate.name for candidate in candidates(p, ("dispatch",))][:4] == [
         "dispatch[by=dma,rest=each]",
         "dispatch[by=dma,rest=each,send=at_once]",
+        "dispatch[by=dma,rest=each,send=together]",
         "dispatch[by=dma,rest=together]",
-        "dispatch[by=dma,rest=together,send=at_once]",
     ]
     with pytest.raises(ValueError, match=re.escape("write it as 'dispatch[by=dma,rest=each]'")):
         named(p, "dispatch[by=dma,rest=each,send=in_turn]")

@@ -154,10 +154,11 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         assert len(lanes) == (3 if "send=at_once" in name else 1), name
         # What the combine, or a dispatch that returns tokens, brings from its inbox to the result is copied when the GEMMs are
         # done, and by all units.
-        placed = 3 if not name.startswith("dispatch") else 4 if "x" in {b.name for b in schedule.buffers} else 0
+        placed = 1 if not name.startswith("dispatch") else 2 if "x" in {b.name for b in schedule.buffers} else 0
         streams = [*([0] if placed or permuted else []), *(1 + i for i in range(len(lanes)))]
         assert sorted(numbers.stream for numbers in Numbers.made) == streams, name
-        assert sorted([*(copy["sizes"] for copy in late), *permuted]) == [
+        parts = [part.sizes for copy in late for part in copy["parts"]]
+        assert sorted([*(copy["sizes"] for copy in late), *parts, *permuted]) == [
             at for n in Numbers.made for at in range(n.first, n.end, 3)
         ]
         programs = sorted(copy["programs"] for copy in late)

@@ -34,7 +34,7 @@ Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communicatio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
@@ -44,9 +44,11 @@ from weft.schedule.kernels import FEW_ROWS, GroupedMatmul, LibraryGroupedMatmul,
 from weft.schedule.schedule import Buffer, Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
-SendOrder: TypeAlias = Literal["in_turn", "at_once"]
-"""The order of sends. in_turn: one peer after the other, which is fastest for the first tokens on a switch. at_once: all peers at
-once, over all links of a mesh."""
+SendOrder: TypeAlias = Literal["in_turn", "at_once", "together"]
+"""The order of sends. in_turn: one peer after the other, which is fastest for the first tokens on a switch. at_once: all peers
+concurrently, on a lane for each peer, which uses all links of a mesh. together: all peers in one launch, which is fastest for few
+tokens."""
+_SENDS = get_args(SendOrder)
 Columns: TypeAlias = tuple[int, int]
 """A block of the k columns of tokens: (first, count)."""
 _TILE = "t"
@@ -78,7 +80,7 @@ def serial(p: AllToAllMatmul) -> Schedule:
     return d.schedule()
 
 
-@builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"), send=("in_turn", "at_once"))
+@builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"), send=_SENDS)
 def dispatch(
     p: AllToAllMatmul, *, by: CopyBy, rest: Literal["each", "together"], send: SendOrder = "in_turn"
 ) -> Schedule:
@@ -91,6 +93,8 @@ def dispatch(
         raise NotApplicableError(
             "with 2 ranks all other tokens come from one rank, so rest=together is the same as rest=each"
         )
+    if rest == "each" and send == "together":
+        raise NotApplicableError("send=together sends to all peers in one launch, so their tokens arrive together")
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
     d.multiply([0], 0, experts)
@@ -103,7 +107,7 @@ def dispatch(
     return d.done()
 
 
-@builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=("in_turn", "at_once"))
+@builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=_SENDS)
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
     """Multiply expert by expert. chunks: the number of parts into which the experts are cut. With 1 nothing overlaps."""
     pieces = split(p.experts, chunks, what="experts of a rank")
@@ -117,7 +121,7 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
     return d.done()
 
 
-@builder(AllToAllMatmul, chunks=(1, 2, 4), send=("in_turn", "at_once"))
+@builder(AllToAllMatmul, chunks=(1, 2, 4), send=_SENDS)
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
     """Sort the tokens by expert, then multiply expert by expert. chunks: as in `dispatch_by_expert`."""
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
@@ -221,9 +225,11 @@ class Sending(_Dispatch):
             raise NotApplicableError(
                 "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
             )
-        if send == "at_once" and world == 2:
-            raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
-        self._by, self._chunks = by, chunks
+        if send != "in_turn" and world == 2:
+            raise NotApplicableError(f"with 2 ranks there is only one peer, so send={send} is the same as send=in_turn")
+        if send == "together" and by == "dma":
+            raise NotApplicableError("send=together is one launch of a copy kernel: use by=kernel")
+        self._by, self._chunks, self._together = by, chunks, send == "together"
         self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
         known, self._credit = self.signals("known", world), self.signals("credit", world)
@@ -233,9 +239,10 @@ class Sending(_Dispatch):
         self._senders = [self.lane(name, "copy") for name in names]
         self._taken = self.signals("taken", world) if send == "at_once" else None
         told, own_row = self.signals("told", 1), (RANK, 1)
-        for distance in range(1, world):
-            to = peer(world, distance)
+        peers = [peer(world, distance) for distance in range(1, world)]
+        for to in peers:
             self.compute.wait(self._credit, to, previous=True)
+        for to in peers:
             self.compute.copy(self.splits.part(), self.counts.part(rows=own_row, at=to), "kernel")
             self.compute.set(known, RANK, at=to)
         self.compute.copy(self.splits.part(), self.counts.part(rows=own_row), "kernel")
@@ -261,8 +268,17 @@ class Sending(_Dispatch):
             mine = self.tokens.part(rows=(self._between(RANK, 0, begin + first), rows), cols=columns)
             slot = self._slot(distance) + self._between(RANK, begin, begin + first)
             theirs = self._inbox.part(rows=(slot, rows), cols=columns, at=to)
-            sender = self._senders[distance - 1].copy(mine, theirs, self._by)
-            sender.set(self._arrived, RANK * self._chunks + chunk, at=to)
+            self._senders[distance - 1].copy(mine, theirs, self._by)
+            if not self._together:
+                self._arrive(distance, chunk)
+        if self._together:
+            for distance in range(1, self.world_size):
+                self._arrive(distance, chunk)
+
+    def _arrive(self, distance: int, chunk: int) -> None:
+        """Append the signal to the peer at `distance` that its tokens of part `chunk` are in its inbox."""
+        number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
+        self._senders[distance - 1].set(self._arrived, number, at=to)
 
     def wait_for(self, distance: int, chunk: int = 0) -> None:
         self.compute.wait(self._arrived, peer(self.world_size, -distance) * self._chunks + chunk)

@@ -75,7 +75,7 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
     for distance in range(1, p.world_size):
         for c, piece in enumerate(d.pieces):
             d.multiply(distance, 1, *piece)
-            d.send(distance, c)
+            d.send([distance], c)
     d.multiply(0, 1, 0, p.experts)
     return d.done()
 
@@ -86,8 +86,7 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
     d = _Sending("combine_by_expert", p, by, chunks)
     for c, piece in enumerate(d.pieces):
         d.multiply(0, p.world_size, *piece)
-        for distance in range(1, p.world_size):
-            d.send(distance, c)
+        d.send(range(1, p.world_size), c)
     return d.done()
 
 
@@ -224,25 +223,29 @@ class _Sending(_Combine):
             out = self.y.part(rows=(self.first_in_y(RANK, expert), rows))
         return self.matmul(out, (self.first_in_h(source, expert), rows), expert)
 
-    def send(self, distance: int, chunk: int) -> None:
-        """Append the steps that send the results of experts `pieces[chunk]` to the rank `distance` places after this rank.
+    def send(self, distances: Sequence[int], chunk: int) -> None:
+        """Append the steps that send the results of experts `pieces[chunk]` to the ranks `distances` places after this rank.
 
-        With by="dma" the receiver's copy engine fetches the results.
+        With by="kernel" one launch sends to all of them. With by="dma" the receiver's copy engine fetches the results.
         """
-        number, to = (distance - 1) * len(self.pieces) + chunk, peer(self.world_size, distance)
-        piece = self.pieces[chunk]
+        piece, first = self.pieces[chunk], self.pieces[chunk][0]
+        numbers = {distance: (distance - 1) * len(self.pieces) + chunk for distance in distances}
         if self._by == "kernel":
-            first, _ = piece
-            rows = self._slot(distance) + self.received(to, 0, first), self.received(to, *piece)
-            self._compute.set(self._computed, number)
-            self._mover.wait(self._computed, number)
-            self._mover.copy(self._outbox.part(rows=rows), self._inbox.part(rows=rows, at=to), "kernel")
-            self._mover.set(self._there, number, at=to)
+            computed = numbers[distances[0]]
+            self._compute.set(self._computed, computed)
+            self._mover.wait(self._computed, computed)
+            for distance in distances:
+                to = peer(self.world_size, distance)
+                rows = self._slot(distance) + self.received(to, 0, first), self.received(to, *piece)
+                self._mover.copy(self._outbox.part(rows=rows), self._inbox.part(rows=rows, at=to), "kernel")
+            for distance, number in numbers.items():
+                self._mover.set(self._there, number, at=peer(self.world_size, distance))
             return
-        self._compute.set(self._there, number, at=to)
-        if self._by == "dma":
-            self._mover.wait(self._there, number)
-            self._place(self._mover, distance, piece)
+        for distance, number in numbers.items():
+            self._compute.set(self._there, number, at=peer(self.world_size, distance))
+            if self._by == "dma":
+                self._mover.wait(self._there, number)
+                self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
         """Append the copies of arrived rows into y, the comparison of sizes, and the release of the slots. Return the
@@ -254,9 +257,9 @@ class _Sending(_Combine):
             self._mover.set(placed)
             self._compute.wait(placed)
         else:
-            for distance in range(1, world):
-                for number in range((distance - 1) * chunks, distance * chunks):
-                    self._compute.wait(self._there, number)
+            for number in range((world - 1) * chunks):
+                self._compute.wait(self._there, number)
+            for distance in range(1, world):  # one launch
                 self._place(self._compute, distance, (0, self.p.experts))
         self._compute.then(Agree(self.counts.part(rows=(world, world)), self._sent.part(), self.y.part()))
         for distance in range(1, world):

@@ -66,7 +66,9 @@ def serial(p: MatmulReduceScatter) -> Schedule:
 
 @_builder()
 def scatter(p: MatmulReduceScatter) -> Schedule:
-    """Run all steps on one lane. The kernel that stores rows in peers' memory first signals that this rank's slots are free."""
+    """Run all steps on one lane. One launch stores rows in the memory of all peers. It first signals that this rank's slots
+    are free.
+    """
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
     whole, box = o.parts("whole", p.world_size, "scratch"), o.parts("box", peers, "symmetric")
@@ -77,7 +79,9 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
     for i in range(peers):
         lane.wait(credit, i)
     for i, to in enumerate(o.peers):
-        lane.copy(o.part(whole, to, to), o.part(box, i, to, at=to), "kernel").set(there, i, at=to)
+        lane.copy(o.part(whole, to, to), o.part(box, i, to, at=to), "kernel")
+    for i, to in enumerate(o.peers):
+        lane.set(there, i, at=to)
     for i in range(peers):
         lane.wait(there, i)
     lane.reduce(y.part(), o.part(whole, RANK, RANK), *(o.part(box, i, RANK) for i in range(peers)))

@@ -1,12 +1,12 @@
 """A copy on compute units, with flags and waits before and after the copy, in one launch.
 
-A launch sets the flags of `sets_before`, waits for the flags of `waits`, and copies to one or more targets. When all
-programs are done, it clears the flags of `waits`, sets the flags of `sets`, waits for the flags of `waits_after`, and
-clears them.
+A launch sets the flags of `sets_before`, waits for the flags of `waits`, and copies. It copies one source to one or more
+targets, or several parts of a buffer to a target each. When all programs are done, it clears the flags of `waits`, sets
+the flags of `sets`, waits for the flags of `waits_after`, and clears them.
 
 So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the
-shard to all ranks, notifies the peers, and waits for their shards. For the watchdog, a launch writes numbers to memory:
-at its start (`begins`), after `waits` (`passes`), and at its end (`ends`).
+shard to all ranks, notifies the peers, and waits for their shards. With several parts it can be an all-to-all. For the
+watchdog, a launch writes numbers to memory: at its start (`begins`), after `waits` (`passes`), and at its end (`ends`).
 
 Use kernel copies where copy engines are slow: for small copies (an engine takes about ten microseconds to start) and
 for copies within a device.
@@ -24,7 +24,7 @@ import triton.language as tl
 from weft.kernels.signals import await_flags, now_ns, words, write_flag
 
 # The kernel's arguments that are pointers to int64, for ahead-of-time compilation.
-TABLES = ("targets", "sets_before", "waits", "sets", "waits_after", "begins", "passes", "ends", "arrivals")
+TABLES = ("targets", "parts", "sets_before", "waits", "sets", "waits_after", "begins", "passes", "ends", "arrivals")
 
 
 @triton.jit
@@ -48,36 +48,15 @@ def _put(place, items, inside, ADD: tl.constexpr):
         tl.store(place, items, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_sets_before", "n_waits",
-        "n_sets", "n_waits_after", "n_begins", "n_passes", "n_ends", "sizes", "source_rows", "early",
-    ],
-    do_not_specialize_on_alignment=TABLES,
-)  # fmt: skip
-def move_kernel(
-    source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
-    targets, n_targets: tl.int32, sets_before, n_sets_before: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32,
-    waits_after, n_waits_after: tl.int32, begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32,
-    arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
+@triton.jit
+def _extent(
+    source, target, sizes, rows, width, source_pitch, target_pitch, source_rows,
+    ITEM: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Run the copy and the signals that the module docstring describes.
+    """Return (source, target, rows, width) of a copy: its addresses, and its numbers of rows and of items in a row.
 
-    source, target: addresses of the first rows. targets `[n_targets]`: more targets for the same rows. rows, width and
-        pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). sets_before,
-        waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: address, number. arrivals `[1]`:
-        zero between launches.
-
-    sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
-        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: True
-        if no peer writes the source, so that reading begins before the waits. ADD: True to add items (floating point)
-        to the target with atomics of system scope.
+    With `sizes`, the rows are those that the module's `move_kernel` describes.
     """
-    if tl.program_id(0) == 0:
-        _write_flags(sets_before, n_sets_before, 1, PTX)
-        _note(begins, n_begins, PTX)
-    program, programs = tl.program_id(0), tl.num_programs(0)
     if sizes != 0:
         first, to = tl.load(words(sizes)), tl.load(words(sizes) + 1)
         fits = (first >= 0) & (first <= source_rows) & (to >= 0) & (to <= rows)
@@ -87,36 +66,86 @@ def move_kernel(
         if (source_pitch == width) & (target_pitch == width):  # contiguous rows are one long row
             width = width * rows
             rows = tl.minimum(rows, 1)
-    width = width // ALIGN * ALIGN  # tells the compiler the alignment, so that it moves 16 bytes at a time
-    per_row = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
-    blocks = per_row * rows
-    block = program.to(tl.int64)
-    column = (block % per_row) * BLOCK + tl.arange(0, BLOCK)
-    begun = (column < width) & (block < blocks) & (early != 0)
-    place = source.to(tl.pointer_type(ITEM)) + block // per_row * source_pitch
+    # The division tells the compiler the alignment, so that it moves 16 bytes at a time.
+    return source, target, rows, width // ALIGN * ALIGN
+
+
+@triton.jit(
+    do_not_specialize=[
+        "source", "target", "n_targets", "n_parts", "rows", "width", "source_pitch", "target_pitch", "n_sets_before", "n_waits",
+        "n_sets", "n_waits_after", "n_begins", "n_passes", "n_ends", "sizes", "source_rows", "early",
+    ],
+    do_not_specialize_on_alignment=TABLES,
+)  # fmt: skip
+def move_kernel(
+    source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
+    targets, n_targets: tl.int32, parts, n_parts: tl.int32,
+    sets_before, n_sets_before: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32,
+    waits_after, n_waits_after: tl.int32, begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32,
+    arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Run the copy and the signals that the module docstring describes.
+
+    source, target: addresses of the first rows. targets `[n_targets]`: more targets for the same rows. parts `[n_parts,
+        4]`: more copies. A part has the offset in bytes of its source from `source`, the address of its target, True if
+        this address is an offset from `target`, and its `sizes`. rows, width and pitches count items of type ITEM
+        (width, pitches, addresses and offsets are multiples of ALIGN items). sets_before, waits, sets, waits_after:
+        addresses of flags. begins, passes, ends `[n, 2]`: address, number. arrivals `[1]`: zero between launches.
+
+    sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
+        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: True
+        if no peer writes the source, so that reading begins before the waits. ADD: True to add items (floating point)
+        to the target with atomics of system scope.
+    """
+    if tl.program_id(0) == 0:
+        _write_flags(sets_before, n_sets_before, 1, PTX)
+        _note(begins, n_begins, PTX)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    begin, to, some, wide = _extent(
+        source, target, sizes, rows, width, source_pitch, target_pitch, source_rows, ITEM, ALIGN
+    )  # fmt: skip
+    per_row = tl.maximum((wide + BLOCK - 1) // BLOCK, 1)
+    column = (program % per_row) * BLOCK + tl.arange(0, BLOCK)
+    begun = (column < wide) & (program < per_row * some) & (early != 0)
+    place = begin.to(tl.pointer_type(ITEM)) + program // per_row * source_pitch
     place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
     loaded = tl.load(place + column, mask=begun, other=0)
     # Every lane reads the flags, so no lane's other loads or stores move ahead of its waits.
     alive = await_flags(waits, n_waits, PTX)
-    while block < blocks:
-        row = block // per_row
-        column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < width
-        place = source.to(tl.pointer_type(ITEM)) + row * source_pitch
-        place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
-        items = tl.load(place + column, mask=inside & ((early == 0) | (block != program)), other=loaded)
-        if ADD:
-            items = tl.where(alive, items, float("nan"))
-        else:
-            items = tl.where(alive, items, -1)  # the group has failed: NaN in any floating-point type
-        place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
-        place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
-        _put(place + column, items, inside, ADD)
-        for i in range(n_targets):
-            place = tl.load(targets + i).to(tl.pointer_type(ITEM)) + row * target_pitch
+    done = tl.full([], 0, tl.int64)  # blocks of earlier parts
+    for part in range(n_parts + 1):
+        is_begun = (part == 0) & (early != 0)
+        if part > 0:
+            entry = parts + 4 * (part - 1)
+            to = tl.load(entry + 1) + tl.where(tl.load(entry + 2) != 0, target, 0)
+            begin, to, some, wide = _extent(
+                source + tl.load(entry), to, tl.load(entry + 3), rows, width, source_pitch, target_pitch, source_rows,
+                ITEM, ALIGN,
+            )  # fmt: skip
+        per_row = tl.maximum((wide + BLOCK - 1) // BLOCK, 1)
+        blocks = per_row * some
+        block = (program + programs - done % programs) % programs
+        while block < blocks:
+            row = block // per_row
+            column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
+            inside = column < wide
+            place = begin.to(tl.pointer_type(ITEM)) + row * source_pitch
+            place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+            items = tl.load(place + column, mask=inside & ((block != program) | (is_begun == 0)), other=loaded)
+            if ADD:
+                items = tl.where(alive, items, float("nan"))
+            else:
+                items = tl.where(alive, items, -1)  # the group has failed: NaN in any floating-point type
+            place = to.to(tl.pointer_type(ITEM)) + row * target_pitch
             place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
             _put(place + column, items, inside, ADD)
-        block += programs
+            for i in range(n_targets):
+                place = tl.load(targets + i).to(tl.pointer_type(ITEM)) + row * target_pitch
+                place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+                _put(place + column, items, inside, ADD)
+            block += programs
+        done += blocks
     if n_waits + n_sets + n_waits_after + n_ends > 0:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")

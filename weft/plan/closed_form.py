@@ -87,11 +87,11 @@ def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
         if not fused:
             end_us.work((world - 1) * _gemms_us(model, rows, p.n, k, p.dtype, update))
             continue
-        gathered_us = 0.0 if hetero else _moves_us(model, [rows * k * item])
-        scattered_us = sources * _moves_us(model, [rows * n * item for n in p.n]) if by_rows else 0.0
+        gathered_us = 0.0 if hetero else _moves_us(model, 1, [rows * k * item])
+        scattered_us = _moves_us(model, sources, [rows * n * item for n in p.n]) if by_rows else 0.0
         end_us.work(gathered_us + _gemms_us(model, sources * rows, p.n, k, p.dtype, update) + scattered_us)
     if fused and hetero and not by_rows:
-        end_us.work((world - 1) * _moves_us(model, [shard * n * item for n in p.n]))
+        end_us.work(_moves_us(model, world - 1, [shard * n * item for n in p.n]))
     return max(end_us.now, end_us.busy_until)
 
 
@@ -136,6 +136,8 @@ def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, u
     return us
 
 
-def _moves_us(model: Model, counts: Sequence[int]) -> float:
-    """Return the total time of copy kernels within a GPU, one after the other. counts: the bytes of each copy."""
-    return sum(model.launch_us + 2 * count / model.hbm_bytes_per_us for count in counts)
+def _moves_us(model: Model, parts: int, counts: Sequence[int]) -> float:
+    """Return the total time of copy kernels within a GPU, one after the other.
+
+    counts: the bytes of a part, for each kernel. Each kernel copies `parts` parts of that size."""
+    return sum(model.launch_us + 2 * parts * count / model.hbm_bytes_per_us for count in counts)

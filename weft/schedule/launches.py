@@ -9,8 +9,8 @@ copy:
     sets_before  sets before the waits. They are included only if the rank has a single lane: otherwise they would be delayed
                  until the launch, which may be queued behind a wait of another lane
     waits        waits before the copy. All programs of the kernel poll for them
-    body         the copy, and further copies of the same source with the sets between them. They must have fixed places in
-                 memory of the schedule (symmetric or scratch) and the same row pitch, and all or none must accumulate
+    body         the copy, and further copies. These either have the same source, with sets between them (`_fixed`), or follow
+                 directly on the copy and read other parts of the same buffer (`_joins`)
     sets         sets after a copy. The last program of the copy performs them
     waits_after  waits after the sets. The last program polls for them. They are included only if the sets may be delayed until
                  the last of these waits is issued
@@ -133,8 +133,12 @@ def launches(
     def copy(at: int, waits: int, body: int) -> Launch:
         """Return the launch of the copy at position `body`. It begins at `at`, and its waits begin at `waits`."""
         like = _fixed(steps[body], buffers, held)
-        sets = behind(body + 1, Set)
-        while like and sets < len(steps) and _fixed(steps[sets], buffers, held) == like:
+        parts_end = body + 1
+        while parts_end < len(steps) and _joins(steps[body], steps[parts_end], buffers, held):
+            parts_end += 1
+        sets = behind(parts_end, Set)
+        same = all(_fixed(step, buffers, held) == like for step in steps[body:parts_end])
+        while like and same and sets < len(steps) and _fixed(steps[sets], buffers, held) == like:
             sets = behind(sets + 1, Set)
         end = behind(sets, Wait) if like else sets
         end = end if may_answer(body, end) else sets
@@ -174,10 +178,41 @@ def launches(
     return found
 
 
+def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> bool:
+    """True if the kernel of `first`, a copy by kernel, may also do `step`.
+
+    The copies must read the same columns of one buffer and have equal row pitches. Their sizes are all fixed and equal, or all
+    depend on `held`. They write memory of the schedule, or one tensor of the caller, but not the buffer that they read. They do
+    not accumulate, because the kernel's copies run in no particular order. For the same reason they must not write the same place.
+    """
+    if step.copies_by != "kernel":
+        return False
+    copy, other = cast(Copy, first), cast(Copy, step)
+    if (
+        copy.accumulate
+        or other.accumulate
+        or any((c.dst.buffer, c.dst.at) == (c.src.buffer, c.src.at) for c in (copy, other))
+    ):
+        return False
+    dynamic = bool(held) and depends(copy, held)
+    if dynamic != (bool(held) and depends(other, held)) or not (dynamic or copy.src.rows == other.src.rows):
+        return False
+    targets = [buffers[one.dst.buffer] for one in (copy, other)]
+    fixed = all(buffer.role in ("symmetric", "scratch") for buffer in targets)
+    columns = {(c.src.buffer, c.src.at, c.src.col, c.src.cols) for c in (copy, other)}
+    return (
+        len(columns) == 1
+        and (fixed or (copy.dst.buffer, copy.dst.at) == (other.dst.buffer, other.dst.at))
+        and len({buffer.cols * ITEM_BYTES[buffer.dtype] for buffer in targets}) == 1
+    )  # fmt: skip
+
+
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
 
-    Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor."""
+    The launch may also copy the same source to other places with the same pitch. Return None for other steps, for dynamic
+    sizes, and for a destination that is the caller's tensor.
+    """
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
     copy = cast(Copy, step)

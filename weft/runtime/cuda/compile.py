@@ -31,7 +31,7 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.flags import AWAITED, FLAG, Flag, Key, words_for
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
-from weft.runtime.cuda.move import CopyLaunch, CopyShape
+from weft.runtime.cuda.move import CopyLaunch, CopyShape, Part
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
@@ -264,16 +264,15 @@ class Compiler:
             "adds": context.buffers[copies[0].dst.buffer].dtype if copies[0].accumulate else "",
         }  # fmt: skip
         if is_dynamic(copies[0]):
-            self._launch_dynamic(launch, copies[0], signals)
+            self._launch_dynamic(launch, copies, signals)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = self.regions.row_bytes(copies[0].src)
         shape = CopyShape(int(copies[0].src.rows), width, source[2], target[2])
+        targets, parts = self._more(copies)
         if source[2] == target[2] == width:  # without gaps: use one long row, because each row needs separate blocks
             shape = CopyShape(1, *(shape.rows * width,) * 3)
-        places = [self._place(copy.dst) for copy in copies[1:]]
-        targets = [self.regions.bases[base] + offset for base, offset, _ in places]
-        move = CopyLaunch(context.device, shape=shape, targets=targets, **signals)
+        move = CopyLaunch(context.device, shape=shape, targets=targets, parts=parts, **signals)
         self.items.kept.append(move)
         if move.record(self.program, launch.lane, Base(*source[:2]), Base(*target[:2])):
             return
@@ -283,7 +282,22 @@ class Compiler:
 
         self.items.launch(launch.lane, issue)
 
-    def _launch_dynamic(self, launch: Launch, copy: Copy, signals: dict[str, Any]) -> None:
+    def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
+        """Return the copies after the first: (further targets of its source, further parts of the source's buffer)."""
+        dynamic = is_dynamic(copies[0])
+        regions = [(_whole(c.src), _whole(c.dst)) if dynamic else (c.src, c.dst) for c in copies]
+        ((_, at, _), (dst, to, _)), *others = [(self._place(src), self._place(dst)) for src, dst in regions]
+        targets = [self.regions.bases[base] + offset for _, (base, offset, _) in others]
+        if not dynamic and all(copy.src == copies[0].src for copy in copies):
+            return targets, []
+        parts = []
+        for copy, target, ((_, source, _), (base, offset, _)) in zip(copies[1:], targets, others, strict=True):
+            place = (offset - to, True) if base == dst else (target, False)
+            parts.append(Part(source - at, *place, self.sizes[id(copy)] if dynamic else 0))
+        return [], parts
+
+    def _launch_dynamic(self, launch: Launch, copies: list[Copy], signals: dict[str, Any]) -> None:
+        copy = copies[0]
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
         of_src, of_dst = (self.context.buffers[region.buffer] for region in (copy.src, copy.dst))
         most = of_dst.rows if isinstance(of_dst.rows, int) else _MANY
@@ -291,6 +305,7 @@ class Compiler:
             self.context.device,
             shape=CopyShape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
             sizes=self.sizes[id(copy)],
+            parts=self._more(copies)[1],
             programs=launch.units,
             **signals,
         )

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -37,11 +37,24 @@ class CopyShape:
     target_pitch: int
 
 
+class Part(NamedTuple):
+    """A further copy of a launch, with the shape of the launch's copy.
+
+    source: the offset in bytes from the launch's source. target: an address; with `relative`, the offset in bytes from the
+    launch's target. sizes: as in `CopyLaunch`.
+    """
+
+    source: int
+    target: int
+    relative: bool = False
+    sizes: int = 0
+
+
 class CopyLaunch:
     """Signals, waits, a copy, signals, and waits again, as one launch. Each part is optional.
 
     sets_before, waits, sets, waits_after: the addresses of flags (`weft.runtime.cuda.flags`). targets: the addresses of
-        further copies of the source.
+        further copies of the source. parts: further copies of other parts of the source's buffer, never with `targets`.
     begins, passes, ends: pairs (address, number). The number is stored in 32 bits when the launch begins, when its
         waits have passed, and when it ends.
     sizes: the address of (first row of the source, first row of the target, rows) in device memory. With `sizes`,
@@ -57,6 +70,7 @@ class CopyLaunch:
         *,
         shape: CopyShape,
         targets: Sequence[int] = (),
+        parts: Sequence[Part] = (),
         sets_before: Sequence[int] = (),
         waits: Sequence[int] = (),
         sets: Sequence[int] = (),
@@ -70,17 +84,20 @@ class CopyLaunch:
         adds: str = "",
     ) -> None:
         self._shape, self._item = shape, ITEM_BYTES[adds] if adds else 8
-        tables: list[Sequence[int]] = [targets, sets_before, waits, sets, waits_after]
+        numbers = [int(number) for part in parts for number in part]
+        tables: list[Sequence[int]] = [targets, numbers, sets_before, waits, sets, waits_after]
         tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
         listed = [*itertools.chain(*tables), 0]
         words = lasting(device, lambda: torch.tensor(listed, dtype=torch.int64, device=device))
         first = itertools.accumulate((len(table) for table in tables), initial=0)
-        *parts, arrivals = [words[at:] for at in first]
-        counts = [len(n) for n in (targets, sets_before, waits, sets, waits_after, begins, passes, ends)]
-        self._tables = (*itertools.chain(*zip(parts, counts, strict=True)), arrivals)
+        *listings, arrivals = [words[at:] for at in first]
+        counts = [len(n) for n in (targets, parts, sets_before, waits, sets, waits_after, begins, passes, ends)]
+        self._tables = (*itertools.chain(*zip(listings, counts, strict=True)), arrivals)
         self._sizes, self._early = sizes, int(early)
-        self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
-        self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
+        blocks = (1 + len(parts)) * -(-shape.rows * shape.width // _BLOCK_BYTES)
+        self._programs = max(1, min(programs, blocks))
+        offsets = [offset for part in parts for offset in part[:2]]
+        self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets, *offsets)
         # The caller's tensors may begin at any address. The widest variant handles most addresses, and the narrow
         # variants handle the others.
         narrow = {self._item} if adds else {min(self._step, 2), 1}
