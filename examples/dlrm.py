@@ -16,6 +16,7 @@ batches, and the area under the ROC curve (AUC) on held-out batches.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -274,6 +275,11 @@ def parsed() -> argparse.Namespace:
     for name in ("batch", "steps", "held_out", "every", "rows", "dim"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be at least 1")
+    if given.ranks is not None and given.ranks < 1:
+        parser.error(f"--ranks {given.ranks} must be at least 1")
+    for name in ("lr", "mlp_lr", "zipf"):
+        if not 0 <= getattr(given, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be a finite number of at least 0")
     return given
 
 

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from weft.builders import AllToAllMatmul, MatmulAllToAll, named
 from weft.launch import run_ranks
 
 
@@ -325,6 +326,11 @@ def layer_of(arguments: argparse.Namespace, ranks: int) -> Layer:
         raise ValueError(
             f"{layer.experts} experts cannot be divided evenly over {ranks} ranks: use a number of ranks that divides them"
         )
+    rows, local = layer.tokens * layer.top_k, layer.experts // ranks
+    if arguments.schedule is not None:
+        named(AllToAllMatmul.even(rows, 2 * layer.width, layer.hidden, local, ranks), arguments.schedule)
+    if arguments.back is not None:
+        named(MatmulAllToAll.even(rows, layer.hidden, layer.width, local, ranks), arguments.back)
     return layer
 
 
@@ -354,7 +360,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     under_torchrun = "RANK" in os.environ
-    for name in ("ranks", "tokens", "shrink", "steps"):
+    for name in ("ranks", "tokens", "shrink", "steps", "repetitions"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             parser().error(f"--{name} {value} must be at least 1")
     try:

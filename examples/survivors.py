@@ -82,6 +82,8 @@ def main() -> None:
     given = parser.parse_args()
     if not 0 <= given.victim < given.ranks or given.ranks < 2:
         parser.error(f"--victim {given.victim} must be one of at least two ranks: --ranks is {given.ranks}")
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps} must be at least 1")
     results = run_ranks(given.ranks, on_a_rank, given.steps, given.victim, return_exceptions=True)
     for rank, result in enumerate(results):
         print(f"rank {rank}: {result if isinstance(result, Exception) else result[2]}")

@@ -237,6 +237,9 @@ def parser() -> argparse.ArgumentParser:
 
 def check(arguments: argparse.Namespace, ranks: int) -> None:
     """Raise `ValueError` for a configuration that cannot be trained."""
+    for name in ("ranks", "steps", "layers", "batch", "hidden", "head_dim", "length"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
     if not arguments.text.is_file():
         raise ValueError(f"--text {arguments.text} does not exist: give the path of a text file")
     if arguments.text.stat().st_size <= arguments.length:
@@ -246,8 +249,6 @@ def check(arguments: argparse.Namespace, ranks: int) -> None:
         )
     if arguments.length % ranks:
         raise ValueError(f"--length {arguments.length} must be divisible by --ranks {ranks}: change one of them")
-    if min(arguments.steps, arguments.layers, arguments.batch, arguments.hidden, arguments.head_dim) < 1:
-        raise ValueError("--steps, --layers, --batch, --hidden and --head-dim must be at least 1")
     if arguments.hidden % (2 * arguments.head_dim * ranks) or arguments.head_dim % 2:
         raise ValueError(
             f"--hidden {arguments.hidden} must be divisible by {2 * arguments.head_dim * ranks} (2 query heads per key head x "

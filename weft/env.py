@@ -46,7 +46,7 @@ def check_calls() -> bool:
 
     On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
     To compare tensors, the CPU waits for the GPU. To compare operators and lines takes some microseconds per call. If
-    ranks call from different lines, the group fails.
+    ranks call from different lines, the group fails. Switches also take true, yes and on; false, no and off.
     """
     return _is_on("WEFT_CHECK_CALLS")
 
@@ -103,7 +103,14 @@ def quiet() -> bool:
 
 
 def _is_on(variable: str, default: str = "0") -> bool:
-    return (os.environ.get(variable, "").strip().lower() or default) not in ("0", "false", "no", "off")
+    text = os.environ.get(variable, "").strip().lower() or default
+    if text not in _SWITCHES:
+        raise ValueError(f"{variable}={text!r} must be one of {', '.join(_SWITCHES)}")
+    return _SWITCHES[text]
+
+
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+"""The values of variables that are on or off."""
 
 
 def self_calibration() -> bool:

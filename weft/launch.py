@@ -28,7 +28,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from multiprocessing import connection, forkserver, process, resource_tracker
+from multiprocessing import connection, forkserver, process, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,13 @@ class Pool:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         context.set_forkserver_preload([*PRELOADED, *([spec.parent] if spec and spec.parent else [])])
         _start_fork_server()
-        self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-", dir=util.get_temp_dir())
         # Runs at close, when the pool is collected, and at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, _kill, self._workers, self._directory)
         self._ranks_in_world = 0
+        # If a signal ends this process, the workers also remove multiprocessing's directory. A child process shares the
+        # directory of its parent.
+        remains = util.get_temp_dir() if mp.parent_process() is None else self._directory.name
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             worker = context.Process(
@@ -161,6 +164,7 @@ class Pool:
                     self.backend,
                     self.threads,
                     self._directory.name,
+                    remains,
                     dict(os.environ),
                 ),
                 name=f"weft-rank-{rank}",
@@ -305,6 +309,7 @@ def _work(
     backend: str,
     threads: int,
     directory: str,
+    remains: str,
     environment: dict[str, str],
 ) -> None:
     """Run a worker process: join the process group, then run the calls from `pipe` until it closes."""
@@ -320,7 +325,7 @@ def _work(
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     parent = mp.parent_process()
     assert parent is not None
-    threading.Thread(target=_exit_with, args=(parent.sentinel, directory), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent.sentinel, remains), daemon=True).start()
     os.environ.clear()  # the fork server has the environment of when it was started
     os.environ.update(environment)
     os.environ["LOCAL_RANK"] = str(rank)
@@ -375,8 +380,10 @@ def _portable(error: Exception) -> bytes:
         return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), text))
 
 
-def _exit_with(sentinel: int, directory: str) -> None:
-    """Wait until the parent process ends. Then remove `directory`, in case the parent was killed, and exit."""
+def _exit_with(sentinel: int, remains: str) -> None:
+    """Wait until the parent process ends. Then remove the directory `remains`, in case a signal ended the parent, and
+    exit.
+    """
     connection.wait([sentinel])
-    shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(remains, ignore_errors=True)
     os._exit(1)

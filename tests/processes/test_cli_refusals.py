@@ -50,6 +50,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),
         ([*GEMM, "8,8"], "--shape '8,8' must be three positive integers M,N,K"),
         (["bench", "all_gather_matmul", "--shape", "8,8"], "--shape '8,8' must be three positive integers M,N,K"),
+        (["bench", "all_gather_matmul", "--shape", "-1,2,3"], "--shape '-1,2,3' must be three positive integers M,N,K"),
         ([*GEMM, "8,8,8-e8"], "leave out '-e8'"),
         ([*GEMM, "8,8,8", "--option", "a"], "option 'a' has no value: write it as a=VALUE"),
         ([*GEMM, "8,8,8", "--option", "a=1"], "a=1: all_gather_matmul has no such option; it has no options of its own"),

@@ -26,7 +26,7 @@ from weft.embedding.plan import plan_of
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import embedding_transport, measure, this_machine
-from weft.ops import embedding_all_to_all
+from weft.ops import embedding_all_to_all, embedding_release
 from weft.sim import model_of
 
 
@@ -196,7 +196,7 @@ def choices_of(
         plan = plan_of(problems[0].sharding, EmbeddingOptions())
         for _ in range(2):
             ranks.call(own, problems[0])
-            embedding_all_to_all.release(plan, group=own, device=torch.device("cpu"), deadline_s=30.0)
+            embedding_release.release(plan, group=own, device=torch.device("cpu"), deadline_s=30.0)
             left.append(mapped_bytes())
     return found, counts, left
 

@@ -27,6 +27,26 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return found.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("dlrm.py --lr nan", "--lr nan must be a finite number of at least 0"),
+        ("dlrm.py --ranks 0", "--ranks 0 must be at least 1"),
+        ("tp_transformer.py --length 0", "--length 0 must be at least 1"),
+        ("moe.py --schedule nope", "no schedule 'nope' for all_to_all_matmul; the nearest are "),
+        ("moe.py --back combine", "no schedule 'combine' for matmul_all_to_all; the nearest are "),
+        ("survivors.py --steps 0", "--steps 0 must be at least 1"),
+    ],
+)
+def test_bad_options_are_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, text: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit):
+        load(EXAMPLES / sys.argv[0]).main()
+    assert f"{sys.argv[0]}: error: {text}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_dlrm_agrees_with_the_unsharded_model() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -4,9 +4,11 @@ without a pool, because their exits are tested. The second process stays until t
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,30 @@ def test_a_callback_that_sleeps_holds_up_no_exit(tmp_path: Path) -> None:
     status, said = first_of_two(SLEEPS, tmp_path, timeout_s=60)
     assert status == 0
     assert said.count("told") == 2
+
+
+STAYS = """
+    import test_exit
+    from weft.launch import run_ranks
+
+    if __name__ == "__main__":
+        run_ranks(2, test_exit.stay)
+"""
+
+
+def stay(rank: int, world_size: int) -> None:
+    print("here", flush=True)
+    time.sleep(60)
+
+
+def test_ranks_of_a_terminated_process_leave_no_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(STAYS)]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True)
+    assert parent.stdout is not None
+    assert [parent.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+    assert list(tmp_path.iterdir())
+    parent.terminate()
+    assert parent.stdout.read() == ""  # until the last rank has ended
+    assert parent.wait() == -signal.SIGTERM
+    assert not list(tmp_path.iterdir())

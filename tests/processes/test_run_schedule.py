@@ -7,6 +7,7 @@ schedules.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -123,7 +124,8 @@ def of_dynamic_sizes(group: dist.ProcessGroup) -> None:
     own, rank = own_group(group), group.rank()
     for rows in ([3, 5], [0, 8], [2, 2]):
         xs = [torch.full((count, K), float(count)) for count in rows]
-        given = {"x": xs[rank], "n": torch.tensor([[rows[rank]]]), "y": lambda count: torch.empty(count, K)}
+        padded = torch.cat([xs[rank], torch.full((2, K), math.nan)])
+        given = {"x": padded, "n": torch.tensor([[rows[rank]]]), "y": lambda count: torch.empty(count, K)}
         assert torch.equal(weft.run_schedule(ragged(8), given, own)["y"], xs[1 - rank])
 
 
@@ -297,16 +299,17 @@ def test_autograd_finds_outputs_that_were_written_after_it_had_saved_them(pool: 
         assert refused == "nothing"
 
 
-def made_wrongly(group: dist.ProcessGroup, name: str) -> str:
-    """Return the error if rank 1's function for y, or rank 0's number of rows, is wrong."""
+def made_wrongly(group: dist.ProcessGroup, name: str | int) -> str:
+    """Return the error if rank 1's function for y, or rank 0's number of rows, `name`, is wrong."""
     own, rank, rows = own_group(group), group.rank(), [3, 5]
     x = torch.full((rows[rank], K), float(rank))
-    make, _ = MADE.get(name, (torch.empty, ""))
     given = {"x": x, "n": torch.tensor([[rows[rank]]]), "y": lambda count: torch.empty(count, K)}
     if rank == 1 and name in MADE:
-        given["y"] = lambda count: make(count, x)
-    if rank == 0 and name == "negative":
-        given["n"] = torch.tensor([[-3]])
+        given["y"] = lambda count: MADE[name][0](count, x)
+    if rank == 0 and isinstance(name, int):
+        given["n"] = torch.tensor([[name]])
+    if rank == 0 and name == "no room":
+        given |= {"x": torch.ones(9, K), "n": torch.tensor([[9]])}
     return told(lambda: weft.run_schedule(ragged(8), given, own, deadline_s=20))
 
 
@@ -331,11 +334,27 @@ def test_a_function_that_makes_a_wrong_output_is_named_on_every_rank(pool: Pool,
     assert f"the function that allocates y was called with 3 rows: {MADE[name][1]}" in other
 
 
-def test_a_negative_number_of_rows_names_the_rank_that_wrote_it(pool: Pool) -> None:
-    for error in pool.run(made_wrongly, "negative", ranks=2, timeout_s=60):
-        assert re.search(r"counts\[\d, 0\] of rank [01] is -3, written by rank 0: sizes must be at least 0", error), (
-            error
-        )
+@pytest.mark.parametrize("rows", [-3, 2**62])
+def test_an_impossible_number_of_rows_names_the_rank_that_wrote_it(pool: Pool, rows: int) -> None:
+    for error in pool.run(made_wrongly, rows, ranks=2, timeout_s=60):
+        wanted = rf"counts\[\d, 0\] of rank [01] is {rows}, written by rank 0: sizes must be at least 0, and together at most"
+        assert re.search(wanted, error), error
+
+
+def test_rows_for_which_a_buffer_has_no_room_are_refused(pool: Pool) -> None:
+    own, _ = pool.run(made_wrongly, "no room", ranks=2, timeout_s=60)
+    assert own == (
+        "ScheduleError: schedule ragged, rank 0: with the sizes of this run, box@1[0:+9, 0:+4] is outside buffer box of 8 x 4: "
+        "correct the sizes, or declare a larger buffer"
+    )
+
+
+def test_an_input_of_fewer_rows_than_the_run_needs_is_refused(pool: Pool) -> None:
+    own, other = pool.run(made_wrongly, 4, ranks=2, timeout_s=60)
+    wanted = "x of rank 0 has 3 rows, but sum(counts[0:1]) is 4 in this run: pass at least 4 rows, or correct the sizes"
+    assert own == f"ScheduleError: schedule ragged: {wanted}"
+    assert other.startswith("PoisonedGroupError: ")
+    assert wanted in other
 
 
 def compiled(group: dist.ProcessGroup) -> tuple[str, str]:

@@ -73,5 +73,7 @@ def test_columns_add_up(pool: Pool, p: AllToAllMatmul, steps: int) -> None:
 
 
 def test_splits_that_do_not_fit_are_named(pool: Pool) -> None:
-    with pytest.raises(Exception, match=r"is outside buffer tokens of 4 x 5: correct the sizes"):
+    with pytest.raises(
+        Exception, match=r"tokens of rank . has 4 rows, but .*: pass at least . rows, or correct the sizes"
+    ):
         pool.run(ranks.wrong_splits, problem(2, 2, (4, 4)), ranks=2)

@@ -56,26 +56,27 @@ def test_a_cache_of_a_user_who_does_not_exist_is_said_once_and_lies_elsewhere(
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("text", ["0", "false", "False", "no", "off"])
 @pytest.mark.parametrize(
     ("variable", "read"),
     [
         ("WEFT_QUIET", env.quiet),
         ("WEFT_CHECK_CALLS", env.check_calls),
         ("WEFT_SELF_CALIBRATION", env.self_calibration),
+        ("WEFT_PUSH_GRADIENTS", env.push_gradients),
     ],
 )
-def test_words_for_off_switch_off(
-    monkeypatch: pytest.MonkeyPatch, variable: str, read: Callable[[], bool], text: str
+def test_switches_have_words_for_on_and_off(
+    monkeypatch: pytest.MonkeyPatch, variable: str, read: Callable[[], bool]
 ) -> None:
     monkeypatch.delenv(variable, raising=False)
-    default = read()
-    monkeypatch.setenv(variable, text)
-    assert not read()
-    monkeypatch.setenv(variable, "1")
-    assert read()
-    monkeypatch.setenv(variable, "")
-    assert read() == default
+    found = {"": read()}
+    for text in ("0", "false", "No", "off", "1", "true", "YES", "on", " "):
+        monkeypatch.setenv(variable, text)
+        found[text] = read()
+    assert [*found.values()] == [found[""], *[False] * 4, *[True] * 4, found[""]]
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(ValueError, match=f"{variable}='2' must be one of 1, true, yes, on, 0, false, no, off"):
+        read()
 
 
 def test_the_list_of_own_variables_is_that_of_the_page() -> None:

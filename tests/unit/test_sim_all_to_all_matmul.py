@@ -12,8 +12,9 @@ from sim_toys import TOY, gpu
 from weft.builders import AllToAllMatmul
 from weft.schedule import Compute, Draft
 from weft.sim import simulate
-from weft.sim.costs import Operand, cost, cost_of_tiles
+from weft.sim.costs import Operand, cost
 from weft.sim.lower import Work, lower
+from weft.sim.tile_costs import cost_of_tiles
 
 # The kernel alone on an H200, bf16, rows of a balanced random router with 2 ranks, or 8 in the last two:
 # (rows, N, K, experts, sources that the launch multiplies, milliseconds).

@@ -12,8 +12,9 @@ from weft import plan
 from weft.builders import MatmulReduceScatter, named
 from weft.schedule import Compute, Copy, Draft, Region
 from weft.sim import simulate
-from weft.sim.costs import Cost, Links, Operand, Rates, cost, cost_of_tiles
+from weft.sim.costs import Cost, Links, Operand, cost
 from weft.sim.lower import Work, lower
+from weft.sim.tile_costs import Rates, cost_of_tiles
 
 # M, N, K on each of 2 ranks, bf16, queued calls, milliseconds: the schedule that was the fastest, and some others.
 FASTEST = {

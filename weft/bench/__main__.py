@@ -115,7 +115,9 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         help="time to measure the slowest variant in each mode, in seconds. Default: 1; with --quick 0.1",
     )
     add("--pictures", type=Path, help="for inefficiency: draw the paper's figures 7 to 10 into this folder")
-    given = parser.parse_args(arguments)
+    # argparse takes -1,2,3 for an option, and would only say that --shape lacks an argument.
+    joined = re.sub(r"(^|\0)--shape\0", r"\1--shape=", "\0".join(arguments))
+    given = parser.parse_args(joined.split("\0"))
 
     import torch
 

@@ -39,7 +39,8 @@ from weft.nn.prefetching import Prefetched
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import OPERATOR, Form, buffer_bytes, form_of, plan_in, release
+from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in
+from weft.ops.embedding_release import buffer_bytes, release
 from weft.runtime.embedding_backward import collecting, update_collected
 from weft.runtime.opaque import opaque
 

@@ -36,7 +36,8 @@ from weft.nn.partitioned_input import Arranged, PartitionedInput
 from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm
 from weft.nn.table_parts import load_full, parts_of_rank
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import buffer_bytes, plan_in
+from weft.ops.embedding_all_to_all import plan_in
+from weft.ops.embedding_release import buffer_bytes
 from weft.runtime.opaque import opaque
 
 NAME = "ShardedEmbeddingBagCollection"

@@ -60,7 +60,7 @@ def run_schedule(
         transpose of a tensor with contiguous rows. An output must not overlap any other tensor in memory. Outputs are
         overwritten, and autograd is notified as for torch's out= tensors. For an output with a dynamic number of rows,
         pass a function that takes the number of rows and returns a new tensor. On GPUs you can also pass a tensor with
-        at least this number of rows.
+        at least this number of rows. An input may have more rows than its dynamic number; these rows are not read.
     group: the process group, or its name. All ranks must make the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank. On GPUs the call then synchronises with the device.
@@ -85,7 +85,7 @@ def run_schedule(
     - `ValueError` for bad input if the group has one rank, and for a bad group.
     - `DisagreementError` if ranks pass different schedules.
     - `ScheduleError` if `verify` finds a fault, if the device cannot run a step, or on CPU if a dynamic size is
-      negative.
+      impossible or exceeds the rows of an input.
     - `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step's function. The group then
       fails on all ranks.
     """

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft import plan, symm
+from weft import plan
 from weft.arguments import checked_sizes
 from weft.builders import EmbeddingAllToAll
 from weft.embedding import EmbeddingSharding, as_jagged
@@ -34,16 +34,13 @@ from weft.embedding.plan import EmbeddingPlan, plan_of, problem_of
 from weft.embedding.tables import sharding_of
 from weft.embedding.training import NOT_TRAINED, Training, training_of
 from weft.embedding.update import FusedUpdate
-from weft.errors import DisagreementError, RefusedError
-from weft.operator.calls import drop_calls, made, prepared_calls
-from weft.operator.compiled_operator import CompiledOperator
+from weft.operator.calls import made
 from weft.operator.embedding_transport import choose_transport, settled
 from weft.operator.registration import registered
 from weft.operator.select import Chosen
 from weft.operator.spec import Across, Operator
 from weft.runtime import embedding_backward
 from weft.runtime.embedding import executor_of
-from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
@@ -454,51 +451,3 @@ def _octave(most: int) -> int:
 
 
 OPERATOR = registered(_EmbeddingAllToAll())
-
-
-def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
-    """Return the compiled operators of the plan `p` on the communicator `comm`."""
-    plans = [p]
-    if p.options.transport == "auto":  # `checked` may have replaced "auto"
-        if (transport := settled(p, comm.device, comm.group)) is not None:
-            plans.append(p.sent_by(transport))
-        if (
-            comm.device.type == "cpu" and transport != "direct"
-        ):  # "auto" was "direct" because there was no model at the first call
-            plans.append(p.sent_by("direct"))
-    return [one for one in prepared_calls(OPERATOR, comm.group) if one.comm is comm and one.key[0][0] in plans]
-
-
-def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Ranks do not communicate."""
-    if (comm := symm.open_communicator(group, device.type)) is None:
-        return []
-    executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}
-    return [outputs.nbytes for one in executors if (outputs := getattr(one, "outputs", None)) is not None]
-
-
-def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
-    """Free the symmetric memory of all calls with the plan `p`, for `ShardedEmbeddingBagCollection.close`. All ranks
-    must make this call.
-    """
-    comm = symm.communicator(group, device, deadline_s=deadline_s)
-    prepared = calls_with(p, comm)
-    executors = {executor for one in prepared for executor in _executors(one)}
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    for executor in executors:
-        executor.check()
-    mine = p.fingerprint, sum(executor.lent for executor in executors)
-    closing = comm.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
-    if len({fingerprint for fingerprint, _ in closing}) > 1:
-        raise DisagreementError("ranks close different modules: close the same modules in the same order on all ranks")
-    if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
-        raise RefusedError(
-            f"{', '.join(held)} of this module: delete these results and all views of them before you close it"
-        )
-    others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
-    drop_calls(OPERATOR, group, prepared + others)
-
-
-def _executors(prepared: CompiledOperator) -> set[Executor]:
-    return set() if prepared.chosen is None else set(prepared.chosen.executors())

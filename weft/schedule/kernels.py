@@ -8,7 +8,7 @@ tests/unit/test_tile_kernels.py checks every builder.
 To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
 fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
 `weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses kernels without an entry. The simulator assumes that
-the tiles run as fast as tiles of weft's own kernels, unless `weft.sim.costs.rates` has an entry.
+the tiles run as fast as tiles of weft's own kernels, unless `weft.sim.tile_costs.rates` has an entry.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import singledispatch
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias
 
 from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
-from weft.schedule.kernels import FEW_ROWS, LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
@@ -60,7 +59,7 @@ class Cost(NamedTuple):
     @property
     def holds(self) -> float:
         """The fraction of the rank's compute units that must be free before the step can begin."""
-        return sum(use.amount for use in self.uses if use.how == "hold" and use.place == _COMPUTE)
+        return sum(use.amount for use in self.uses if use.how == "hold" and use.place == COMPUTE)
 
 
 class Operand(NamedTuple):
@@ -120,7 +119,7 @@ def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
+    return merged_cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
 
 
 @price.register
@@ -128,7 +127,7 @@ def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...
     """Return the cost of comparing a few counts, without the cost of filling outputs with NaN, because valid runs fill
     nothing.
     """
-    return _cost("compute", model.launch_us, 0.0, [])
+    return merged_cost("compute", model.launch_us, 0.0, [])
 
 
 @price.register
@@ -158,7 +157,7 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
     return _through_memory(model, links, step, operands, OPS[step.op].flops_per_element)
 
 
-_HBM, _COMPUTE = ("hbm", 0), ("compute", 0)
+HBM, COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
 """The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles and of pooling: both overlap only partly.
 Measured on an H200 with 128 experts of 128 rows: 2.24 ms, with a memory time of 1.9 ms and a compute time of 2.0 ms."""
@@ -169,123 +168,12 @@ element of a row that it adds. They come from the recorded times of pgas-weak an
 64 and 16 rows a bag. No other record was used (tests/unit/test_plan_embedding.py)."""
 
 
-_LATE_TILES = 0.5
-"""The fraction of a tracked GEMM's stores to peers for which compute units wait, measured on H200s. The same fraction is assumed,
-without a measurement, for addends that tiles read from peers."""
-
-
-_FIRST_TILE_US = 3.0
-"""The time from the start of a tracked GEMM to its first products, in which it reads tables and tensor maps. On an H100, four
-GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, of which the launch is 2 us."""
-
-
-Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
-"""(a step of a tile, its operands, the number of tiles)."""
-
-
-class Rates(NamedTuple):
-    """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
-
-    whole: True if each tile of the step is computed by one compute unit. False if a tile of the step is one expert's
-        segment, which the kernel cuts into smaller tiles.
-    sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
-    """
-
-    compute: float = 1.0
-    memory: float = 1.0
-    whole: bool = False
-    sources: int = 1
-
-
-@singledispatch
-def rates(kernel: TileKernel, model: Model) -> Rates:
-    return Rates()
-
-
-@rates.register
-def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
-    compute, memory = model.library_grouped
-    return Rates(compute / model.grouped_efficiency, memory)
-
-
-@rates.register
-def _of_returning(kernel: ReturningMatmul, model: Model) -> Rates:
-    return Rates(sources=kernel.n_sources)
-
-
-@rates.register
-def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
-    return Rates(whole=True)
-
-
-def cost_of_tiles(
-    model: Model,
-    world: int,
-    parts: Iterable[Part],
-    read_bytes: int = 0,
-    of_kernel: Rates = Rates(),  # noqa: B008 - a value
-    rank: int = 0,
-) -> Cost:
-    """Return the cost of one kernel for all tiles of a step.
-
-    The kernel takes as long as its busiest resource needs, because enough tiles run concurrently to hide latencies. It
-    takes at least as long as its longest tile alone.
-
-    parts: (step, operands, number of tiles). read_bytes: the bytes that matmuls read from this rank's memory. Each byte
-        counts once, because consecutive tiles find a shared operand in the cache. of_kernel: see `rates`.
-    """
-    slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
-    taken: dict[ResourcePlace, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
-    sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
-    parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
-    parts = _in_shared_tiles(parts, of_kernel.sources) if of_kernel.sources > 1 else parts
-    units = sum(times for step, _, times in parts if step.multiplies)
-    for step, operands, times in parts:
-        if step.multiplies:
-            found = _tile(model, links, units, *operands) if of_kernel.whole else _segment(model, links, *operands)
-            what = "matmul"
-        else:
-            found = cost(model, world, step, operands, rank)
-        sent += times * found.sent_bytes
-        longest = max(longest, found.work_us)
-        for use in found.uses:
-            if use.how == "share":
-                work_us = found.work_us * slower.get(use.place[0], 1.0)
-                taken[use.place] = taken.get(use.place, 0.0) + times * use.amount * work_us
-    # The last wave may keep few units busy, but takes as long as a full wave.
-    waves = -(-units // model.compute_units) if of_kernel.whole else 1
-    us = max(waves * longest, *taken.values())
-    if what == "matmul" and of_kernel == Rates(sources=of_kernel.sources):
-        gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
-        a, *_, out = gemms[0][0]
-        segments = [(operands[-1].rows, times) for operands, times in gemms]
-        us = max(us, _blended(taken[_HBM], model.rounds_us(segments, out.cols, a.cols, a.dtype)))
-    if what == "matmul" or any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts):
-        us = max(us, _blended(taken[_HBM], taken.get(_COMPUTE, 0.0)))
-    uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
-    start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
-    return _cost(cast(What, what), start_us, us, uses, sent)
-
-
-def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts` with one segment for each expert instead of each (source rank, expert), if such a pair has few rows."""
-    gemms = [part for part in parts if part[0].multiplies]
-    segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
-    if not gemms or rows > FEW_ROWS * segments:
-        return parts
-    experts = max(1, segments // sources)
-    step, (a, *factors, out), _ = gemms[0]
-    each = -(-rows // experts)
-    merged = (a._replace(rows=each), *factors, out._replace(rows=each))
-    return [*(part for part in parts if not part[0].multiplies), (step, merged, experts)]
-
-
 def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:
     us = (3 if update else 2) * count / model.hbm_bytes_per_us
     if by == "kernel":
-        return _cost("compute", model.launch_us, us, [_share("hbm", 0, 1.0), _share("compute", 0, 1.0)])
+        return merged_cost("compute", model.launch_us, us, [_share("hbm", 0, 1.0), _share("compute", 0, 1.0)])
     uses = [_share("hbm", 0, 1.0), _share("engine", 0, 1 / model.copy_engines)]
-    return _cost("engine", model.copy_latency_us, us, uses)
+    return merged_cost("engine", model.copy_latency_us, us, uses)
 
 
 def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by: str, update: bool) -> Cost:
@@ -297,7 +185,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
         latency, disturbance, uses = (
             model.launch_us,
             model.kernel_copy_disturbance,
-            [Use("hold", _COMPUTE, held)],
+            [Use("hold", COMPUTE, held)],
         )
     else:
         us = max(count / wire, model.transfer_us("copy", count))
@@ -313,7 +201,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
         if us > 0:
             uses.append(Use("disturb", ("compute", at), disturbance * count / us))
     uses += links.uses(source.at, target.at, count, us)
-    return _cost("peer", latency + _fetching_us(links, (source,)), us, uses, sent_bytes=count)
+    return merged_cost("peer", latency + _fetching_us(links, (source,)), us, uses, sent_bytes=count)
 
 
 def _fetching_us(links: Links, inputs: Iterable[Operand]) -> float:
@@ -382,9 +270,9 @@ def _library_call(
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
-        Use("hold", _COMPUTE, model.collective_units / model.compute_units),
+        Use("hold", COMPUTE, model.collective_units / model.compute_units),
     ]
-    return _cost("peer", model.collective_latency_us + latency_us, us, [*own, *uses], sent_bytes, joins=True)
+    return merged_cost("peer", model.collective_latency_us + latency_us, us, [*own, *uses], sent_bytes, joins=True)
 
 
 _COLLECTIVES: dict[str, Callable[..., Cost]] = {
@@ -400,8 +288,8 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
     traffic = rows + ids + (0 if out.at else out.bytes)
     units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * tables.rows * tables.cols * _ELEMENT_UNIT_US
     busy_us = units_us / model.compute_units
-    us = _blended(traffic / model.hbm_bytes_per_us, busy_us)
-    return _kernel(model, links, "compute", (bags, tables), out, us, busy_us, traffic)
+    us = blended(traffic / model.hbm_bytes_per_us, busy_us)
+    return kernel_cost(model, links, "compute", (bags, tables), out, us, busy_us, traffic)
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
@@ -420,10 +308,10 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
         alone_us += out.bytes / model.hbm_bytes_per_us
     busy_us = found.units_busy * found.time_us
     if out.at:
-        rate = _stored_per_us(model, links, out)
+        rate = stored_per_us(model, links, out)
         late_us = min(out.bytes, model.stored_late_bytes) / rate + model.stored_end_us
         alone_us = max(alone_us + late_us, out.bytes / rate)
-    matmul = _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
+    matmul = kernel_cost(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
     return matmul._replace(fills=model.matmul_keeps * found.units_busy)
 
 
@@ -437,44 +325,15 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
         for one in (copy, matmul)
         for use in one.uses
     ]
-    both = _cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
+    both = merged_cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
     return both._replace(fills=matmul.fills)
 
 
-def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
+def stored_per_us(model: Model, links: Links, out: Operand) -> float:
     """Return the rate, in bytes/us, at which all compute units together store into a peer's memory, which contains
     `out`.
     """
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
-
-
-def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one of `tiles` tiles, computed by one compute unit, or by several if there are fewer tiles than units.
-
-    Reads of operands from the rank's own memory are not included.
-    """
-    *factors, out = more
-    us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
-    busy_us = us / model.compute_units
-    splits = min(model.compute_units // tiles, a.cols // TrackedMatmul.least_part)
-    if splits > 1 and model.tile_part_us is not None:
-        us = us / splits + splits * model.tile_part_us
-    if out.at:
-        us += _LATE_TILES * out.bytes * model.compute_units / _stored_per_us(model, links, out)
-    for added in factors[1:]:
-        if added.at:
-            rate = min(model.get_bytes_per_us[-1][1], links.bytes_per_us(added.at, 0))
-            us += _LATE_TILES * added.bytes * model.compute_units / rate
-    return _kernel(model, links, "matmul", (a, *factors), out, us, busy_us, out.bytes)
-
-
-def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one expert's segment, without reads from the rank's own memory."""
-    *factors, out = more
-    found = model.segment(out.rows, out.cols, a.cols, a.dtype)
-    alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
-    inputs, busy_us = (a, *factors), found.units_busy * found.time_us
-    return _kernel(model, links, "matmul", inputs, out, alone_us, busy_us, found.hbm_bytes)
 
 
 def _through_memory(
@@ -490,10 +349,10 @@ def _through_memory(
     busy_us, far = us, [o for o in inputs if o.at and o.bytes]
     if far:
         us = max(us, sum(o.bytes for o in far) / model.get_bytes_per_us[-1][1]) + model.loaded_start_us
-    return _kernel(model, links, "compute", tuple(inputs), out, us, busy_us, traffic)
+    return kernel_cost(model, links, "compute", tuple(inputs), out, us, busy_us, traffic)
 
 
-def _kernel(
+def kernel_cost(
     model: Model, links: Links, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
 ) -> Cost:  # fmt: skip
     """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
@@ -508,10 +367,10 @@ def _kernel(
         uses.append(_share("hbm", source or target, _part(count, us, model.hbm_bytes_per_us)))
         uses += links.uses(source, target, count, us)
     crossing = sum(count for _, _, count in flows)
-    return _cost(what, model.launch_us + _fetching_us(links, inputs), us, uses, sent_bytes=crossing)
+    return merged_cost(what, model.launch_us + _fetching_us(links, inputs), us, uses, sent_bytes=crossing)
 
 
-def _blended(memory_us: float, compute_us: float) -> float:
+def blended(memory_us: float, compute_us: float) -> float:
     """Return the time of work whose memory time and compute time overlap only partly."""
     if not memory_us or not compute_us:
         return memory_us or compute_us
@@ -528,7 +387,7 @@ def _part(amount: float, us: float, per_us: float) -> float:
     return amount / us / per_us if us > 0 else 0.0
 
 
-def _cost(
+def merged_cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
     """Return a `Cost`. Uses of the same kind and place are summed, and uses of amount 0 are dropped."""

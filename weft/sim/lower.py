@@ -22,12 +22,13 @@ from typing import NamedTuple, TypeAlias, TypeGuard, cast
 from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 from weft.schedule.steps import COPY_UNITS
-from weft.sim.costs import Cost, How, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
+from weft.sim.costs import Cost, How, Operand, ResourcePlace, What, cost
 from weft.sim.distances import distances
 from weft.sim.max_min import Load
 from weft.sim.model import Model
 from weft.sim.scarce import parts_of, scarce_only
 from weft.sim.symmetry import turns_around
+from weft.sim.tile_costs import cost_of_tiles, rates
 from weft.sim.tiles import SetBy
 from weft.sim.vectorised import NumberedStep, Numbers, Origin, at_rank
 

@@ -176,7 +176,7 @@ class Model:
         """Return the cost of one expert's segment of about `m` rows in a grouped GEMM.
 
         The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic is the
-        output only: reads are counted once for all segments (`weft.sim.costs.cost_of_tiles`).
+        output only: reads are counted once for all segments (`weft.sim.tile_costs.cost_of_tiles`).
         """
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)

@@ -25,12 +25,13 @@ from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw.topology import Link, Paths, Topology, Wiring, torus
 from weft.schedule import ITEM_BYTES, Region, Tiles
-from weft.sim.costs import Cost, Operand, ResourcePlace, cost, cost_of_tiles, rates
+from weft.sim.costs import Cost, Operand, ResourcePlace, cost
 from weft.sim.engine import replayed
 from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
 from weft.sim.max_min import Load
 from weft.sim.model import Model
 from weft.sim.result import Simulated
+from weft.sim.tile_costs import cost_of_tiles, rates
 from weft.sim.vectorised import NumberedStep, Numbers, at_rank
 
 NAMES = ("serial", "direct", "put")

@@ -23,8 +23,9 @@ from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
 from weft.embedding.tables import column_runs
-from weft.ops.embedding_all_to_all import calls_with, embedding_all_to_all
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
+from weft.ops.embedding_release import calls_with
 from weft.runtime.embedding import executor_of
 from weft.symm import communicator
 from weft.timeline import Timeline

@@ -146,7 +146,7 @@ class Program:
             read = self.places.view(step.region).flatten().tolist()
             require_sizes(self._schedule, self._rank, step.region.buffer, read)
             known[step.region.buffer] = PrefixSums(read)
-            self._make_outputs(known)
+            self._match_rows(known)
             return
         try:
             if isinstance(step, Tiles):
@@ -156,17 +156,26 @@ class Program:
         except ValueError as error:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
-    def _make_outputs(self, known: dict[str, PrefixSums]) -> None:
-        """Make the outputs that the caller passed as functions, once their numbers of rows are known."""
+    def _match_rows(self, known: dict[str, PrefixSums]) -> None:
+        """Make the outputs that the caller passed as functions, once their numbers of rows are known. Raise
+        `ScheduleError` if an input has fewer rows. More rows are legal: experts return rows that are padded to a bound.
+        """
         for given in self._given:
-            make = self.run.tensors.get(given.name)
-            if given.rows is None or not variables_of(given.rows) <= known.keys() or not callable(make):
+            if given.rows is None or not variables_of(given.rows) <= known.keys():
+                continue
+            tensor, rows = self.run.tensors.get(given.name), substitute(given.rows, known)
+            if given.role == "input" and tensor is not None and len(tensor) < rows:
+                raise ScheduleError(
+                    f"schedule {self.run.name}: {given.name} of rank {self._rank} has {len(tensor)} rows, but "
+                    f"{given.rows} is {rows} in this run: pass at least {rows} rows, or correct the sizes"
+                )
+            if not callable(tensor):
                 continue
             with self._making:
                 if given.name not in self._made:
-                    tensor = make(substitute(given.rows, known))
-                    self.places.put(given.name, given.place(given.look(tensor)))
-                    self._made[given.name] = tensor
+                    made = tensor(rows)
+                    self.places.put(given.name, given.place(given.look(made)))
+                    self._made[given.name] = made
 
     def made(self) -> Tensors:
         """Return the outputs of the last run that were passed as functions."""
@@ -190,7 +199,7 @@ class _CallerTensor:
     """An input or output buffer: the requirements for the caller's tensor, and its address in the last run."""
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
-        self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
+        self.name, self.role, self.dtype, self.steps = buffer.name, buffer.role, TORCH_DTYPE[buffer.dtype], steps
         self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # dynamic rows
         self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
         users = [s for b in steps for s in b.step.inner or (b.step,) if s.accesses()]

@@ -17,6 +17,9 @@ from weft.words import and_list
 Place = tuple[str, int]
 """(buffer, rank)"""
 
+_MOST_ROWS = 1 << 47
+"""The largest sum of sizes. Processors address fewer bytes than this, and sums in int64 do not overflow."""
+
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
     """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Omit steps on empty regions.
@@ -47,17 +50,18 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
-    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative. The text names the ranks that
-    write the size.
+    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative or too large. The text names
+    the ranks that write the size.
     """
-    if min(read, default=0) >= 0:
+    if min(read, default=0) >= 0 and sum(read) <= _MOST_ROWS:
         return
-    place = next(i for i, number in enumerate(read) if number < 0)
+    place = read.index(min(read) if min(read) < 0 else max(read))
     row, col = divmod(place, schedule.buffer(buffer).cols)
     writers = [r for r in range(schedule.world_size) if _writes(schedule, r, buffer, rank, row, col)]
     by = f", written by rank {and_list(map(str, writers))}" if writers else ""
     raise ScheduleError(
-        f"schedule {schedule.name}: {buffer}[{row}, {col}] of rank {rank} is {read[place]}{by}: sizes must be at least 0"
+        f"schedule {schedule.name}: {buffer}[{row}, {col}] of rank {rank} is {read[place]}{by}: sizes must be at least 0, "
+        f"and together at most {_MOST_ROWS}"
     )
 
 

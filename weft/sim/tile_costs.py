@@ -1,0 +1,168 @@
+"""The cost of one kernel for all tiles of a step: GEMMs of tiles, segments of experts, copies and pooling.
+
+Consecutive tiles find a shared operand in the cache, so a kernel is cheaper than the sum of its tiles (`weft.sim.costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import singledispatch
+from typing import NamedTuple, TypeAlias, cast
+
+from weft.schedule import Compute, Copy
+from weft.schedule.kernels import FEW_ROWS, LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
+from weft.sim.costs import (
+    COMPUTE,
+    HBM,
+    Cost,
+    Links,
+    Operand,
+    ResourcePlace,
+    Use,
+    What,
+    blended,
+    cost,
+    kernel_cost,
+    merged_cost,
+    stored_per_us,
+)
+from weft.sim.model import Model
+
+_LATE_TILES = 0.5
+"""The fraction of a tracked GEMM's stores to peers for which compute units wait, measured on H200s. The same fraction is assumed,
+without a measurement, for addends that tiles read from peers."""
+
+
+_FIRST_TILE_US = 3.0
+"""The time from the start of a tracked GEMM to its first products, in which it reads tables and tensor maps. On an H100, four
+GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, of which the launch is 2 us."""
+
+
+Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
+"""(a step of a tile, its operands, the number of tiles)."""
+
+
+class Rates(NamedTuple):
+    """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
+
+    whole: True if each tile of the step is computed by one compute unit. False if a tile of the step is one expert's
+        segment, which the kernel cuts into smaller tiles.
+    sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+    whole: bool = False
+    sources: int = 1
+
+
+@singledispatch
+def rates(kernel: TileKernel, model: Model) -> Rates:
+    return Rates()
+
+
+@rates.register
+def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
+    compute, memory = model.library_grouped
+    return Rates(compute / model.grouped_efficiency, memory)
+
+
+@rates.register
+def _of_returning(kernel: ReturningMatmul, model: Model) -> Rates:
+    return Rates(sources=kernel.n_sources)
+
+
+@rates.register
+def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
+    return Rates(whole=True)
+
+
+def cost_of_tiles(
+    model: Model,
+    world: int,
+    parts: Iterable[Part],
+    read_bytes: int = 0,
+    of_kernel: Rates = Rates(),  # noqa: B008 - a value
+    rank: int = 0,
+) -> Cost:
+    """Return the cost of one kernel for all tiles of a step.
+
+    The kernel takes as long as its busiest resource needs, because enough tiles run concurrently to hide latencies. It
+    takes at least as long as its longest tile alone.
+
+    parts: (step, operands, number of tiles). read_bytes: the bytes that matmuls read from this rank's memory. Each byte
+        counts once, because consecutive tiles find a shared operand in the cache. of_kernel: see `rates`.
+    """
+    slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
+    taken: dict[ResourcePlace, float] = {HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
+    sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
+    parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
+    parts = _in_shared_tiles(parts, of_kernel.sources) if of_kernel.sources > 1 else parts
+    units = sum(times for step, _, times in parts if step.multiplies)
+    for step, operands, times in parts:
+        if step.multiplies:
+            found = _tile(model, links, units, *operands) if of_kernel.whole else _segment(model, links, *operands)
+            what = "matmul"
+        else:
+            found = cost(model, world, step, operands, rank)
+        sent += times * found.sent_bytes
+        longest = max(longest, found.work_us)
+        for use in found.uses:
+            if use.how == "share":
+                work_us = found.work_us * slower.get(use.place[0], 1.0)
+                taken[use.place] = taken.get(use.place, 0.0) + times * use.amount * work_us
+    # The last wave may keep few units busy, but takes as long as a full wave.
+    waves = -(-units // model.compute_units) if of_kernel.whole else 1
+    us = max(waves * longest, *taken.values())
+    if what == "matmul" and of_kernel == Rates(sources=of_kernel.sources):
+        gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
+        a, *_, out = gemms[0][0]
+        segments = [(operands[-1].rows, times) for operands, times in gemms]
+        us = max(us, blended(taken[HBM], model.rounds_us(segments, out.cols, a.cols, a.dtype)))
+    if what == "matmul" or any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts):
+        us = max(us, blended(taken[HBM], taken.get(COMPUTE, 0.0)))
+    uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
+    start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
+    return merged_cost(cast(What, what), start_us, us, uses, sent)
+
+
+def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
+    """Return `parts` with one segment for each expert instead of each (source rank, expert), if such a pair has few rows."""
+    gemms = [part for part in parts if part[0].multiplies]
+    segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
+    if not gemms or rows > FEW_ROWS * segments:
+        return parts
+    experts = max(1, segments // sources)
+    step, (a, *factors, out), _ = gemms[0]
+    each = -(-rows // experts)
+    merged = (a._replace(rows=each), *factors, out._replace(rows=each))
+    return [*(part for part in parts if not part[0].multiplies), (step, merged, experts)]
+
+
+def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
+    """Return the cost of one of `tiles` tiles, computed by one compute unit, or by several if there are fewer tiles than units.
+
+    Reads of operands from the rank's own memory are not included.
+    """
+    *factors, out = more
+    us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
+    busy_us = us / model.compute_units
+    splits = min(model.compute_units // tiles, a.cols // TrackedMatmul.least_part)
+    if splits > 1 and model.tile_part_us is not None:
+        us = us / splits + splits * model.tile_part_us
+    if out.at:
+        us += _LATE_TILES * out.bytes * model.compute_units / stored_per_us(model, links, out)
+    for added in factors[1:]:
+        if added.at:
+            rate = min(model.get_bytes_per_us[-1][1], links.bytes_per_us(added.at, 0))
+            us += _LATE_TILES * added.bytes * model.compute_units / rate
+    return kernel_cost(model, links, "matmul", (a, *factors), out, us, busy_us, out.bytes)
+
+
+def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
+    """Return the cost of one expert's segment, without reads from the rank's own memory."""
+    *factors, out = more
+    found = model.segment(out.rows, out.cols, a.cols, a.dtype)
+    alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
+    inputs, busy_us = (a, *factors), found.units_busy * found.time_us
+    return kernel_cost(model, links, "matmul", inputs, out, alone_us, busy_us, found.hbm_bytes)
