@@ -212,17 +212,17 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "waits for more than come": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=3)}),
-        "chunk 2 of rank 0, rows of rank 3: after=3, but the chunk gets 2 updates, its own GEMM's and rank 1's. "
+        "chunk 2 of rank 0, rows of rank 3: after=3, but the chunk gets 2 updates, from this rank's GEMM and from rank 1. "
         "It would never be sent: use after=2, or change which ranks send it here",
     ),
     "sent too early": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=1)}),
-        "chunk 2 of rank 0, rows of rank 3: after=1, but the chunk gets 2 updates, its own GEMM's and rank 1's. It would be "
-        "sent before all updates have arrived: use after=2",
+        "chunk 2 of rank 0, rows of rank 3: after=1, but the chunk gets 2 updates, from this rank's GEMM and from rank 1. It would "
+        "be sent before all updates have arrived: use after=2",
     ),
     "ranks disagree": (  # rank 1 sends the rows of rank 0 straight there, and rank 0's ring has no place for that
         lambda: scatter(ranks={3: lambda m: without(m, 1).dma_map(1, to=1, op="update", after=2)}),
-        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
+        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, from this rank's GEMM. It would never be sent",
     ),
     "updates of what is not here": (
         lambda: scatter(
@@ -238,9 +238,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             0: lambda m: without(m, 0).dma_map(0, to=3, op="update", after=2),
             2: lambda m: without(m, 2).dma_map(2, to=0, op="update", after=2),
         }),
-        "chunk 0 of rank 0, rows of rank 1: chunks wait for each other, so none of them is ever sent: it waits "
-        "for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits for chunk 0 of rank 0. Fix: send "
-        "one of them elsewhere",
+        "chunk 0 of rank 0, rows of rank 1: chunks wait for each other, so none of them is ever sent: this chunk "
+        "waits for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits for chunk 0 of rank 0. Fix: send "
+        "one of these chunks to another rank",
     ),
     "a store among updates": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).remote_map(0, to=3)}),
@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an exchange that waits for others": (
         lambda: exchanged(lambda m: without(m, 0).dma_map(0, to=(RANK + 1) % 4, after=2)),
-        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
+        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, from this rank's GEMM. It would never be sent",
     ),
 }  # fmt: skip
 
