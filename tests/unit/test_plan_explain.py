@@ -107,7 +107,7 @@ def test_a_machine_in_a_file(tmp_path: Path) -> None:
     assert "Mine; not calibrated" in plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw=mine)
     text = mine.read_text()
     mine.write_text(text.replace("[copy_engine.latency]", "[copy_engine.latncy]"))
-    with pytest.raises(ValueError, match=r"copy_engine\.latncy is no known key: do you mean copy_engine\.latency\?"):
+    with pytest.raises(ValueError, match=r"copy_engine\.latncy is not a known key: do you mean copy_engine\.latency\?"):
         plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw=mine)
     mine.write_text(re.sub(r"\[copy_engine\.latency\]\n(.+\n)+", "", text))
     with pytest.raises(ValueError, match=r"Mine: add copy_engine\.latency to its machine file"):

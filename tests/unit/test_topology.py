@@ -313,7 +313,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
         ('name = "x"', r"wires\.toml: shape = None is unknown; use one of hosts, mesh, ring, switch, torus"),
         ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of hosts, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
-         r"wires\.toml: link\.pair_usble is no known key: do you mean link\.pair_usable\?"),
+         r"wires\.toml: link\.pair_usble is not a known key: do you mean link\.pair_usable\?"),
         (f'name = "x"\nshape = "ring"\n[link]\nport_usable = {RATE}',
          r"wires\.toml: shape 'ring' does not use link\.port_usable; its numbers are link\.pair_usable, link\.pair_latency"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "us", source = "paper"}',
