@@ -32,11 +32,11 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
 
 
 def assert_left(errors: list[tuple[str, str]]) -> None:
-    """Check the errors of all ranks except rank 1, which has closed its end of the group."""
+    """Check the errors of all ranks except rank 1, which has left the group."""
     for kind, text in errors[:1] + errors[2:]:
         assert kind in ("PeerLostError", "PoisonedGroupError")
         assert "rank 1" in text
-        assert "closed its end of the group" in text
+        assert "has left the group" in text
 
 
 def assert_over(answers: Iterable[tuple[str, str]]) -> None:

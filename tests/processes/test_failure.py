@@ -143,7 +143,7 @@ def test_a_rank_that_leaves_while_waited_for_is_named() -> None:
     for kind, text in errors:
         assert kind == "PeerLostError"
         assert "rank 2 " in text
-        assert "closed its end" in text
+        assert "has left the group" in text
     # The first rank to notice names its wait; the other may be notified before it begins to wait.
     assert any("the agreement" in text for _, text in errors)
 

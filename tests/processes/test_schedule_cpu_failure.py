@@ -138,7 +138,7 @@ def test_a_rank_whose_communicator_is_closed_in_a_run(pool: Pool, builder: str, 
             assert not kind or "closed" in text
         else:  # it may have had all that it needs
             assert kind in ("", "PeerLostError", "PoisonedGroupError")
-            assert not kind or re.search(r"rank 1 \(pid \d+\) closed its end of the group", text)
+            assert not kind or re.search(r"rank 1 \(pid \d+\) has left the group", text)
 
 
 def left(group, builder):

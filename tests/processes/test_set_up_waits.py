@@ -88,7 +88,7 @@ def one_leaves(group):
 
 def test_who_has_left_ends_the_wait_though_another_is_late(pool: Pool) -> None:
     text, lost = pool.run(one_leaves, ranks=3, timeout_s=30)[0]
-    assert re.search(r"rank 2 \(pid \d+\) closed its end of the group \(close\(\) was called\)", text)
+    assert re.search(r"rank 2 \(pid \d+\) has left the group \(close\(\) was called\)", text)
     assert "rank 0 was waiting for the part of rank 1 " in text
     assert lost == 2
 
