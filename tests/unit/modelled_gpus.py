@@ -253,8 +253,8 @@ class Agreeing:
         host().issue(host().stream, "agree", self, out, out_rows)
 
 
-class Gemms(tile_kernels.TilesCall):
-    """In place of `weft.runtime.cuda.tile_kernels.Gemms`: what the step says."""
+class GroupedMatmulCall(tile_kernels.TilesCall):
+    """In place of `weft.runtime.cuda.tile_kernels.GroupedMatmulCall`: what the step says."""
 
     def __init__(self, context: Context, regions: Regions, kernel: TileKernel, *_: Any) -> None:
         self._regions, self._held = regions, context.own[kernel.counts]  # type: ignore[attr-defined]
@@ -279,8 +279,8 @@ class Gemms(tile_kernels.TilesCall):
                     out.copy_(out + made if gemm.accumulate else made)
 
 
-class Sorted(tile_kernels.TilesCall):
-    """In place of `weft.runtime.cuda.tile_kernels.Sorted`: the copies, in a shuffled order."""
+class PermuteCall(tile_kernels.TilesCall):
+    """In place of `weft.runtime.cuda.tile_kernels.PermuteCall`: the copies, in a shuffled order."""
 
     writes_outputs = False
 
@@ -423,8 +423,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
     monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
-    monkeypatch.setattr(tile_kernels, "Gemms", Gemms)
-    monkeypatch.setattr(tile_kernels, "Sorted", Sorted)
+    monkeypatch.setattr(tile_kernels, "GroupedMatmulCall", GroupedMatmulCall)
+    monkeypatch.setattr(tile_kernels, "PermuteCall", PermuteCall)
     instead = {
         "CopyLaunch": Move, "Totals": Totals, "collective_call": _collective_call,
         "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,

@@ -288,7 +288,7 @@ def play_columns_without_room() -> None:
 
 def play_schedule() -> None:
     """The launches of FiCCO's schedules by columns, as the GPU executor makes them of the steps."""
-    from weft.runtime.cuda.tile_kernels import Gemms
+    from weft.runtime.cuda.tile_kernels import GroupedMatmulCall
 
     for case in (Case(3, 2, k=40, n=16, dtype=torch.bfloat16), Case(2, 2, k=21, n=33, dtype=torch.float32)):
         held = Rank(case, 1, 3)
@@ -305,7 +305,9 @@ def play_schedule() -> None:
             y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
             tensors = {"tokens": held.tokens, "w": held.w.flatten(0, 1), "y": y}
             steps = [step for lane in schedule.of_rank(1, expected=False) for step in lane.steps]
-            launches = [Gemms(context, regions, step.kernel, 20.0, 0) for step in steps if isinstance(step, Tiles)]
+            launches = [
+                GroupedMatmulCall(context, regions, step.kernel, 20.0, 0) for step in steps if isinstance(step, Tiles)
+            ]
             for launch in launches:
                 launch(tensors, [])
             held.check(y, added=2)

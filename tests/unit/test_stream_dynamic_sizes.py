@@ -137,9 +137,13 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         permuted.extend(range(sizes, sizes + 3 * len(copies), 3))
         return SimpleNamespace(prepare=0, writes_outputs=False)
 
-    monkeypatch.setattr(tile_kernels, "Sorted", permute)
+    monkeypatch.setattr(tile_kernels, "PermuteCall", permute)
     made = SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0, writes_outputs=True)
-    for module, name in ((stream_compiler, "Agreeing"), (stream_compiler, "ReadAhead"), (tile_kernels, "Gemms")):
+    for module, name in (
+        (stream_compiler, "Agreeing"),
+        (stream_compiler, "ReadAhead"),
+        (tile_kernels, "GroupedMatmulCall"),
+    ):
         monkeypatch.setattr(module, name, lambda *_: made)
     for name, schedule in schedules(4, 4, exact=exact):
         if "by=kernel" not in name and "dispatch_sorted" not in name:
