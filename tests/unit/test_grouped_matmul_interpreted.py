@@ -1,9 +1,9 @@
-"""The grouped matmul kernel under Triton's interpreter: no GPU, one process plays one rank after the exchange.
+"""The grouped matmul kernel under Triton's interpreter, without a GPU. One process plays one rank after the exchange.
 
-Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers. Rows of
-y that belong to no launched segment, memory around y, and the slots' unused rows (all NaN here) are not touched. Then
-launches that add pieces of k, as schedules also do; tables that promise more rows than there are; refused arguments.
-`tests/support/interpreted.py` says how.
+Cheapest first: offsets; then launches in one piece and in parts against float64, with tensor maps and with pointers.
+Rows of y outside of the launched segments, memory around y, and unused rows of the slots (all NaN) must not change.
+Then launches that accumulate over pieces of k, as in schedules; tables that promise more rows than there are; refused
+arguments. See `tests/support/interpreted.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAN = float("nan")
 @dataclass(frozen=True)
 class Case:
     world_size: int
-    experts: int  # local ones
+    experts: int  # experts of each rank
     k: int = 32
     n: int = 48
     dtype: torch.dtype = torch.float16
-    rows: str = "uneven"  # how many per source and expert: see `splits_of`
+    rows: str = "uneven"  # the distribution of rows over sources and experts: see `splits_of`
     transposed: bool = False
-    parts: int = 1  # of a tile, when it is stored
+    parts: int = 1  # number of pieces in which a tile is stored
     block_n: int = 32
-    tokens: str = "contiguous"  # or "strided", "misaligned"
-    splits: int = 1  # the most programs that share a tile of the last round, of 2 * per_sm programs
+    tokens: str = "contiguous"  # alternatives: "strided", "misaligned"
+    splits: int = 1  # the largest number of programs that share a tile of the last round
     per_sm: int = 1
 
     @property
@@ -73,7 +73,7 @@ class Rank:
         self.w = weights.mT.contiguous().mT if case.transposed else weights
 
     def splits_of(self, source: int) -> torch.Tensor:
-        """int64 [W * E]: how many tokens of a source go to each global expert."""
+        """Return int64 [W * E]: the number of tokens that a source sends to each global expert."""
         experts = self.case.world_size * self.case.experts
         splits = torch.randint(0, 20, (experts,), generator=self.g)
         if self.case.rows == "uneven":
@@ -93,7 +93,7 @@ class Rank:
         return torch.randn(rows, columns, generator=self.g).to(self.case.dtype)
 
     def rows_like(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows, in memory as the case wants them."""
+        """Return a copy of the rows, in memory with the strides and the alignment of the case."""
         first, wider = {"contiguous": (0, 0), "strided": (8, 24), "misaligned": (1, 1)}[self.case.tokens]
         place = torch.full((len(rows), rows.shape[1] + wider), NAN, dtype=rows.dtype)
         view = place[:, first : first + rows.shape[1]]
@@ -101,13 +101,16 @@ class Rank:
         return view
 
     def segments(self) -> list[tuple[int, int, torch.Tensor]]:
-        """(source, expert, rows) in the order of y."""
+        """Return (source, expert, rows) of each segment, in the order of y."""
         cuts = [block.split(self.counts[source].tolist()) for source, block in enumerate(self.blocks)]
         return [(s, e, cuts[s][e]) for e in range(self.case.experts) for s in range(self.case.world_size)]
 
     def launch(self, *parts: dict[str, Any], y_rows: int | None = None) -> torch.Tensor:
-        """y [y_rows, N] (default: five rows more than there are) after the launches, of columns "k" (first, count) where these are
-        named; no memory around it may change."""
+        """Return y [y_rows, N] after the launches. Check that the memory around y is unchanged.
+
+        y_rows: by default five more rows than are needed. A part may have an entry "k": (first, count) of the columns
+        that it multiplies.
+        """
         from weft.runtime.cuda import grouped_matmul
 
         case = self.case
@@ -116,7 +119,7 @@ class Rank:
         y = around[16 : 16 + y_rows]
         for part in parts:
             operands, how = (self.tokens, self.inbox, self.w), {**part}
-            if how.get("merged"):  # rows sorted by expert, and a few more
+            if how.get("merged"):  # rows sorted by expert, followed by unused rows
                 sorted_rows = torch.cat([rows for _, _, rows in self.segments()])
                 more = torch.full((4, case.k), NAN, dtype=case.dtype)
                 operands = self.rows_like(torch.cat([sorted_rows, more])), self.inbox.clone().fill_(NAN), self.w
@@ -139,9 +142,12 @@ class Rank:
     def check(
         self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True, added: int = 0
     ) -> None:
-        """Compare launched segments with float64; all other rows are unchanged. added: how often products were added,
-        each time with a rounding."""
-        # Half a unit in the last place: the result's rounding; where the interpreter cuts bits off, a whole one.
+        """Compare the launched segments with float64, and check that all other rows are unchanged.
+
+        added: the number of times that products were added, each with a rounding.
+        """
+        # The result is rounded to half a unit in the last place. The interpreter truncates bf16, which errs by up to a
+        # whole unit.
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         at = 0
         for source, expert, rows in self.segments():
@@ -160,8 +166,9 @@ class Rank:
     def launch_back(
         self, *parts: dict[str, int], y_rows: int | None = None, outbox_rows: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(y [tokens of this rank, N], outbox) after the launches, which read the same rows by expert; no memory around them may
-        change."""
+        """Return (y [tokens of this rank, N], outbox) after launches with `back`, which read the same rows sorted by
+        expert. Check that the memory around both is unchanged.
+        """
         from weft.runtime.cuda import grouped_matmul
 
         case, parts = self.case, parts or ({},)
@@ -183,7 +190,9 @@ class Rank:
     def check_back(
         self, y: torch.Tensor, outbox: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True
     ) -> None:
-        """Check as `check`: each source's rows by expert, the own rows where this rank's tokens for its experts are."""
+        """Check the results of `launch_back`, like `check`. Each source's rows are sorted by expert. This rank's own
+        rows are in y, at the place of its tokens for its own experts.
+        """
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         left = [y.clone(), outbox.clone()]
         for source, expert, rows in self.segments():
@@ -236,8 +245,9 @@ CASES: dict[str, Case] = {
 
 
 def play(case: Case) -> None:
-    """The first rank and the last: all in one launch; own rows, then peers'; then every source and half of the experts by
-    themselves."""
+    """Check launches on the first and the last rank: all rows at once; own rows, then peers' rows; each source and half
+    of the experts separately.
+    """
     for rank in sorted({0, case.world_size - 1}):
         held = Rank(case, rank, seed=rank)
         whole = held.launch({})
@@ -261,8 +271,11 @@ def play(case: Case) -> None:
 
 
 def play_columns(case: Case) -> None:
-    """Pieces of k add up, of all sources or after the own rows whole; what adds is fp32 until it is rounded. Two pieces on
-    the first rank, three on the last."""
+    """Check launches that accumulate over pieces of k: two pieces on the first rank, three on the last.
+
+    Either all sources are cut into pieces, or only the peers' rows. Sums are fp32 until they are rounded at the end of
+    a launch.
+    """
     k = case.k
     for rank, cuts in ((0, (0, k // 2 // 8 * 8, k)), (case.world_size - 1, (0, k // 3, k // 3 + 1, k))):
         pieces = [(a, b - a) for a, b in itertools.pairwise(cuts) if a < b]
@@ -277,7 +290,7 @@ def play_columns(case: Case) -> None:
 
 
 def play_columns_without_room() -> None:
-    """Play `play_too_many_rows` and `play_absurd_counts` by columns."""
+    """Repeat `play_too_many_rows` and `play_absurd_counts` with pieces of k."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         steps: list[dict[str, Any]] = [{"k": (0, 16)}, {"k": (16, 16), "adds": True}]
         held = Rank(case, 1, 5)
@@ -287,7 +300,7 @@ def play_columns_without_room() -> None:
 
 
 def play_schedule() -> None:
-    """The launches of FiCCO's schedules by columns, as the GPU executor makes them of the steps."""
+    """Run the launches that the GPU executor makes from FiCCO's schedules by columns."""
     from weft.runtime.cuda.tile_kernels import GroupedMatmulCall
 
     for case in (Case(3, 2, k=40, n=16, dtype=torch.bfloat16), Case(2, 2, k=21, n=33, dtype=torch.float32)):
@@ -301,7 +314,7 @@ def play_schedule() -> None:
             schedule = named(p, f"ficco_2d[start={start},gemms={gemms},steps=3,by=kernel]").build()
             own, comm = {"counts": counts, "inbox": held.inbox}, SimpleNamespace(world_size=w)
             context: Any = SimpleNamespace(schedule=schedule, rank=1, own=own, comm=comm)
-            regions: Any = None  # which these do not need
+            regions: Any = None  # not needed by these launches
             y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
             tensors = {"tokens": held.tokens, "w": held.w.flatten(0, 1), "y": y}
             steps = [step for lane in schedule.of_rank(1, expected=False) for step in lane.steps]
@@ -314,7 +327,7 @@ def play_schedule() -> None:
 
 
 def play_failed() -> None:
-    """Counts of a group that has failed before the last launch, or between two."""
+    """Pass the counts of a group that has failed, in the first launch or between two launches. y must be NaN."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         for adds in (False, True):
             held = Rank(case, 0, 6)
@@ -334,7 +347,7 @@ def play_failed() -> None:
 
 
 def play_back(case: Case) -> None:
-    """The way back on the first rank and the last, in one launch and in parts."""
+    """Check launches with `back` on the first and the last rank, in one launch and in parts."""
     half = case.experts // 2
     for rank in sorted({0, case.world_size - 1}):
         held = Rank(case, rank, seed=rank)
@@ -357,7 +370,9 @@ def play_back(case: Case) -> None:
 
 
 def play_back_without_room() -> None:
-    """Slots, an outbox and a y that have fewer rows than the tables promise: what fits is right, and nothing else is written."""
+    """Pass an outbox and a y with fewer rows than the tables promise. Rows that fit must be right, and nothing else may
+    be written.
+    """
     for case in (Case(3, 3), Case(3, 3, n=33)):
         held = Rank(case, 1, 5)
         most = int(held.counts.sum(1).max())
@@ -369,7 +384,7 @@ def play_back_without_room() -> None:
 
 
 def play_back_absurd_counts() -> None:
-    """Play `play_absurd_counts` for the way back."""
+    """Repeat `play_absurd_counts` with `back`."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 0, 6)
         h = torch.cat([rows for _, _, rows in held.segments()])
@@ -395,7 +410,7 @@ def play_random() -> None:
 
 
 def play_shared_tiles(seeds: range) -> None:
-    """Tiles of the last round whose K steps are shared by 2 to 8 programs; the same launcher again, with other rows."""
+    """Let 2 to 8 programs share each tile of the last round. Then use the same launcher again with other rows."""
     from weft.runtime.cuda import grouped_matmul
 
     shared = 0
@@ -424,7 +439,9 @@ def play_shared_tiles(seeds: range) -> None:
 
 
 def play_too_many_rows() -> None:
-    """A y with fewer rows than the table promises: the rows that fit are right, none is written beyond."""
+    """Pass a y with fewer rows than the table promises. Rows that fit must be right, and nothing may be written beyond
+    y.
+    """
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 1, 5)
         promised = int(held.counts.sum())
@@ -434,7 +451,9 @@ def play_too_many_rows() -> None:
 
 
 def play_absurd_counts() -> None:
-    """Tables that no exchange makes: nothing outside of the tensors is read or written (a wild access ends the process)."""
+    """Pass tables that no exchange produces. Nothing outside of the tensors may be read or written, which would end the
+    process.
+    """
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 0, 6)
         held.counts[0, 1], held.counts[1, 0], held.counts[1, 2] = -7, 150, 2**40
@@ -446,7 +465,7 @@ def play_absurd_counts() -> None:
 
 
 def play_refusals() -> None:
-    """Impossible arguments are refused with their values."""
+    """Check that invalid arguments are refused with their values."""
     good = Rank(Case(2, 3), 0, 1)
     wrong: dict[str, dict[str, Any]] = {
         r"pass counts \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
@@ -480,7 +499,7 @@ OTHERS = {
     "pieces of k in schedules": play_schedule,
     "a group that has failed": play_failed,
 }
-# Each of ranks, rows, K and N, dtypes, weights and tokens once on the way back, which shares the loops over K with the way there.
+# With `back`, try each value of each parameter only once: the loops over K are the same as without `back`.
 BACK = ("two ranks, bf16", "stored in halves", "awkward K and N", "no rows")
 BACK_SLOW = (
     "one rank", "five ranks", "many experts", "stored in halves, transposed weights", "awkward K and N, transposed weights",
@@ -506,7 +525,7 @@ RUNS = {name: lambda case=case: play(case) for name, case in CASES.items()} | OT
 
 
 def test_interpreted() -> None:
-    """Play all cases in one test: a process takes as long to start as three cases."""
+    """Run all cases in one test, because starting a process takes as long as three cases."""
     assert wrong_in(__file__, [name for name in RUNS if name not in SLOW]) == {}
 
 

@@ -1,4 +1,4 @@
-"""Machine files: every number has a unit and a source, and a file that lacks one is refused with the key's name."""
+"""Machine files: every number has a unit and a source. A file with a missing unit or source is refused, with the key."""
 
 from importlib.resources import files
 
@@ -117,7 +117,7 @@ def test_available_memory_of_this_machine_is_plausible(tmp_path) -> None:
 
 
 def test_all_implausible_values_of_a_file_are_told_at_once(tmp_path) -> None:
-    """Wrong units are found by size, and rates by what the datasheet promises."""
+    """Wrong units give values outside of the plausible range, and rates must not exceed the datasheet's."""
     text = files("weft.hw").joinpath("h200.toml").read_text()
     for right, wrong in (
         ('value = 395\nunit = "GB/s"', 'value = 395\nunit = "TB/s"'),

@@ -1,4 +1,4 @@
-"""Explanations: their contents, their machine, and refused arguments."""
+"""Explanations: their contents, the machine that they are for, and refused arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_autotuned_times_are_shown_and_decide(monkeypatch: pytest.MonkeyPatch) -
     assert {(row[0], row[2]) for row in found.cells() if row[2]} == {("serial", "1000.0"), ("gather[by=dma]", "500.0")}
     assert not any("launches ahead of the GPU" in line for line in found.legend())
     assert explanation(mode="single").choice.measured_us is None
-    graph = explanation(mode="graph")  # nobody has timed graphs
+    graph = explanation(mode="graph")  # no times of graphs are cached
     assert graph.choice.measured_us == 500.0
     assert any("launches ahead of the GPU" in line for line in graph.legend())
 
