@@ -1,8 +1,8 @@
 """The Triton kernel of embedding_all_to_all under Triton's interpreter, without a GPU. One process runs all ranks one
 after the other.
 
-Peers are buffers of this process, so all signals that a rank waits for are set before it runs: every rank's "ready",
-and in cases with `wait` also "done" and the flags. See `tests/support/interpreted.py`.
+Peers are buffers of this process, so all signals that a rank waits for are set before it runs. These are every rank's
+"ready", and in cases with `wait` also "done" and the flags. See `tests/support/interpreted.py`.
 """
 
 from __future__ import annotations

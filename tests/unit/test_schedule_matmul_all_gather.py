@@ -1,5 +1,5 @@
 """Every registered builder of GEMM + all-gather: its schedule verifies, survives JSON, can be issued from one thread,
-runs on GPUs, and gathers the products in random legal orders over several runs.
+and runs on GPUs. In random legal orders, over several runs, it gathers the products.
 
 Inputs are small whole numbers, so results are compared for equality.
 """

@@ -1,5 +1,5 @@
 """Every registered builder of GEMM + all-reduce: its schedule verifies, survives JSON, can be issued from one thread,
-runs on GPUs, and reduces the products in random legal orders over several runs.
+and runs on GPUs. In random legal orders, over several runs, it reduces the products.
 
 Inputs are small whole numbers, whose sums are exact in any order, so results are compared for equality.
 """
