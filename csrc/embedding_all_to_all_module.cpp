@@ -117,7 +117,7 @@ void register_embedding_all_to_all(nb::module_ &m) {
           "offsets"_a, "offsets_bits"_a, "per_sample_weights"_a, "batch_starts"_a, "rank"_a, "outputs"_a,
           "output_stride"_a, "dtype"_a, "transport"_a, "remote_first"_a, "slice_size"_a, "hash"_a, "bounds"_a,
           "n_threads"_a, "flags"_a, "epoch"_a, "timeline"_a.none(), "isa"_a = "",
-          "Pool this rank's slots for the global batch and store every vector where its sample's owner reads it (see "
+          "Pool this rank's slots for the global batch, and store each vector in its sample owner's memory (see "
           "weft/_core.pyi).");
     m.def("slice_runs",
           [](const Table &slots, int64_t slice_size) {

@@ -176,7 +176,7 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
     const int64_t places = int64_t(1) << digit_bits, mask = places - 1;
     static thread_local std::vector<uint32_t> of_thread;
     of_thread.assign(size_t(digits * places), 0);
-    uint32_t *const place = of_thread.data();  // of each digit: how many keys have it, then where the next one goes
+    uint32_t *const place = of_thread.data();  // for each value of each digit: the number of keys, then the next key's place
     if (weighted) {
         of.bags.reserve(size_t(given));
         of.scales.reserve(size_t(given));
@@ -243,7 +243,8 @@ template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput
     const uint64_t *const keys = of.keys;
     uint64_t *const runs = of.runs;
     int64_t run = 0, last = -1;
-    for (int64_t i = 0; i < count; ++i) {  // without branches: an id that continues a run writes where the next one will
+    // No branches: the entry after the last run is overwritten until an id begins that run.
+    for (int64_t i = 0; i < count; ++i) {
         const int64_t row = int64_t(keys[i] >> payload_bits);
         runs[run] = uint64_t(i);
         run += row != last;

@@ -17,7 +17,7 @@ void register_group_calls(nb::module_ &m) {
             },
             nb::kw_only(), nb::arg("blocking"))
         .def("release", [](CallLock &self) {
-            if (!self.release()) throw std::runtime_error("this thread does not hold the lock: it is in no call of the group");
+            if (!self.release()) throw std::runtime_error("this thread does not hold the lock, because it is in no call of the group");
         });
     nb::class_<CallCounts>(m, "CallCounts", "Counts of the calls of a group that this rank has begun and ended, and refusals.")
         .def(nb::init<>())
@@ -27,7 +27,7 @@ void register_group_calls(nb::module_ &m) {
         .def_rw("unanswered", &CallCounts::unanswered)
         .def_rw("has_layers", &CallCounts::has_layers)
         .def_ro("refused_by_peers", &CallCounts::refused_by_peers);
-    nb::class_<CallDigest>(m, "CallDigest", "A digest of calls, up to each of the last ones.")
+    nb::class_<CallDigest>(m, "CallDigest", "A running digest of all calls, kept for the most recent calls.")
         .def(nb::init<size_t>(), nb::arg("kept"))
         .def("note", &CallDigest::note, nb::arg("fingerprint"), nb::arg("what"))
         .def("end", &CallDigest::end, nb::arg("number"))
@@ -40,7 +40,7 @@ void register_group_calls(nb::module_ &m) {
         .def_ro("last", &CallDigest::last)
         .def_rw("words", &CallDigest::words)
         .def_prop_ro("what", &CallDigest::what);
-    nb::class_<Health>(m, "Health", "The state of a group: if it has failed, and when its watchdog last looked.")
+    nb::class_<Health>(m, "Health", "The state of a group: whether it has failed, and the time of its watchdog's last check.")
         .def(nb::init<double>(), nb::arg("stale_s"))
         .def("is_well", &Health::is_well)
         .def("is_stale", &Health::is_stale)

@@ -32,7 +32,7 @@ namespace nb = nanobind;
 using weft::LayoutReader;
 
 void register_layouts(nb::module_ &m) {
-    nb::class_<LayoutReader>(m, "LayoutReader", "Reads where tensors lie, and how, by DLPack's C exchange API.")
+    nb::class_<LayoutReader>(m, "LayoutReader", "Reads the addresses and layouts of tensors by DLPack's C exchange API.")
         .def(nb::init<nb::object, nb::object>(), nb::arg("tensor"), nb::arg("parameter"))
         .def("read", &LayoutReader::read, nb::arg("tensors"), nb::arg("gradients"))
         .def("signature", &LayoutReader::signature, nb::arg("arguments"), nb::arg("gradients"));

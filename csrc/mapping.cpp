@@ -61,11 +61,11 @@ void prefer_huge_pages(uintptr_t address, size_t nbytes) {
 
 void register_mapping(nb::module_ &m) {
     nb::class_<Mapping>(m, "Mapping",
-                        "A sealed memfd mapped readable, writable and shared, pages in place; unmapped when the last "
-                        "reference goes. Raises OSError; the file descriptor stays the caller's.")
+                        "A shared mapping of a sealed memfd, with all pages allocated. It ends with the last reference. "
+                        "The caller keeps, and closes, the file descriptor. Raises OSError.")
         .def(nb::init<int, size_t>(), nb::arg("fd"), nb::arg("nbytes"))
         .def_prop_ro("address", &Mapping::address)
         .def_prop_ro("nbytes", &Mapping::nbytes);
     m.def("prefer_huge_pages", prefer_huge_pages, nb::arg("address"), nb::arg("nbytes"),
-          "Ask for huge pages in memory that is not touched yet.");
+          "Ask the kernel for huge pages in memory that has not been touched yet.");
 }

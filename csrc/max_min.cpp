@@ -143,7 +143,8 @@ void fit(const Running &steps, const std::vector<double> &room, std::vector<doub
             grown[i] = std::min(grown[i], speeds[i] * std::min(1.0, room[use.resource] / total[use.resource]));
     speeds = grown;
     std::vector<bool> ended(speeds.size(), false);
-    for (size_t round = 0; round < speeds.size(); ++round) {  // all free steps speed up equally until a resource stops one
+    // In each round all free steps speed up by the same factor, until the first resource is used up.
+    for (size_t round = 0; round < speeds.size(); ++round) {
         total = used(speeds);
         for (size_t i = 0; i < speeds.size(); ++i) grown[i] = ended[i] ? 0.0 : speeds[i];
         const std::vector<double> slopes = used(grown);

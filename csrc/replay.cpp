@@ -276,22 +276,22 @@ class KnownCalls {
 using namespace weft;
 
 void register_replay(nb::module_ &m) {
-    nb::class_<Recipe>(m, "Recipe", "How a value is made from the tensors of a call.")
+    nb::class_<Recipe>(m, "Recipe", "A recipe that makes a value from the tensors of a call.")
         .def(nb::init<nb::handle>(), nb::arg("written"))
         .def(
             "__call__", [](const Recipe &self, nb::object positional, nb::dict named) { return self.make({positional, named}); },
             nb::arg("positional"), nb::arg("named"));
-    nb::class_<Surroundings>(m, "Surroundings", "What known calls of a process look at.")
+    nb::class_<Surroundings>(m, "Surroundings", "State that all known calls of a process read.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), nb::arg("groups"),
              nb::arg("coalescing"), nb::arg("is_any_autocast_enabled"), nb::arg("is_autocast_enabled"), nb::arg("is_capturing"));
     nb::class_<KnownCall>(m, "KnownCall", "A recorded call, to be repeated with other tensors.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, nb::object, bool, bool>(), nb::arg("of"),
              nb::arg("surroundings"), nb::arg("inputs").none(), nb::arg("steps").none(), nb::arg("results"), nb::arg("returned"),
              nb::kw_only(), nb::arg("usual"), nb::arg("captured"));
-    nb::class_<UnknownCall>(m, "UnknownCall", "A call that is not known.")
+    nb::class_<UnknownCall>(m, "UnknownCall", "A call that has not been recorded.")
         .def_ro("key", &UnknownCall::key)
         .def_ro("family", &UnknownCall::family);
-    nb::class_<KnownCalls>(m, "KnownCalls", "The known calls of a function.")
+    nb::class_<KnownCalls>(m, "KnownCalls", "The recorded calls of a function.")
         .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object, nb::dict>(), nb::arg("reader"),
              nb::arg("calls"), nb::arg("families"), nb::arg("identified"), nb::arg("unusual"), nb::arg("is_grad_enabled"),
              nb::arg("forward_ad"))

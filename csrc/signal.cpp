@@ -85,7 +85,7 @@ void register_signal(nb::module_ &m) {
           nb::arg("address"), nb::arg("amount"), "Add with release order and wake all waiters.");
     m.def("signal_read", [](uintptr_t address) {
               return reinterpret_cast<Counter *>(address)->value.load(std::memory_order_acquire);
-          }, nb::arg("address"), "The value now, with acquire order.");
+          }, nb::arg("address"), "Return the current value, with acquire order.");
     m.def("signal_wait", [](uintptr_t address, int64_t wanted, double deadline_s, uintptr_t failed_address) {
               int64_t found = 0;
               Wait how;

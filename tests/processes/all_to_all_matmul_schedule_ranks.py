@@ -1,4 +1,4 @@
-"""The code of `test_schedule_all_to_all_matmul` that runs on ranks."""
+"""Functions of `test_schedule_all_to_all_matmul` that run on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from weft.runtime.cpu.schedule import CpuSchedule
 
 
 def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int, names: Sequence[str] = ()) -> int:
-    """Run each schedule, or those with these names, on splits that it was not made for. Return their number."""
+    """Run each schedule, or the schedules `names`, on splits that differ from the expected splits. Return the number of
+    schedules.
+    """
     rank, count = group.rank(), 0
     for candidate in [named(p, name) for name in names] or candidates(p):
         with contextlib.suppress(NotApplicableError):
@@ -56,7 +58,7 @@ def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, can
     assert torch.equal(counts, received), (name, seed)
     assert made[0].shape[0] == len(y) + spare, (name, seed)
     assert made[0][len(y) :].isnan().all()
-    if p.return_x:  # as they were sent: by rank, and for one rank by expert
+    if p.return_x:  # in the order of arrival: by source rank, then by expert
         mine_of = [part.split([sum(of[r * p.experts : (r + 1) * p.experts]) for r in range(p.world_size)])[rank]
                    for part, of in zip(tokens, splits, strict=True)]  # fmt: skip
         assert torch.equal(arrived[0][: len(y)], torch.cat(mine_of)), (name, seed)
@@ -65,7 +67,7 @@ def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, can
 
 
 def wrong_splits(group, p: AllToAllMatmul) -> None:
-    """Splits that add up to more than there are tokens end the run with an error that says so."""
+    """Check that a run fails with a clear error if the sum of the splits is larger than the number of tokens."""
     rank = group.rank()
     schedule = next(c for c in candidates(p, ("dispatch",))).build()
     with CpuSchedule(schedule, comm_of(group)) as executor:

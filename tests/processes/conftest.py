@@ -1,4 +1,6 @@
-"""One pool of eight workers for all tests of several processes (under pytest-xdist: one for each of its workers)."""
+"""One pool of eight workers for all tests of several processes. Under pytest-xdist, each of its workers has such a
+pool.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,14 @@ from weft.launch import PRELOADED, Pool
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the disk cache of schedules' times apart from the user's and from other runs. Do not warn that toy shapes do not
-    overlap."""
+    """Use a separate cache directory for measured times. Suppress the warning that small shapes do not overlap."""
     os.environ["WEFT_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["WEFT_QUIET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported_once() -> None:
-    """Ranks import what tests and torch.compile need: the fork server does it for all of them, which saves seconds in each."""
+    """Import what tests and torch.compile need in the fork server, which saves seconds in each rank."""
     of_compile = "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"
     names = "pytest", "hypothesis", "weft.nn", "torch._dynamo", *of_compile
     PRELOADED.extend(name for name in names if name not in PRELOADED)
@@ -29,14 +30,14 @@ def _imported_once() -> None:
 
 @pytest.fixture
 def mortals() -> Iterator[Pool]:
-    """Three workers that a test may kill."""
+    """Return a pool of three workers that a test may kill."""
     with Pool(3) as workers:
         yield workers
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Workers that stay up between tests and start at first use. A test that kills ranks makes its own pool."""
+    """Return the pool of workers, which stays up between tests. A test that kills ranks makes its own pool."""
     with Pool(8) as workers:
         workers.run(hurry)
         yield workers

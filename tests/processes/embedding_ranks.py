@@ -1,4 +1,4 @@
-"""Shared code of the tests of embedding_all_to_all: calls as the ranks make them, and their expected results."""
+"""Code that tests of embedding_all_to_all share: calls on the ranks, and their expected results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.runtime.embedding import executor_of
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUSED, ORDERS = ("direct", "put"), get_args(Order)
 TRANSPORTS = (*FUSED, "serial")
-NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
+NAN_BYTE = 0xFF  # a NaN in fp32, fp16 and bf16 consists of these bytes
 
 
 def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: Any) -> torch.Tensor:
-    """Return this rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
+    """Call the operator on this rank's part of `p`. features: the input in another form; default: a tuple of tensors."""
     rank = group.rank()
     features = p.tupled(rank) if features is None else features
     batch_sizes = options.pop("batch_sizes", p.batch_sizes)
@@ -33,14 +33,14 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> EmbeddingAllToAllCpu:
-    """Return the executor that `call` uses with these options, to look inside."""
+    """Return the executor that `call` uses with these options."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct"} | options))
     return executor_of(plan, symm.communicator(group, "cpu"))
 
 
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
-    """Return the bytes of each output buffer of this rank that is not leased."""
+    """Return a view of each output buffer of this rank that is not lent."""
     pool, rank = getattr(operator, "outputs", None), operator.comm.rank
     if pool is None or not pool.slot_bytes:
         return []
@@ -49,18 +49,18 @@ def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
 
 
 def poison(operator: EmbeddingAllToAllCpu) -> None:
-    """NaN into every free output buffer. Peers write there only once this rank has joined the next call."""
+    """Fill every free output buffer with NaN. Peers write there only after this rank has joined the next call."""
     for buffer in free_buffers(operator):
         buffer.fill_(NAN_BYTE)
 
 
 def pooled_here(p: Problem, **options: Any) -> torch.Tensor:
-    """All of `p` in this process, with no other rank: [global batch, total_dim]."""
+    """Compute all of `p` in this process, without other ranks: [global batch, total_dim]."""
     return embedding_pool(p.weights, p.whole(), p.tables, hash=p.hash, **options)
 
 
 def assert_same_bits(outputs: list[torch.Tensor], p: Problem, what: object = "") -> None:
-    """The ranks' outputs, one after another, are what one process computes, bit for bit."""
+    """Check that the concatenated outputs of the ranks have the same bits as one process computes."""
     for rank, output in enumerate(outputs):
         wanted = pooled_here(p)[p.rows_of(rank)]
         assert output.shape == (p.batch_sizes[rank], p.sharding.total_dim)
@@ -71,7 +71,7 @@ def assert_same_bits(outputs: list[torch.Tensor], p: Problem, what: object = "")
 
 
 def results(group: dist.ProcessGroup, p: Problem, variants: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """One result per variant of options; twice each, the second time into poisoned buffers."""
+    """Call with each variant of options, twice: the second time into poisoned buffers. Return the results."""
     outputs = []
     for options in variants:
         first = call(group, p, **options).clone()
@@ -87,7 +87,7 @@ def keyed_result(group: dist.ProcessGroup, p: Problem, keys_of_rank: list[list[s
 
 
 def many_shapes(group: dist.ProcessGroup, problems: list[Problem], options: dict[str, Any]) -> list[torch.Tensor]:
-    """Calls in a row, compared only afterwards, each into poisoned buffers."""
+    """Call one problem after the other, each into poisoned buffers. Compare afterwards."""
     outputs = []
     for p in problems:
         poison(operator_of(group, p, **options))

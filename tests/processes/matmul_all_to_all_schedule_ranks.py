@@ -1,4 +1,4 @@
-"""The code of `test_schedule_matmul_all_to_all` that runs on ranks."""
+"""Functions of `test_schedule_matmul_all_to_all` that run on the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 
 
 def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:
-    """Run each schedule on splits that it was not made for. Return their number."""
+    """Run each schedule on splits that differ from the expected splits. Return the number of schedules."""
     rank, count = group.rank(), 0
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):
@@ -29,7 +29,7 @@ def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:
 
 
 def other_tables(group, p: MatmulAllToAll) -> None:
-    """Rank 1 takes a row of rank 0 for another expert's: no total differs."""
+    """Let rank 1 attribute a row of rank 0 to another expert. All totals stay equal."""
     rank, splits = group.rank(), ((3, 3, 3, 3),) * 2
     h, weights = inputs(splits, p.k, p.n, p.dtype, 0)
     received, own = received_of(rank, splits), torch.tensor(splits[rank]).view(2, 2)
@@ -50,7 +50,7 @@ def other_tables(group, p: MatmulAllToAll) -> None:
 def run_once(executor: CpuSchedule, p: MatmulAllToAll, rank: int, seed: int, name: str) -> torch.Tensor:
     splits = random_splits(p.world_size, p.experts, p.rows, seed)
     h, weights = inputs(splits, p.k, p.n, p.dtype, seed)
-    spare = 0 if p.exact else 3  # rows of h that are no tokens
+    spare = 0 if p.exact else 3  # unused rows of h
     given = torch.full((len(h[rank]) + spare, p.k), torch.nan, dtype=h[rank].dtype)
     given[: len(h[rank])] = h[rank]
     y = torch.full((p.rows[rank], p.n), torch.nan, dtype=h[rank].dtype)

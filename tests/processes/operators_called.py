@@ -1,6 +1,5 @@
-"""Every public operator, and the module, as one thing to call: a good call's arguments by name, and where its tensors are.
-
-What tests of arguments change is one of these.
+"""Every public operator, and the embedding module, in a form that tests can call and change: the arguments of a good
+call by name, and the places of its tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TABLES = (weft.EmbeddingBagConfig(10, 4, "users", ("u",)), weft.EmbeddingBagConf
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor among the arguments. index: in a list."""
+    """The place of a tensor among the arguments. index: the index, if the argument is a list."""
 
     name: str
     index: int | None = None
@@ -45,7 +44,7 @@ def set_to(**options: Any) -> Change:
 
 
 def mapped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Return a change of the tensor or of each tensor of a list."""
+    """Return a change that applies `change` to a tensor, or to each tensor of a list."""
 
     def apply(arguments: Arguments) -> None:
         given = arguments[name]
@@ -55,14 +54,16 @@ def mapped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 def places(*names: str) -> dict[str, Place]:
-    """Return the places with names such as "Bs[1]"."""
+    """Return the places with these names, such as "Bs[1]"."""
     parts = [name.rstrip("]").split("[") for name in names]
     return {name: Place(outer, *map(int, index)) for name, (outer, *index) in zip(names, parts, strict=True)}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A public operator on this rank. arguments: of a good call. tensors: where they are, by the names that errors call them."""
+    """A public operator on this rank. arguments: the arguments of a good call. tensors: the places of tensors, by their
+    names in errors.
+    """
 
     call: Callable[..., Any]
     arguments: Arguments
@@ -166,7 +167,7 @@ def module(group: dist.ProcessGroup, input: str) -> Operator:
 
 
 class Features:
-    """Features as a KeyedJaggedTensor that checks nothing."""
+    """Features in a KeyedJaggedTensor that does not check them."""
 
     def __init__(self, values: Any, lengths: Any, weights: Any) -> None:
         self.values, self.lengths, self.weights_or_none = (lambda: values), (lambda: lengths), (lambda: weights)

@@ -1,4 +1,4 @@
-"""Shared code of the tests of several processes: it runs on the ranks, so it must be importable by name."""
+"""Code that tests of several processes share. It runs on the ranks, so it must be importable by name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from weft.symm.communicator import Communicator
 
 
 def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
-    """Check the errors of ranks: the first to miss the deadline reports it, and others may be notified before their own
-    deadline."""
+    """Check the errors of the ranks. The first rank that misses the deadline reports it. Others may be notified before
+    their own deadline.
+    """
     kinds = {kind for kind, _ in errors}
     assert "DeadlineError" in kinds
     assert kinds <= {"DeadlineError", "PoisonedGroupError"}
@@ -32,11 +33,11 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
 
 
 def assert_left(errors: list[tuple[str, str]]) -> None:
-    """Check the errors of all ranks except rank 1, which has closed its end of the group."""
+    """Check the errors of all ranks except rank 1, which has left the group."""
     for kind, text in errors[:1] + errors[2:]:
         assert kind in ("PeerLostError", "PoisonedGroupError")
         assert "rank 1" in text
-        assert "closed its end of the group" in text
+        assert "has left the group" in text
 
 
 def assert_over(answers: Iterable[tuple[str, str]]) -> None:
@@ -47,7 +48,7 @@ def assert_over(answers: Iterable[tuple[str, str]]) -> None:
 
 
 def wait_for_failure(comm: Communicator) -> None:
-    """Do nothing until this rank is notified that its group failed."""
+    """Wait until this rank is notified that its group has failed."""
     until = time.monotonic() + 30
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
@@ -57,7 +58,7 @@ def wait_for_failure(comm: Communicator) -> None:
 
 
 class CallingRecorder:
-    """A stand-in for CUDA graphs: a replay makes the same call again, into the same memory."""
+    """A replacement for CUDA graphs: a replay makes the same call again, into the same memory."""
 
     def __init__(self, ranks: Any) -> None: ...
 
@@ -74,10 +75,12 @@ class CallingRecorder:
 
 
 def traces() -> dict[str, list[str]]:
-    """Return the traces that symmetric memory could leave in this process or under a name; all empty if nothing is open."""
+    """Return the traces that symmetric memory could leave in this process or in the file system. All are empty if
+    nothing is open.
+    """
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
     maps = Path("/proc/self/maps").read_text().splitlines()
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
@@ -90,8 +93,9 @@ def traces() -> dict[str, list[str]]:
 
 
 def hurry(_: object) -> None:
-    """From now on time each schedule by one call, and search for garbage rarely. No test depends on which schedule is the
-    fastest here."""
+    """Time each schedule by a single call, and collect garbage rarely. Tests must not depend on which schedule is the
+    fastest.
+    """
     measure._REPETITIONS = 1
     gc.set_threshold(50_000, 20, 50)
 
@@ -99,10 +103,11 @@ def hurry(_: object) -> None:
 def run_with_one_wrong(
     group: dist.ProcessGroup, variants: Any, options: Any, is_wrong: Callable[[str, str | None], bool], row: Any
 ) -> str:
-    """Run a benchmark in which one variant has a wrong row on rank 1. Return the error.
+    """Run a benchmark in which the variants selected by `is_wrong` have a wrong row on rank 1. Return the error.
 
-    row: returns the number of the row in the results of a workload's call."""
-    from weft.bench.core.run import run_rank  # few tests need it
+    row: returns the index of the row in the results of a workload's call.
+    """
+    from weft.bench.core.run import run_rank  # imported here, because few tests need it
 
     correct = variants.weft
 
@@ -125,7 +130,7 @@ def run_with_one_wrong(
 
 
 def barrier(signal: symm.Signal, round_: int) -> None:
-    """Return when every rank of the signal's group has called this for `round_` (1, 2, ...)."""
+    """Wait until every rank of the signal's group has called this for `round_` (1, 2, ...)."""
     size = signal.comm.world_size
     for peer in range(size):
         signal.add(1, peer=peer)

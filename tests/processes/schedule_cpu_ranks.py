@@ -1,9 +1,9 @@
-"""Shared code of the tests of schedules on CPU processes: problems and their data, runs into poisoned memory, a chain of GEMMs.
+"""Code that tests of schedules on CPU processes share: problems and data, runs into poisoned memory, a chain of GEMMs.
 
 Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in
-the same dtype, plus an fp32 rounding. The rounding is needed because torch adds in another order for other shapes, and
-outputs here may have few elements. A schedule that accumulates pieces of k in the output (FiCCO's 2D) rounds it once
-per piece, which is allowed in addition.
+the same dtype, plus an fp32 rounding. The rounding is allowed because torch adds in a different order for different
+shapes, and outputs may have few elements. A schedule that accumulates pieces of k in the output (FiCCO's 2D) may round
+once more per piece.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.schedule import RANK, Copy, Draft, Schedule, Step
 from weft.symm import Communicator
 
 Tensors = dict[str, torch.Tensor]
-NAN_BYTE = 0xFF  # this byte repeated is a NaN in every floating dtype
+NAN_BYTE = 0xFF  # a NaN of any floating-point type consists of these bytes
 
 
 def comm_of(group: dist.ProcessGroup) -> Communicator:
@@ -50,7 +50,7 @@ def all_by_dma(schedule: Schedule) -> Schedule:
 
 
 def build(p: AllGatherMatmul, builder: str = "shard", **parameters: Any) -> Schedule:
-    """Return the first schedule of that builder with these parameters."""
+    """Return the first schedule of a builder that has these parameters."""
     for candidate, schedule in applicable(p, (builder,)):
         if parameters.items() <= dict(candidate.parameters).items():
             return schedule
@@ -97,7 +97,7 @@ def roundings_of(candidate: Candidate, p: AllGatherMatmul) -> int:
 
 
 def poison(executor: CpuSchedule) -> None:
-    """NaN into this rank's symmetric and scratch memory; returns when all ranks have done so."""
+    """Fill this rank's symmetric and scratch memory with NaN. Return when all ranks have done so."""
     comm, program = executor.comm, executor._program
     for (_, rank), place in program.places.known.items():
         if rank == comm.rank:
@@ -106,8 +106,9 @@ def poison(executor: CpuSchedule) -> None:
 
 
 def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
-    """Run, and let rank `last` continue only when the others have finished the run: its next actions must not spoil
-    theirs."""
+    """Run. Rank `last` returns only when the other ranks have finished the run, so that its next actions cannot disturb
+    them.
+    """
     comm = executor.comm
     done = symm.Signal(group=comm.group)
     executor.run(tensors)
@@ -118,7 +119,7 @@ def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
 
 
 def intercept(executor: CpuSchedule, name: str, before: Callable[[], object]) -> None:
-    """Have the first step of that name in this rank's timeline call `before` first."""
+    """Call `before` before the first step of this name in this rank's timeline."""
     bound = next(b for _, steps in executor._program.lanes for b in steps if b.name == name)
     native = bound.call
 
@@ -130,7 +131,9 @@ def intercept(executor: CpuSchedule, name: str, before: Callable[[], object]) ->
 
 
 def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) -> Schedule:
-    """y = silu(x @ w0) @ w1 of the gathered x, in chunks of rows: one lane sends, one multiplies, one finishes."""
+    """Return a schedule of y = silu(x @ w0) @ w1 for the gathered x, in chunks of rows. One lane sends, one computes
+    the first GEMM, and one the rest.
+    """
     d = Draft("chain", world_size)
     x, w0, w1 = (
         d.buffer(name, r, c, "fp32", "input") for name, r, c in [("x", rows, k), ("w0", k, hidden), ("w1", hidden, n)]
@@ -161,8 +164,11 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
 
 
 def all_candidates(group: dist.ProcessGroup, p: AllGatherMatmul, seed: int, runs: int) -> int:
-    """Run every candidate several times with new data, and return their number. The kind of copy makes no difference on
-    CPU: beyond two ranks, only one of the schedules that differ in nothing else is run."""
+    """Run every candidate several times with new data. Return the number of candidates.
+
+    On CPU `by` makes no difference. So on more than two ranks, only one of the schedules that differ only in `by` is
+    run.
+    """
     comm, rank, count = comm_of(group), group.rank(), 0
     tried: set[Schedule] = set()
     for candidate, schedule in applicable(p):
@@ -181,7 +187,7 @@ def all_candidates(group: dist.ProcessGroup, p: AllGatherMatmul, seed: int, runs
 
 
 def shape_after_shape(group: dist.ProcessGroup, seed: int, calls: int) -> None:
-    """Another random shape and schedule at every call, one after the other, ranks late now and then."""
+    """Call a new random shape and schedule each time. Ranks are delayed now and then."""
     comm, rank, same = comm_of(group), group.rank(), random.Random(seed)
     late = random.Random(seed + 1 + rank)
     for call in range(calls):
@@ -197,7 +203,7 @@ def shape_after_shape(group: dist.ProcessGroup, seed: int, calls: int) -> None:
 
 
 def alternate(group: dist.ProcessGroup, p: AllGatherMatmul, straggler: int) -> None:
-    """Three executors take turns on one communicator; two have the same schedule; one rank is always late."""
+    """Use three executors alternately on one communicator. Two have the same schedule. One rank is always late."""
     comm, rank = comm_of(group), group.rank()
     executors = [CpuSchedule(build(p, builder), comm) for builder in ("shard", "serial", "ficco_1d", "shard")]
     for run in range(12):

@@ -1,5 +1,7 @@
-"""Tests of weft.all_gather_matmul alone, on CPU processes: backward by other operators, cached shapes, timed GEMMs and schedules,
-FiCCO's heuristic, a weight gathered as by FSDP, groups that fail or end. `test_operators.py` has the rest."""
+"""Tests of weft.all_gather_matmul only, on CPU processes: backward by other operators, cached shapes, timed GEMMs and
+schedules, FiCCO's heuristic. Also a weight that is gathered like FSDP's, and groups that fail or end.
+`test_operators.py` has the other tests.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ from weft.symm.calls import calls_of
 def backward_by_other_operators(
     group: dist.ProcessGroup, rows: list[int], widths: list[int], return_A: bool, wanted: str
 ) -> tuple[set[str], bool]:
-    """(which operators backward calls, whether the gradients of equal calls have equal bits). The first call chooses. wanted:
-    "x", or "all"."""
+    """Return (operators that backward calls, True if the gradients of equal calls have equal bits).
+
+    wanted: "x" for x's gradient only, or "all".
+    """
     from weft.operator.calls import OPERATORS, prepared_calls
 
     own = own_group(group)
@@ -66,7 +70,7 @@ def test_backward_calls_other_operators_and_its_bits_are_equal(
 
 
 def many_sizes(group: dist.ProcessGroup, count: int, most: int, kept: int) -> int:
-    """Call many sizes, of which `kept` are kept. Return how many threads there are afterwards."""
+    """Call many sizes, of which `kept` stay compiled. Return the number of threads afterwards."""
     from weft.operator import cache
 
     cache.KEPT = kept
@@ -82,15 +86,16 @@ def many_sizes(group: dist.ProcessGroup, count: int, most: int, kept: int) -> in
 
 
 def test_of_many_shapes_the_last_ones_are_kept() -> None:
-    """Each shape holds a thread for its copies and memory; a service sees any number of lengths."""
+    """Each shape needs memory and a thread for its copies, and a server may meet any number of lengths."""
     with Pool(2) as alone:
         few, many = (max(alone.run(many_sizes, n, 200, 4, timeout_s=60)) for n in (8, 60))
     assert many <= few
 
 
 def remembers_times(group: dist.ProcessGroup) -> list[str]:
-    """The schedules that were timed at the first call of a shape, which others of its description, in another process or after
-    the communicator has gone, do not time again."""
+    """Return the schedules that are timed at the first call of a shape. They must not be timed again for the same
+    description in another process, or after the communicator has closed.
+    """
     from weft import env, symm
     from weft.operator import measure
     from weft.plan import store
@@ -119,7 +124,7 @@ def test_schedules_are_timed_once_where_there_is_no_model(pool: Pool) -> None:
 
 
 def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Choose as on a GPU with a model, whose GEMMs take made-up times: twice as long on rank 1."""
+    """Choose as on a GPU with a model. GEMMs take invented times, which are twice as long on rank 1."""
     from weft import symm
     from weft.hw import load_machine
     from weft.operator import measure, this_machine
@@ -128,7 +133,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
 
     rank = group.rank()
     timed: list[tuple[int, int, int, str]] = []
-    # Launches and copies cost next to nothing, so that small GEMMs are worth cutting up.
+    # Launches and copies cost almost nothing, so that it is worth cutting small GEMMs.
     model = replace(model_of(load_machine("h200"), group.size()), launch_us=0.01, copy_latency_us=0.01, sustained=1.0)
 
     def timer(p: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -158,11 +163,13 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
         this_machine.calibrated_model = original
         del measure.TIMERS["cpu"]
         gemms._times.clear()
-        symm.communicator(group, "cpu").close()  # and with it the choice
+        symm.communicator(group, "cpu").close()  # this also drops the choice
 
 
 def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:
-    """GEMMs that were measured for one shape are not measured again for another; all ranks use the slowest times."""
+    """GEMMs that were measured for one shape are not measured again for another shape. All ranks use the slowest rank's
+    times.
+    """
     told = pool.run(measures_gemms, ranks=2, timeout_s=60)
     for found in told:
         assert found["pinned"] == found["again"] == []
@@ -181,14 +188,14 @@ def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, worl
         columns = "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]"
         assert found[:2] == [(rows, rows), (columns, columns)]
         assert all(name.startswith(("serial", "gather", "shard")) for names in found[2:] for name in names)
-        wanted, uneven = warned  # once each, though called twice
+        wanted, uneven = warned  # measured once each, although the shape is called twice
         assert f"FiCCO's heuristic is not followed, it picks {columns}, which does not support this problem: " in wanted
         assert "of the gathered input" in wanted
         assert f"{tuple(range(3, 3 + world))} rows cannot be cut into equal chunks" in uneven
 
 
 def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
-    """Return the errors of unfused calls of a known shape after the group has failed in another call."""
+    """Return the errors of unfused calls of a known shape, after the group has failed in another call."""
     x, ws = torch.randn(4, 8), {n: torch.randn(8, n) for n in (3, 5)}
 
     def call(n: int, schedule: str, **options: Any) -> str:
@@ -214,7 +221,7 @@ def test_the_librarys_calls_are_refused_too_when_the_group_has_failed() -> None:
 
 
 def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
-    """Uses that work, or say why not."""
+    """Check unusual calls: they work, or their errors give the reason."""
     x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     found = {}
     for schedule in ("serial", "gather[by=kernel]"):
@@ -245,7 +252,7 @@ def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
 
 
 def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
-    """Return the number of open file descriptors after each round of a group that is made, used and destroyed."""
+    """Make, use and destroy a group in each round. Return the number of open file descriptors after each round."""
     counts = []
     for _ in range(rounds):
         own = dist.new_group(list(range(group.size())))
@@ -263,7 +270,7 @@ def test_groups_leave_nothing_open(pool: Pool) -> None:
 
 
 def partly_frozen(group: dist.ProcessGroup) -> None:
-    """Ranks want gradients of weights, and not of the same ones."""
+    """Check calls in which ranks want gradients of different weights."""
     rank, world = group.rank(), group.size()
     for seed in range(3):
         xs = [data(r, (6, 16), torch.float32, seed) for r in range(world)]
@@ -285,7 +292,7 @@ def test_ranks_may_freeze_other_weights(pool: Pool) -> None:
 
 
 def weight_gathered(group: dist.ProcessGroup) -> None:
-    """A linear layer whose weight is divided over ranks that have data of their own, as FSDP divides it: docs/gemms.md."""
+    """Check a linear layer whose weight is divided over data-parallel ranks, as FSDP does: docs/gemms.md."""
     rank, world = group.rank(), group.size()
     whole = data(0, (6 * world, 12), F32, 1)
     xs = [data(r, (5, 12), F32, 2).double().requires_grad_() for r in range(world)]
@@ -307,7 +314,7 @@ def test_a_weight_is_gathered_as_fsdp_would(pool: Pool, world: int) -> None:
 
 
 def counted_alike(group: dist.ProcessGroup) -> int:
-    """A mode of torch's around backward on one rank only."""
+    """Use a torch dispatch mode around backward on one rank only."""
     x = torch.ones(6, 16, requires_grad=True)
     for number in range(3):
         w = torch.ones(16, 5, requires_grad=True)
@@ -319,5 +326,5 @@ def counted_alike(group: dist.ProcessGroup) -> int:
 
 
 def test_calls_within_backward_are_counted_alike(pool: Pool) -> None:
-    """Or ranks would seem to be out of step at the next new shape on GPUs."""
+    """If ranks counted differently, they would seem to be out of step at the next new shape on GPUs."""
     assert len(set(pool.run(counted_alike, ranks=2))) == 1

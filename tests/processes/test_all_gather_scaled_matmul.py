@@ -1,5 +1,6 @@
-"""Tests of weft.all_gather_scaled_matmul alone, on CPU processes: results without an out_dtype, scales of one row.
-`test_operators.py` has the rest."""
+"""Tests of weft.all_gather_scaled_matmul only, on CPU processes: results without an out_dtype, and scales of one row.
+`test_operators.py` has the other tests.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from weft.launch import Pool
 
 
 def as_scaled_mm(group: dist.ProcessGroup, case: ScaledGathered, is_compiled: bool) -> list[torch.dtype]:
-    """`out_dtypes=[None]` against torch's own GEMM without an out_dtype, of the whole."""
+    """Compare `out_dtypes=[None]` with torch's own GEMM of the whole operands without an out_dtype."""
     made = AllGatherScaledMatmulCall(case, group, 5)
-    one, name, dim = torch.full((1,), 20.0, device=device()), group.group_name, case.dim  # most results are too large
+    one, name, dim = torch.full((1,), 20.0, device=device()), group.group_name, case.dim  # most results overflow fp8
 
     def call(x: torch.Tensor, Bs: list[torch.Tensor]) -> Any:
         n = len(Bs)
@@ -43,7 +44,7 @@ def as_scaled_mm(group: dist.ProcessGroup, case: ScaledGathered, is_compiled: bo
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["fp8", "fp8, serial, a batch"])
 def test_none_among_out_dtypes_is_what_torch_makes_of_it(pool: Pool, name: str, compiled: bool) -> None:
-    """Compare bits, also beyond the largest number, and the strides."""
+    """Compare bits, also of results that overflow, and strides."""
     for dtypes in pool.run(
         as_scaled_mm, ROWS["all_gather_scaled_matmul"].results[name], compiled, ranks=2, timeout_s=60
     ):
@@ -51,8 +52,11 @@ def test_none_among_out_dtypes_is_what_torch_makes_of_it(pool: Pool, name: str, 
 
 
 def scales_of_one_row(group: dist.ProcessGroup, rows: list[int] | None, by: str, of_B: tuple[int, ...]) -> None:
-    """Scales of one element beside a B_scale of one. by: "row", of which each has another; "row of all", the same tensor on every
-    rank; "shard", each rank's own for its rows, as [1, 1]."""
+    """Pass an A_scale of one element together with a B_scale of one element.
+
+    by: "row": each row has its own scale. "row of all": every rank passes the same tensor. "shard": each rank passes
+    the scale of its own rows, as [1, 1].
+    """
     sizes = rows or [1, 1]
     made = AllGatherScaledMatmulCall(ScaledGathered((4, 32), rows=tuple(sizes)), group, 4)
     (A, _, B, *_), (whole, _) = made.mine, made.whole(made.inputs, made.rank)
@@ -70,6 +74,6 @@ def scales_of_one_row(group: dist.ProcessGroup, rows: list[int] | None, by: str,
 @pytest.mark.parametrize("of_B", [(), (1, 1), (1, 16)], ids=str)
 @pytest.mark.parametrize("rows", [None, [1, 3], [0, 1], [4, 1]], ids=str)
 def test_the_shape_says_that_a_scale_is_of_rows(pool: Pool, rows: list[int] | None, of_B: tuple[int, ...]) -> None:
-    """Also where a rank has one row, or none, as in torch's operator."""
+    """This must also work if a rank has one row or none, as in torch's operator."""
     for by in ("row", "row of all", "shard"):
         pool.run(scales_of_one_row, rows, by, of_B, ranks=2, timeout_s=60)

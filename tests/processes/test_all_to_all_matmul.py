@@ -1,5 +1,6 @@
-"""Tests of weft.all_to_all_matmul alone, on CPU processes: FiCCO's heuristic by columns, dropped rows, one gradient of two, wrong
-splits, too many rows. `test_operators.py` and `test_operators_of_experts.py` have the rest."""
+"""Tests of weft.all_to_all_matmul only, on CPU processes: FiCCO's heuristic by columns, dropped rows, one gradient of
+two, wrong splits, too many rows. `test_operators.py` and `test_operators_of_experts.py` have the other tests.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from weft.runtime.unfused.sizes import Sizes
 
 
 def by_columns(group: dist.ProcessGroup, exact: bool) -> str:
-    """The schedule of calls that go by FiCCO's heuristic, with fewer tokens than these have columns."""
+    """Return the schedules of calls that use FiCCO's heuristic. There are fewer tokens than columns."""
     for seed in range(4):
         call = AllToAllMatmulCall(Experts(exact=exact, k=384, schedule="heuristic"), group, seed)
         with poisoned_memory(), warnings.catch_warnings():
@@ -43,8 +44,9 @@ def test_the_heuristic_takes_columns_where_tokens_are_few_and_long(pool: Pool, e
 
 
 def left_out(group: dist.ProcessGroup) -> None:
-    """Call unfused with more arriving rows than max_rows, which is no error on GPUs: the first rows and their gradients
-    are right."""
+    """Make an unfused call in which more rows arrive than max_rows, which is no error on GPUs. The first rows and their
+    gradients must be right.
+    """
     call = AllToAllMatmulCall(Experts(k=8), group, 2)
     exact = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
     ys = [y for (y,) in call.reference(exact)]
@@ -65,7 +67,9 @@ def test_rows_left_out_have_no_gradients(pool: Pool, world: int) -> None:
 
 
 def one_gradient(group: dist.ProcessGroup) -> None:
-    """Only tokens', only weights': the same as when both are wanted, and with the same memory, as without any."""
+    """Compute only the gradient of the tokens, or only that of the weights. It must be the same as in a call that wants
+    both gradients.
+    """
     symm.communicator(group, device()).close()
     call, grads = AllToAllMatmulCall(Experts(k=8), group, 3), []
     for wanted in ((True, True), (True, False), (False, True)):
@@ -92,8 +96,9 @@ def test_the_gradient_of_tokens_alone_is_a_combine(pool: Pool, world: int, max_r
 
 
 def compiled_in_pieces(group: dist.ProcessGroup) -> list[str]:
-    """Return Dynamo's warnings where it breaks the graph at a call whose number of rows it cannot know. Each call has another
-    shape."""
+    """Return Dynamo's warnings if a call breaks the graph, because its number of rows is unknown. Each call has another
+    shape.
+    """
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -119,7 +124,7 @@ def test_compiled_in_pieces_warns_of_nothing(pool: Pool) -> None:
 def call(
     group: dist.ProcessGroup, *, rows: int = 4, k: int = 8, n: int = 3, experts: int = 2, **options: Any
 ) -> torch.Tensor:
-    """`rows` tokens of ones, all for the first expert of all, by weights of ones."""
+    """Send `rows` tokens of ones, all to the first expert of all ranks. The weights are ones."""
     splits = torch.zeros(group.size() * experts, dtype=torch.int64, device=device())
     splits[0] = rows
     x, w = torch.ones(rows, k, device=device()), torch.ones(experts, k, n, device=device())
@@ -127,7 +132,7 @@ def call(
 
 
 def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
-    """Pass wrong splits on rank 1, in a first call and later: every rank gets the error, and the group lives on."""
+    """Pass wrong splits on rank 1, in a first call and later. Every rank gets the error, and the group stays usable."""
     found, bad = {}, group.rank() == 1
     x, w = torch.ones(4, 8), torch.ones(2, 8, 3)
     right = [4] + [0] * (2 * group.size() - 1)
@@ -154,7 +159,7 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                     f"RefusedError: rank 1: splits add up to {total} but tokens has 4 rows: pass the number"
                 )
             assert found[f"negative, {when}"].startswith("RefusedError: rank 1: splits has -1 at 1")
-        if schedule == "serial":  # which allocates memory for the arriving rows
+        if schedule == "serial":  # the CPU reads the sizes, and allocates memory for the arriving rows
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(
@@ -163,8 +168,9 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
 
 
 def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
-    """Let all ranks send 4 rows to rank 0, which has room for one row less. Return its error, and the result of a later
-    call."""
+    """Let all ranks send 4 rows to rank 0, which has space for one row less. Return its error, and the result of a
+    later call.
+    """
     world = group.size()
     text = told(lambda: call(group, max_rows=4 * world - 1, schedule=schedule))
     return text, float(call(group, max_rows=4 * world, schedule=schedule)[: 4 * world * (group.rank() == 0)].sum())

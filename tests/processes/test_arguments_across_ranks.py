@@ -1,7 +1,7 @@
-"""Ranks that give an operator different arguments: an error on every rank, never a result.
+"""Ranks that pass different arguments to an operator: every rank gets an error, and no rank gets a result.
 
-The walk goes over every parameter that an operator's spec declares to be compared (`Operator.across_ranks`), and fails for a
-parameter that it has no difference for. Each difference is a good call by itself, if all ranks make it.
+The tests try every parameter that an operator's spec declares to be compared (`Operator.across_ranks`), and fail if a
+parameter has no test. Each different call would be valid if all ranks made it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def several(*changes: Change) -> Change:
 
 
 def blocks(*shape: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The rows of a matrix as several dimensions."""
+    """Return a change of a matrix's rows into several dimensions."""
     return lambda x: x.reshape(*shape, x.shape[-1])
 
 
 def doubled(*names: str) -> Change:
-    """Twice the K of both operands."""
+    """Return a change that doubles K of both operands."""
     return several(*(mapped(name, lambda x: torch.cat((x, x), dim=-1)) for name in names))
 
 
@@ -168,7 +168,7 @@ def test_the_walk_leaves_out_no_parameter(operator: str) -> None:
 
 
 def differences(operator: str) -> Iterator[tuple[str, Change, Change]]:
-    """(name, what both ranks change, what rank 1 changes beside it)"""
+    """Return (name, arguments that both ranks change, arguments that only rank 1 changes) for each difference."""
     for name, changes in DIFFERENT[operator].items():
         both = AVERAGES.get(operator, set_to()) if name == "op" else set_to()
         for i, change in enumerate(changes):
@@ -176,14 +176,16 @@ def differences(operator: str) -> Iterator[tuple[str, Change, Change]]:
 
 
 def walked(group: dist.ProcessGroup, operator: str, schedule: str | None, known: bool) -> list[tuple[str, str, str]]:
-    """(the difference, error, its text) of each. known: both ranks have made both calls before, each with all others."""
+    """Return (the difference, the type and the text of the error) for each difference. known: True if all ranks have
+    made both calls before.
+    """
     found = []
     for name, both, change in differences(operator):
         own = dist.new_group([0, 1])
         call = OPERATORS[operator](own)
         options = {} if schedule is None or name.startswith("schedule") else {"schedule": schedule}
         for known_change in (both, several(both, change)) if known else ():
-            if not name.startswith("rows"):  # each rank's are its own
+            if not name.startswith("rows"):  # each rank may have its own values
                 call(known_change, **options)
         mine = several(both, change) if group.rank() == 1 else both
         kind, text = error_of(lambda call=call, mine=mine, options=options: call(mine, **options, deadline_s=5.0))
@@ -223,7 +225,9 @@ def test_ranks_that_differ_get_an_error(pool: Pool, called: tuple[str, str | Non
 
 
 def hints_at_rows(group: dist.ProcessGroup) -> list[bool]:
-    """True for each call, one with other sizes on rank 1 and one in another dtype, whose error advises to pass rows=."""
+    """Return True for each error that advises to pass rows=. In one call rank 1 has other sizes, in the other it has
+    another dtype.
+    """
     found = []
     for rows, dtype in ((3, torch.float32), (2, torch.float16)):
         own = dist.new_group([0, 1])
@@ -254,7 +258,7 @@ def wants_other_gradients(group: dist.ProcessGroup, operator: str) -> tuple[str,
 
 @pytest.mark.parametrize("operator", GRADIENTS)
 def test_ranks_that_want_other_gradients_get_an_error(pool: Pool, operator: str) -> None:
-    """At the first call. Later the call itself is the same for all, and backward is one rank's alone: see below."""
+    """The error occurs at the first call of a shape. For later calls see the next test."""
     for kind, text in pool.run(wants_other_gradients, operator, ranks=2):
         assert kind == "DisagreementError", text
 
@@ -274,7 +278,7 @@ def goes_back_alone(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("operator", GRADIENTS)
 def test_a_backward_of_one_rank_alone_gets_an_error(pool: Pool, operator: str) -> None:
-    """The other rank makes its next call."""
+    """The other rank makes its next call instead."""
     for kind, text in pool.run(goes_back_alone, operator, ranks=2):
         assert kind in ("DisagreementError", "PoisonedGroupError"), text
 

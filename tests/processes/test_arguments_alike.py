@@ -1,4 +1,4 @@
-"""Arguments that mean the same make one call, however each rank writes them, for every operator."""
+"""Arguments with the same meaning make the same call for every operator, in whatever form each rank passes them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weft.launch import Pool
 
 
 class Named(torch.Tensor):
-    """A subclass that is a tensor like any other."""
+    """A subclass of Tensor that behaves like a tensor."""
 
 
 def scattered(w: torch.Tensor) -> torch.Tensor:
-    """The same, of which neither rows nor columns are in one piece."""
+    """Return a copy whose rows and columns are not contiguous."""
     wide = torch.zeros(*w.shape[:-2], 2 * w.shape[-2], 2 * w.shape[-1], dtype=w.dtype)
     wide[..., ::2, ::2] = w
     return wide[..., ::2, ::2]
@@ -137,8 +137,11 @@ SCHEDULES: dict[str, list[str | None]] = {
 
 
 def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
-    """Write each call differently on rank 1 than on rank 0, at a new and at a known shape. No calls come before it, or calls in
-    both ways. What is new in one schedule is known in the next."""
+    """Write each call differently on rank 1 than on rank 0, for a new and for a known shape.
+
+    Either no calls come before it, or calls in both forms. A shape that is new for one schedule is known for the next
+    schedule.
+    """
     for number, schedule in enumerate(SCHEDULES[operator]):
         options = {} if schedule is None else {"schedule": schedule}
         make = OPERATORS[operator]
@@ -150,7 +153,7 @@ def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
                 if known:
                     call(**options)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of copies
+                    warnings.simplefilter("ignore")  # warnings of copies
                     for change in (same if group.rank() == 1 else None, None):
                         found = leaves(call(change, **options))
                         for one, other in zip(found, wanted, strict=True):
@@ -166,7 +169,7 @@ def test_what_means_the_same_makes_one_call(pool: Pool, operator: str) -> None:
 
 
 def counted_by_one(group: dist.ProcessGroup, operator: str, known: bool) -> None:
-    """Rank 0 counts the FLOPs of a call and of its backward, for which torch puts a dispatch mode around both."""
+    """Count the FLOPs of a call and of its backward on rank 0 only. torch then uses a dispatch mode for both."""
     found = []
     for counting in (False, True):
         own = dist.new_group([0, 1])

@@ -1,7 +1,8 @@
-"""Refusals that operators and the module share, whatever they compute.
+"""Refusals that all operators and the embedding module share.
 
-One rank alone passes tensors of other kinds, wrong dimensions, rows or deadlines, at a known shape (with few checks) and at a new
-shape. Every rank refuses them, with the argument's name and the fix. Then the next call works.
+Rank 1 alone passes tensors of other kinds, wrong dimensions, numbers of rows or deadlines, for a known shape (with few
+checks) and for a new shape. Every rank must refuse the call, with the argument's name and the fix. Then the next call
+must work.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from weft.operator import calls
 def test_every_operator_is_here() -> None:
     for file in pkgutil.iter_modules(weft.ops.__path__):
         importlib.import_module(f"weft.ops.{file.name}")
-    ours = calls.OPERATORS.keys() & set(weft.__all__)  # the others are parts of these, such as their backward
+    ours = calls.OPERATORS.keys() & set(weft.__all__)  # other operators are parts of these, such as their backward
     assert {"all_gather_matmul", "matmul_all_to_all"} < ours
     assert (ours | {"embedding_all_to_all"}) - OPERATORS.keys() == set(), (
         "without an entry in tests/processes/operators_called.py"
@@ -49,7 +50,7 @@ def test_every_operator_is_here() -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """A subclass whose values are in another tensor, as libraries for quantization make them."""
+    """A subclass of Tensor whose values are in another tensor, like those of quantization libraries."""
 
     @staticmethod
     def __new__(cls, inside: torch.Tensor) -> Elsewhere:
@@ -61,7 +62,7 @@ class Elsewhere(torch.Tensor):
 
 
 def as_dtensor(x: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Replicate  # half a second, and this file is imported by every rank
+    from torch.distributed.tensor import DTensor, Replicate  # takes half a second, and every rank imports this file
 
     return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()], run_check=False)
 
@@ -72,7 +73,7 @@ def nested(x: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tenso
         return torch.nested.nested_tensor([x, x], layout=layout)
 
 
-# The conversion of a tensor, and words of the error, which begins with the argument's name.
+# (conversion of a tensor, words of the error). The error begins with the argument's name.
 KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "DTensor": (as_dtensor, "is a DTensor: pass .to_local()"),
     "collective": (AsyncCollectiveTensor, "is an AsyncCollectiveTensor: pass .wait()"),
@@ -95,7 +96,9 @@ MAY_BE_NONE = {"biases[0]", "bias", "residual", "norm", "per_sample_weights", "w
 
 
 def other_kinds(group: dist.ProcessGroup, operator: str, known: bool) -> dict[tuple[str, str], str]:
-    """Return each rank's error for each kind of tensor in each place, which rank 1 passes. known: after a good call."""
+    """Let rank 1 pass each kind of tensor in each place. Return this rank's errors. known: True to make a good call
+    first.
+    """
     call, found = OPERATORS[operator](group), {}
     wanted = call() if known else None
     for name, place in call.tensors.items():
@@ -121,7 +124,7 @@ def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: 
 
 
 def on_meta(group: dist.ProcessGroup, operator: str) -> str:
-    """Return each rank's error if all tensors of rank 1 are on meta; the group lives on."""
+    """Return this rank's error if all tensors of rank 1 are on meta. The group must stay usable."""
     call = OPERATORS[operator](group)
 
     def move(arguments: Any) -> None:
@@ -143,7 +146,7 @@ def test_tensors_on_devices_that_weft_does_not_know_are_refused(pool: Pool, oper
 
 
 def mapped(group: dist.ProcessGroup, operator: str) -> str:
-    """Return each rank's error for a call that rank 1 makes inside vmap; the group lives on."""
+    """Return this rank's error for a call that rank 1 makes inside vmap. The group must stay usable."""
     call = OPERATORS[operator](group)
     said = told(call if group.rank() == 0 else lambda: torch.vmap(lambda _: leaves(call())[0])(torch.ones(2)))
     call()
@@ -158,7 +161,7 @@ def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator
 
 
 def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
-    """Return the errors of a call like earlier ones, on a destroyed group, and of the backward of an earlier call."""
+    """Destroy the group. Return the errors of a call whose shape is known, and of the backward of an earlier call."""
     own = dist.new_group(list(range(group.size())))
     call = OPERATORS[operator](own)
     given = [place.given(call.arguments) for place in call.tensors.values()]
@@ -186,7 +189,7 @@ NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
 NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
 NO_DEADLINE = "must be positive and at most 1000000: pass the number of seconds that a wait may take"
-# For operators that gather: (argument, what rank 1 passes, words of the error).
+# For operators that gather: (argument, the value on rank 1, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
     ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
@@ -291,12 +294,14 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
     ],
 }
 DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
-# Deadlines are taken by all, and by the module when it is made.
+# All operators accept a deadline; the module accepts it in its constructor.
 DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "matmul_all_to_all", "embedding_all_to_all"]
 
 
 def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
-    """Return each rank's error for each argument that rank 1 passes, at a known shape; good calls in between."""
+    """Return this rank's error for each argument that rank 1 passes, for a known shape. Good calls must work in
+    between.
+    """
     call, found = OPERATORS[operator](group), []
     call()
     for name, value in bad:
@@ -324,7 +329,9 @@ def test_deadlines_that_no_wait_can_have_are_refused_on_every_rank(pool: Pool, o
 
 
 def made_with_deadlines(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Return the outcome of a module, and of an input distribution, with each deadline; in the first case on rank 1 alone."""
+    """Make a module, and an input distribution, with each deadline. Return the outcomes. The first deadline is passed
+    on rank 1 only.
+    """
     found = []
     for value in DEADLINES:
         of_rank = value if group.rank() == 1 else 5.0
@@ -344,7 +351,9 @@ def test_deadlines_are_looked_at_when_a_module_is_made(pool: Pool) -> None:
 
 
 def deadlines_taken(group: dist.ProcessGroup) -> None:
-    """Every wait takes the deadline: in set-up, in calls of a new and of a known shape, in an all-to-all of gloo's, in `close`."""
+    """Check that every wait uses the deadline: in set-up, in calls of a new and of a known shape, in gloo's all-to-all,
+    and in `close`.
+    """
     for seconds in (1e6, 5, 0.9e6, np.float32(7), np.int64(7), Fraction(7, 2)):
         own = dist.new_group([0, 1])
         for make in map(OPERATORS.__getitem__, DIRECT):
@@ -370,13 +379,13 @@ def test_weights_that_are_no_tensors_are_refused_before_any_is_copied(pool: Pool
 
 
 def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str, bool]]:
-    # A table before it.
+    # another table before this one
     ebc = ShardedEmbeddingBagCollection(TABLES, group=group, placement=[group.size() - 1] * 2)
     if group.rank() != group.size() - 1:
         return {}
     before, found = ebc.embedding_bags["users"].weight.clone(), {}
     for kind, (make, _) in KINDS.items():
-        if kind != "DTensor":  # making one is collective
+        if kind != "DTensor":  # all ranks must make a module together
             full = {"users": torch.ones(10, 4), "items": make(torch.ones(20, 3))}
             text = told(partial(ebc.load_full_weights, full))
             found[kind] = text, not torch.equal(ebc.embedding_bags["users"].weight, before)
@@ -384,7 +393,7 @@ def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str
 
 
 def without_group(group: dist.ProcessGroup, operator: str) -> tuple[bool, str]:
-    """Return whether the signature has a default for `group`, and the error for None."""
+    """Return True if the signature has a default for `group`, and the error for None."""
     call = OPERATORS[operator](group)
     default = inspect.signature(call.call).parameters["group"].default
     return default is None, told(lambda: call(group=None))

@@ -1,4 +1,5 @@
-"""The benchmark itself: it refuses wrong results, counts bytes as one does by hand, and reports the slowest rank.
+"""The benchmark: it refuses wrong results, counts the same bytes as a calculation by hand, and reports the slowest
+rank.
 
 Cheapest first: statistics and names without processes, then two ranks.
 """
@@ -209,7 +210,7 @@ def _traffic(group: dist.ProcessGroup) -> Traffic:
 
 
 def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
-    # A rank owns one table: 6 samples x 3 indices, rows of 16 bytes; half of the 6 pooled vectors leave.
+    # Each rank owns one table: 6 samples x 3 indices, with rows of 16 bytes. Half of the 6 pooled vectors are sent.
     for rank, traffic in enumerate(pool.run(_traffic, ranks=2)):
         assert traffic.rows == 6 * 3 * 16
         assert traffic.ids == 6 * 3 * 8
@@ -220,7 +221,7 @@ def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
 
 
 class _Broken(SerialVariant):
-    """Correct, except for what `spoil` does to the output."""
+    """A correct variant, except for the changes that `spoil` makes to its output."""
 
     def __init__(self, work: EmbeddingWorkload, spoil) -> None:
         super().__init__(work, embedding_bags)
@@ -273,8 +274,9 @@ LOOK_MS, CALL_MS = 0.25, 20.0
 
 
 def _sleepy(group: dist.ProcessGroup) -> dict:
-    """Time with a clock that takes `LOOK_MS` per look, and calls that take `CALL_MS` on rank 1, independent of this
-    machine's load."""
+    """Time with a fake clock, for which a reading takes `LOOK_MS`, and a call on rank 1 takes `CALL_MS`. So the load of
+    this machine does not matter.
+    """
     ranks = _ranks(group)
     called: list[int] = []
     now_ms = [0.0]
@@ -344,7 +346,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
         assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert len(row["ceilings"]) == row["ranks"] == 2
         assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched"))
-    # The output [11, 35] in fp32, twice (two result buffers); the serial variants count send and receive buffers.
+    # Two result buffers [11, 35] in fp32. Serial variants count the send and the receive buffer instead.
     assert rows[2]["extra_bytes"] == 11 * 35 * 4
     assert rows[1]["extra_bytes"] >= 2 * 11 * 35 * 4
 

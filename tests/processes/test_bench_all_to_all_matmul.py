@@ -1,4 +1,4 @@
-"""The benchmark of all_to_all_matmul: what it names and refuses, its inputs, its variants, what it records, graphs without a GPU.
+"""The benchmark of all_to_all_matmul: names and refusals, inputs, variants, records, and graphs without a GPU.
 
 Cheapest first: names without processes, then two ranks.
 """
@@ -68,7 +68,7 @@ def _workload(group: dist.ProcessGroup) -> DispatchVariants:
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
-    """Return facts about the inputs, and the errors of the variants relative to the tests' own reference."""
+    """Return facts about the inputs, and the errors of the variants against the tests' own reference."""
     work, world = _workload(group), group.size()
     tokens, weights = ([torch.empty_like(t) for _ in range(world)] for t in (work.tokens[1], work.w))
     dist.all_gather(tokens, work.tokens[1], group=group)
@@ -111,7 +111,7 @@ def test_inputs_variants_and_load_by_hand(pool: Pool) -> None:
         assert SHAPE.rows == 48 == int(splits[0, 0].sum())
         assert load["rank_skew"] == pytest.approx(float((between.sum(1).amax(1) / 48).mean()))
         assert load["expert_skew"] == pytest.approx(float((splits.sum(1).amax(1) / 16).mean()))
-        # With two ranks, rows that leave one rank arrive at the other.
+        # With two ranks, the rows that one rank sends are those that the other receives.
         busiest = torch.stack([between[:, 0, 1], between[:, 1, 0]]).amax(0).double().mean()
         assert load["busiest_bytes"] == pytest.approx(float(busiest) * 16 * 4)
 
@@ -163,7 +163,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
     known = {c.name for c in candidates(AllToAllMatmul.even(48, 40, 16, 3, 2))}
     chosen = {r["variant"]: r["chosen"] for r in rows if r["chosen"]}
     assert set(chosen) == {"weft", "weft-bounded"}
-    # "..., in graphs ..." where a captured call takes another one.
+    # The text has "..., in graphs ..." if a captured call uses another schedule.
     assert {name for text in chosen.values() for name in text.split(", in graphs ")} <= known
     json.dumps(rows, allow_nan=False)
     assert f"| {SHAPE.name} |" in markdown([r | {"device": "cuda", "run": "a"} for r in rows]), (
@@ -172,7 +172,9 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
 
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
-    """A run in which one variant has a wrong row on one of two ranks; rows that torch's grouped GEMM does not take."""
+    """Run the benchmark with a variant that has a wrong row on one of two ranks. Also run it with rows that torch's
+    grouped GEMM does not support.
+    """
     options = _options(preset=ODD, variants=("weft", "dispatch[by=kernel"), modes=("queued",), json=path)
     is_wrong, row = (
         lambda variant, _: variant == KERNEL + "-bounded",

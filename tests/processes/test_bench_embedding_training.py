@@ -1,4 +1,6 @@
-"""The benchmark of training embeddings: variants learn the same as float64, wrong ones are refused, bytes are those by hand."""
+"""The benchmark of training embeddings: variants learn the same as float64, wrong variants are refused, and bytes equal
+those computed by hand.
+"""
 
 import importlib.util
 import math
@@ -26,7 +28,7 @@ NO_FBGEMM = pytest.mark.skipif(importlib.util.find_spec("fbgemm_gpu") is None, r
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
-    own = own_group(group)  # on which ranks have made as many calls
+    own = own_group(group)  # a group on which all ranks have made equally many calls
     return Ranks(own, own, torch.device("cpu"))
 
 
@@ -63,7 +65,8 @@ def _traffic(group: dist.ProcessGroup) -> StepTraffic:
 
 
 def test_bytes_of_a_tiny_step_by_hand(pool: Pool) -> None:
-    # A rank owns one table: 6 samples x 3 ids, rows of 16 bytes, 7 offsets; half of the vectors leave, and of the gradients.
+    # Each rank owns one table: 6 samples x 3 ids, with rows of 16 bytes and 7 offsets. Half of the vectors and of the
+    # gradients are sent.
     for traffic in pool.run(_traffic, ranks=2):
         states = 8 * traffic.distinct_rows / 16
         assert traffic.rows == 6 * 3 * 16
@@ -93,7 +96,7 @@ def test_variants_learn_the_same_as_float64(pool: Pool, variants: tuple[str, ...
 
 
 class _Broken(WeftStep):
-    """Correct, except for what `spoil` does after each step on rank 1."""
+    """A correct variant, except for the changes that `spoil` makes after each step on rank 1."""
 
     def __init__(self, work: TrainingWorkload, spoil) -> None:
         super().__init__(work)

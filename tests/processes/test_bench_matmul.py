@@ -1,5 +1,5 @@
-"""The benchmark of all_gather_matmul: what it names, counts, refuses and records; graphs, with a recorder that needs no GPU. In
-short also that of matmul_reduce_scatter.
+"""The benchmark of all_gather_matmul: its names, counts, refusals and records, and graphs with a recorder that needs no
+GPU. Also a short test of the benchmark of matmul_reduce_scatter.
 
 Cheapest first: names and numbers without processes, then two ranks.
 """
@@ -120,7 +120,7 @@ def _workload(group: dist.ProcessGroup) -> GatherVariants:
 def _facts(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
     p = AllGatherMatmul.even(24, 10, 16, 3)
-    work.schedules["2d"] = next(c for c in candidates(p) if c.name == TWO_D).build()  # which rounds four times
+    work.schedules["2d"] = next(c for c in candidates(p) if c.name == TWO_D).build()  # this schedule rounds four times
     errors = {"serial": 1e-6}
     gathered = [torch.empty(12, 16) for _ in range(2)]
     dist.all_gather(gathered, work.x_shards[1], group=group)
@@ -231,14 +231,14 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 
 def _planned(group: dist.ProcessGroup) -> list[dict]:
     """Measure as on a machine with a model."""
-    symm.communicator(group, "cpu").close()  # and with it what other tests' calls of this shape chose
+    symm.communicator(group, "cpu").close()  # this also drops choices of other tests for this shape
     model, original = model_of(load_machine("h200"), group.size()), this_machine.machine_model
     this_machine.machine_model = lambda device, world_size: model  # type: ignore[assignment]
     try:
         return _measured(group, "fp32")
     finally:
         this_machine.machine_model = original
-        symm.communicator(group, "cpu").close()  # and with it the choice
+        symm.communicator(group, "cpu").close()  # this also drops the choice
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pyte
 
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
-    """A run of two shapes in which a pinned schedule is wrong on one of two ranks."""
+    """Run two shapes with a pinned schedule that is wrong on one of two ranks."""
     options = _options(preset="24x10x16,8x4x8", variants=("weft", "shard[chunks=1"), modes=("queued",), json=path)
     return run_with_one_wrong(group, GatherVariants, options, lambda _, schedule: schedule == PUT, lambda *_: -1)
 
@@ -292,7 +292,9 @@ def test_a_shape_for_which_there_is_no_memory_is_refused(pool: Pool, op: str, pr
 
 
 class _Graph:
-    """A stand-in for a CUDA graph: it makes the same call again, into the same memory. late: some of it is not done."""
+    """A replacement for a CUDA graph: it makes the same call again, into the same memory. late: True to omit a part of
+    it.
+    """
 
     def __init__(self, call, which: int, late: bool) -> None:
         self.call, self.which, self.late, self.output = call, which, late, call(which)
@@ -304,7 +306,7 @@ class _Graph:
 
 
 class _Recorder:
-    """A recorder that captures everything except variants called `refuses`."""
+    """A recorder that captures all variants except `refuses`."""
 
     def __init__(self, ranks: Ranks) -> None: ...
 

@@ -1,5 +1,6 @@
-"""The benchmark of matmul_all_to_all: its inputs, its variants, its records. The rest is shared with
-all_to_all_matmul."""
+"""The benchmark of matmul_all_to_all: its inputs, its variants, its records. The benchmark shares the other code with
+all_to_all_matmul.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> No
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
-    """Return how the variants' results compare with the tests' own reference."""
+    """Return the errors of the variants' results against the tests' own reference."""
     work, world = CombineVariants(OPERATOR.spec, SHAPE, Ranks(group, group, torch.device("cpu")), "fp32"), group.size()
     splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
     hs = [work.rows_at(1, rank) for rank in range(world)]

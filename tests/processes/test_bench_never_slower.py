@@ -1,4 +1,4 @@
-"""`weft bench never-slower` on two ranks: rows of real runs, rows that a file already has, errors at a shape."""
+"""`weft bench never-slower` on two ranks: rows of real runs, rows that a file already has, and errors at a shape."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rows_and_what_a_file_already_has(pool: Pool, tmp_path: Path) -> None:
         assert row["ideal_ms"] == max(row["computation_ms"], row["collective_ms"]) > 0
         assert row["chosen"]
 
-    # The second row is now one of other code, and measured again; the first is not.
+    # The second row now comes from other code, so it is measured again. The first row is not.
     other = json.dumps(rows[1] | {"source": "0" * 16})
     path.write_text(json.dumps(rows[0]) + "\n" + other + "\n")
     found = pool.run(_run, _options(path, modes=("queued", "changing")), ranks=2)[0]
@@ -118,7 +118,7 @@ def test_an_error_of_one_rank_or_a_dead_group_ends_the_run(tmp_path: Path) -> No
 
 
 def _captured(group: dist.ProcessGroup) -> dict[str, dict]:
-    """Rows of mode graph, which nobody requests on CPU."""
+    """Return rows of mode graph, which users cannot request on CPU."""
     ranks, found = Ranks(group, group, torch.device("cpu")), {}
     original, core.Recorder = core.Recorder, CallingRecorder  # type: ignore[misc, assignment]
     try:

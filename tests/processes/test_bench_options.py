@@ -1,4 +1,4 @@
-"""Options of an operator in its benchmark: the meaning of their texts, and the schedule that a call with them took."""
+"""An operator's options in its benchmark: the meaning of their strings, and the schedules that calls with options take."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_operators_own_options_are_measured_and_named() -> None:
 
 
 def _following(*options: str) -> tuple[str, Any]:
-    """The name and the problem of a GEMM that is added up, with these options."""
+    """Return the name and the problem of a GEMM + all-reduce with these options."""
     given = [word for one in options for word in ("--option", one)]
     typed = options_of(["matmul_all_reduce", "--preset", "24x10x16", "--ranks", "2", "--device", "cpu", *given])
     (shape,) = operator("matmul_all_reduce").presets(typed)
@@ -69,9 +69,10 @@ TAKEN = "two_shot[chunks=2,by=dma,add=gemm]"
 
 
 def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the schedule that a benchmark reports for an overlapped call, also if the operator has forgotten it, and if none was
-    made."""
-    symm.communicator(group, "cpu").close()  # and with it what other tests' calls of this shape chose
+    """Return the schedules that a benchmark reports for an overlapped call: normally, after the operator has dropped
+    the call, and without a call.
+    """
+    symm.communicator(group, "cpu").close()  # this also drops choices of other tests for this shape
     typed = options_of(
         ["matmul_all_reduce", "--preset", "8x4x8", "--ranks", "2", "--device", "cpu", "--option", "residual=true"]
     )

@@ -1,5 +1,5 @@
-"""The benchmark of tensor-parallel blocks: what it refuses; on two ranks its baseline against stock modules in float64, and that
-spoiled gradients and stale results are found.
+"""The benchmark of tensor-parallel blocks: refused options; on two ranks, its baseline against stock modules in
+float64, and the detection of spoiled gradients and stale results.
 
 Cheapest first: options and tables without processes, then two ranks.
 """
@@ -29,7 +29,7 @@ MLP, ATTENTION = Block("tiny", "mlp", TINY), Block("tiny", "attention", TINY)
 WHOLE = [Block("whole", kind, TINY._replace(whole=True)) for kind in ("mlp", "attention")]
 CPU = torch.device("cpu")
 CHECKED = 3
-"""Calls of an variant until it has been checked."""
+"""The number of calls of a variant until it has been checked."""
 
 
 def _options(**given: Any) -> BenchOptions:
@@ -120,7 +120,7 @@ def _gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _baseline_errors(group: dist.ProcessGroup, block: Block) -> dict[str, float]:
-    """Return the errors of `serial`, from a stock module in float64 on whole tensors."""
+    """Return the errors of `serial` against a stock module in float64 on whole tensors."""
     work = Comparison(block, (), _ranks(group), torch.float32)
     assert list(work.blocks) == ["serial", "compute"]
     stock = {"mlp": StockMLP, "attention": StockAttention}[block.kind](block.model, CPU, torch.float64)
@@ -149,7 +149,9 @@ def test_the_baseline_is_right(pool: Pool, block: Block) -> None:
 
 
 def _sizes(group: dist.ProcessGroup, block: Block) -> list[list[tuple[int, ...]]]:
-    """Return the sizes of each variant's results. The result of `compute` may hold anything, but has the same size."""
+    """Return the sizes of each variant's results. The result of `compute` may contain anything, but must have the same
+    size.
+    """
     work = Comparison(block, ("weft",), _ranks(group), torch.bfloat16)
     made = [work.results(name, work.call(name)) for name in ("compute", "serial", "weft")]
     assert {value.dtype for of in made for value in of.values()} == {torch.bfloat16}
@@ -163,7 +165,9 @@ def test_compute_alone_is_of_the_same_size(pool: Pool, block: Block) -> None:
 
 
 def _spoiled_gradient(after: int, rank: int, variant: Variant) -> Variant:
-    """One whose up_proj's gradient is off by a thousandth of its largest element, once it was called so often, on one rank."""
+    """Return a variant that spoils the gradient of up_proj on one rank, after `after` calls, by a thousandth of its
+    largest element.
+    """
     calls = 0
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:
@@ -186,7 +190,7 @@ class _Kept(torch.autograd.Function):
 
 
 def _stale(variant: Variant) -> Variant:
-    """One that writes its result once, and shows it again."""
+    """Return a variant that computes its result once, and returns the same memory in later calls."""
     kept: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Timed outputs are checked: a variant that is right in a single call, and wrong in a row of calls or of replays, loses
-its time."""
+"""Timed outputs are checked: a variant that is right in a single call, but wrong in a row of calls or of replays, gets
+no time.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from weft.launch import Pool
 
 
 class _Doubling(Workload):
-    """y = 2 x, in float32."""
+    """The workload y = 2 x, in float32."""
 
     name, input_sets, dtype = "doubling", 2, torch.float32
 
@@ -34,7 +35,7 @@ class _Doubling(Workload):
 
 
 class _Tiring:
-    """Right for so many calls; from then on rank 1 returns what the call before returned."""
+    """A variant that is right for some calls. From then on rank 1 returns the result of the previous call."""
 
     def __init__(self, work: _Doubling, calls: int) -> None:
         self.work, self.left, self.before = work, calls, work(0)
@@ -47,8 +48,9 @@ class _Tiring:
 
 
 class _Recorder:
-    """A graph without a GPU: the same call again into the same memory. A variant called `once` writes only in its first
-    replays."""
+    """A replacement for CUDA graphs, which makes the same call again into the same memory. A variant called `once`
+    writes only in its first replays.
+    """
 
     def __init__(self, ranks: Ranks) -> None: ...
 
@@ -67,7 +69,9 @@ class _Recorder:
 def _measured(
     group: dist.ProcessGroup, modes: tuple[Mode, ...], variants: dict[str, int | str]
 ) -> tuple[Results, dict[str, str]]:
-    """variants: after how many calls they tire, or "replays", whose graphs write in their first replay only."""
+    """Measure the variants. variants: {name: number of calls after which it gets wrong, or "replays" if its graphs
+    write only in their first replay}.
+    """
     work = _Doubling(Ranks(group, group, torch.device("cpu")))
     made: dict[str, Any] = {"baseline": work}
     for name, how in variants.items():
@@ -90,7 +94,7 @@ def _measured(
 
 @pytest.mark.parametrize("mode", ["single", "queued"])
 def test_a_row_that_ends_wrong_has_no_time(pool: Pool, mode: Mode) -> None:
-    # 1 first call and 2 x 2 checked calls precede the timed ones.
+    # The timed calls follow a first call and 2 x 2 checked calls.
     for found, eager in pool.run(_measured, (mode, "graph"), {"fresh": 10**9, "tiring": 7}, ranks=2):
         assert eager == {}
         assert (mode, "fresh") in found.timings

@@ -1,4 +1,6 @@
-"""The schedule that a call takes, on CPU processes, for all_to_all_matmul, whose outputs are functions of their rows."""
+"""The schedule that a call of all_to_all_matmul takes on CPU processes. Its outputs are functions of the number of
+rows.
+"""
 
 import pytest
 from support import choosing_ranks as ranks
@@ -12,7 +14,7 @@ def test_without_a_model_schedules_are_run_and_all_ranks_take_one(pool: Pool, ex
     found = pool.run(ranks.chooses_for_experts, exact, False, ranks=3, timeout_s=100)
     assert len(set(found)) == 1
     ((_, captured),) = set(found)
-    assert bool(captured) == (not exact)  # if y has exactly the arriving rows, the host reads their number
+    assert bool(captured) == (not exact)  # if y has exactly the arriving rows, the CPU reads their number
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])

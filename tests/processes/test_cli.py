@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help that teaches, refusals that say how, a doctor that always answers, real runs."""
+"""The command line as a user sees it: help texts with examples, refusals with a fix, `weft doctor`, and real runs."""
 
 import json
 import os

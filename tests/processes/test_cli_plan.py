@@ -1,4 +1,4 @@
-"""`weft plan` as a user meets it: help that teaches, tables, JSON, refusals in a sentence."""
+"""`weft plan` as a user sees it: help texts with examples, tables, JSON, and refusals of one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.cli.operators import shape_of
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
 
-plan = importlib.import_module("weft.cli.plan")  # the name in its package is the command
+plan = importlib.import_module("weft.cli.plan")  # in its package, this name refers to the command
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
 COMMAND = ["plan", "all_gather_matmul"]
 
@@ -125,7 +125,7 @@ class SumOnOne(MatmulAllReduce):
         return cls(ranks, m, n, k, dtype, dst=dst)
 
 
-del PROBLEMS["sum_on_one"]  # no other test knows it
+del PROBLEMS["sum_on_one"]  # no other test uses this operator
 
 
 def test_a_new_problem_is_a_command_with_its_own_words_and_options(
@@ -172,7 +172,7 @@ def test_a_shape_on_gpus_that_are_linked_in_another_way(tmp_path: Path) -> None:
 def test_without_a_terminal_lines_say_what_takes_so_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second passes at each look at the clock."""
+    """With the fake clock, a second passes at each reading."""
     clock = itertools.count()
     monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
     with console.progress(4.0, True, "weft plan: ", every_s=2.0) as step:
@@ -195,7 +195,7 @@ def test_a_plan_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPat
         "h200",
         "--dtype",
         "fp16",
-    ]  # which no test has asked for before
+    ]  # a problem that no other test plans
     monkeypatch.setattr(plan, "SAYS_EVERY_S", 1e-9)
     said, quiet = runner.invoke(app, arguments), runner.invoke(app, arguments)
     assert re.search(r"weft plan: building 1 of \d+: serial \(0% done, 0 s\)", said.stderr)

@@ -1,4 +1,4 @@
-"""Refusals of the command line are one sentence on stderr and an exit status, before work starts; never a traceback."""
+"""Refusals of the command line: one sentence on stderr and an exit status, before work starts, and never a traceback."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_fails_while_it_runs_is_a_line_and_status_1(capsys) -> None:
             raise error
         assert stopped.value.code == status
         assert capsys.readouterr().err == f"weft: {str(error) or 'interrupted'}\n"
-    with pytest.raises(ZeroDivisionError), one_line("weft"):  # a fault of weft keeps its traceback
+    with pytest.raises(ZeroDivisionError), one_line("weft"):  # an internal error of weft keeps its traceback
         1 / 0  # noqa: B018
 
 
@@ -142,7 +142,7 @@ def test_the_command_without_the_extra_refuses_alike(monkeypatch, capsys) -> Non
 
 
 def test_every_command_has_the_same_operators_and_spellings() -> None:
-    """Names and options are shown by help in the same spelling."""
+    """Help must show names and options in the same spelling."""
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     shown = {of: " ".join(runner.invoke(app, [*of.split(), "--help"]).output.split()) for of in (
         "plan", "bench", "plan all_gather_matmul", "plan matmul_all_gather", "reproduce ficco", "reproduce t3",
@@ -187,7 +187,7 @@ def test_reproduce_appends_says_so_and_shows_how_far_it_is(tmp_path: Path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("seen", ["", "making inputs"])
 def test_ctrl_c_ends_a_benchmark_without_a_traceback(seen: str) -> None:
-    """It strikes all processes of the terminal: while they start, and while they measure."""
+    """Ctrl-C reaches all processes of the terminal, while they start or while they measure."""
     arguments = [
         sys.executable,
         "-m",
@@ -205,12 +205,13 @@ def test_ctrl_c_ends_a_benchmark_without_a_traceback(seen: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which a background job has ignored
+        # A background job ignores this signal by default.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as program:
         assert program.stderr is not None
         if seen:
             assert seen in program.stderr.readline()
-        else:  # its modules are being imported
+        else:  # the process is still importing modules
             while Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text() == "" and program.poll() is None:
                 pass
         os.killpg(program.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`weft sim` as a user meets it: a table of all schedules, JSON, a trace, refusals in a sentence."""
+"""`weft sim` as a user sees it: a table of all schedules, JSON, a trace, and refusals of one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_schedule_its_gain_the_bound_and_a_trace(tmp_path: Path) -> None:
         assert row["speedup"] == pytest.approx(serial / row["us"])
         assert row["over_bound"] == pytest.approx(row["us"] / data["bound_us"])
     assert rows["serial"]["exposed_us"] >= data["bound_links_us"]
-    assert rows["put"]["exposed_us"] is None  # its kernel sends while it computes
+    assert rows["put"]["exposed_us"] is None  # the kernel of this schedule sends while it computes
     events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
     assert {one["args"]["device"] for one in events} == set(range(8))
     assert max(one["ts"] + one["dur"] for one in events) >= data["bound_us"]

@@ -1,5 +1,8 @@
-"""Operators that no rank, or only one, has used before torch.compile traces their first calls: one graph, on every
-rank. Two processes without a pool, because a pool's workers have imported all operators."""
+"""First calls of operators inside torch.compile, on ranks that have not used the operators before, or of which only one
+has. Every rank must get one graph.
+
+The two processes do not come from a pool, because a pool's workers have imported all operators.
+"""
 
 from __future__ import annotations
 

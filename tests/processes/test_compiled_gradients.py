@@ -1,4 +1,4 @@
-"""Compiled calls of shapes that are known make the gradients that are wanted, and no others."""
+"""Compiled calls of known shapes compute the wanted gradients, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ K, N = 16, 32
 
 
 def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
-    """Return which gradients a compiled backward made, and which exist, for several choices of inputs that want a gradient."""
+    """Return the gradients that a compiled backward computed, and those that exist, for several sets of inputs that
+    want a gradient.
+    """
     spec = importlib.import_module(f"weft.ops.{operator}").OPERATOR
     native, asked, found = spec.gradients, list[list[bool]](), []
 

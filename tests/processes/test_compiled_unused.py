@@ -1,5 +1,8 @@
-"""A compiled call runs on every rank, even if a rank ignores its results. torch.compile may not remove a call whose
-results are unused or empty: peers would wait for it until their deadline."""
+"""A compiled call runs on every rank, even if a rank ignores its results.
+
+torch.compile must not remove a call whose results are unused or empty, because peers would wait for it until their
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def drawn(*shape: int, rank: int, seed: int = 0) -> torch.Tensor:
 
 
 def empty_on_one(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
-    """Rank 0 sends rows to rank 1 alone and gets none back."""
+    """Let rank 0 send rows to rank 1 and receive none."""
     rank = group.rank()
     splits, received = torch.tensor([[0, 0], [2, 3]])[rank], torch.tensor([[[0], [2]], [[0], [3]]])[rank]
 
@@ -53,7 +56,9 @@ def unused_on_one(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callabl
 def gradients_unused_on_one(
     group: dist.ProcessGroup,
 ) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
-    """The backward of a sign knows its gradient without that of its result, so on one rank gradients stay unused."""
+    """Use an operation whose gradient is known without the gradient of its result, so that gradients are unused on one
+    rank.
+    """
     rank = group.rank()
 
     def call(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -73,15 +78,15 @@ CASES = {one.__name__: one for one in (empty_on_one, unused_on_one, gradients_un
 def run(group: dist.ProcessGroup, case: str, backend: str, cache: str | None) -> None:
     call, by_torch, tensors = CASES[case](group)
     if cache is not None:
-        from torch._inductor import config  # takes a second: not where tests are only collected
+        from torch._inductor import config  # imported here, because this takes a second
 
         config.force_disable_caches = True
-        config.compile_threads = 1  # more are processes, each of which imports torch
+        config.compile_threads = 1  # more threads would be processes, each of which imports torch
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     with pytest.MonkeyPatch.context() as patched:
         if cache is not None:
             patched.setenv("TORCHINDUCTOR_CACHE_DIR", f"{cache}/{group.rank()}")
-            # Ranks compile different programs, which takes different times.
+            # Ranks compile different programs, so one rank may have to wait long for another.
             patched.setenv("WEFT_DEADLINE_S", "120")
             patched.setenv("WEFT_SETUP_DEADLINE_S", "120")
         y = compiled(*tensors)
@@ -94,7 +99,7 @@ def run(group: dist.ProcessGroup, case: str, backend: str, cache: str | None) ->
     of_all = [[t.double().requires_grad_() for t in of] for of in everyone]
     wanted = by_torch(of_all)
     torch.testing.assert_close(y.double(), wanted.double(), rtol=1e-5, atol=1e-5)
-    # Every rank's part of the loss: with its own result alone, peers' parts are missing.
+    # Each rank adds its part of the loss. A rank's own result alone does not contain the parts of peers.
     parts: list[Any] = [None] * group.size()
     grads = torch.autograd.grad(wanted.sum(), [t for of in of_all for t in of], allow_unused=True)
     dist.all_gather_object(parts, [None if g is None else g.clone() for g in grads], group=group)
@@ -112,20 +117,20 @@ def test_no_call_is_left_out(case: str, pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_inductor_leaves_no_call_out(tmp_path: Any) -> None:
-    """In ranks of their own: they compile with no cache, in folders of their own, and its headers once for all cases."""
+    """Use separate ranks with an empty cache in their own folders. Inductor's headers are compiled once for all cases."""
     with Pool(2) as ranks:
-        for case in ("unused_on_one", "gradients_unused_on_one"):  # what a compiler may leave out
+        for case in ("unused_on_one", "gradients_unused_on_one"):  # a compiler may remove unused computations
             ranks.run(run, case, "inductor", str(tmp_path), ranks=2, timeout_s=300)
 
 
 def test_no_operator_is_dead_code() -> None:
-    """Also those that no case above calls: of the embeddings, and all backward ones."""
+    """This covers operators that the cases above do not call: those of embeddings, and all backward operators."""
     for module in pkgutil.iter_modules(weft.ops.__path__):
         importlib.import_module(f"weft.ops.{module.name}")
     importlib.import_module("weft.operator.layers")
     names = [schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("weft::")]
     assert {"weft::embedding_all_to_all", "weft::matmul_all_reduce_backward"} <= set(names)
-    for name in set(names) - {"weft::multiplied"}:  # for which no peer waits
+    for name in set(names) - {"weft::multiplied"}:  # no peer waits for these operators
         graph = torch.fx.Graph()
         graph.call_function(getattr(torch.ops.weft, name.removeprefix("weft::")).default)
         graph.output(())

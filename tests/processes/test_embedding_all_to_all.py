@@ -1,9 +1,9 @@
-"""embedding_all_to_all on CPU processes: what it computes.
+"""embedding_all_to_all on CPU processes: its results.
 
 Cheapest first: one process; every option on 1, 2, 3, 4 and 8 ranks, with the bits that one process computes; forms of
-input; random shapes; repeated calls. Who waits for whom, and what a call leaves, is in test_embedding_calls.py, bad
-input in test_embedding_bad_input.py, ranks that fail in test_embedding_failure.py, the native kernel alone in
-tests/unit/test_cpu_kernel.py.
+input; random shapes; repeated calls. Other files test waits and held results (test_embedding_calls.py), bad input
+(test_embedding_bad_input.py), ranks that fail (test_embedding_failure.py), and the native kernel
+(tests/unit/test_cpu_kernel.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 SIZES = (1, 2, 3, 4, 8)
 
 
-# --- one process: what the others are compared with ---
+# --- one process, with which the other cases are compared ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +147,7 @@ def test_ranks_without_tables(pool: Pool, transport: str, rank_of_table: tuple[i
 
 
 def test_every_id_beside_empty_bags(pool: Pool) -> None:
-    """Features without a single id, next to one that has some."""
+    """Some features have no ids at all, next to a feature with ids."""
     p = Problem(tables_of((4, 4, 4)), (0, 1, 1), (3, 4), longest=0)
     outputs = [o[0] for o in pool.run(ranks.results, p, [{"transport": t} for t in TRANSPORTS], ranks=2)]
     assert not torch.cat(outputs).any()
@@ -162,7 +162,7 @@ def default_batch_sizes(group, p):
 
 @pytest.mark.parametrize("batch", [12, 15])
 def test_batch_sizes_by_default(pool: Pool, batch: int) -> None:
-    """The first ranks get the odd samples, if there are any."""
+    """If the batch does not divide evenly, the first ranks get one more sample."""
     p = problem(4, batch=batch)
     assert_same_bits(pool.run(default_batch_sizes, p, ranks=4), p)
 
@@ -172,7 +172,7 @@ def test_keyed_features_in_any_order_with_extra_keys(pool: Pool, weighted: bool)
     p = Problem(SHARED, (0, 1, 1, 0), (4, 7), weighted=weighted)
     tupled = [o[0] for o in pool.run(ranks.results, p, [{}], ranks=2)]
     assert_close(torch.cat(tupled), p)
-    keys = ["one", "i", "friend", "u"]  # both ranks' features, none in table order
+    keys = ["one", "i", "friend", "u"]  # features of both ranks, in another order than the tables
     for keys_of_rank in ([keys, keys], [["u", "friend", "one"], ["u", "i"]], [["one", "u", "friend"], keys[::-1]]):
         keyed = pool.run(ranks.keyed_result, p, keys_of_rank, ranks=2)
         for mine, wanted in zip(keyed, tupled, strict=True):
@@ -181,7 +181,7 @@ def test_keyed_features_in_any_order_with_extra_keys(pool: Pool, weighted: bool)
 
 def torchrec_like(group, p):
     class TorchRecs:
-        """The methods of torchrec's KeyedJaggedTensor that are called, and no more."""
+        """An object with only those methods of torchrec's KeyedJaggedTensor that weft calls."""
 
         def __init__(self, ours):
             for name in ("keys", "values", "lengths", "offsets", "weights_or_none", "stride"):
@@ -200,7 +200,7 @@ def test_torchrecs_features(pool: Pool) -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Skewed on purpose: one rank may own all tables, or all samples; some get none."""
+    """Draw a problem. Skewed problems are frequent: one rank may own all tables or all samples, and other ranks none."""
     size = draw(st.sampled_from(SIZES))
     dtype = draw(st.sampled_from(DTYPES))
     features = [f"f{i}" for i in range(6)]
@@ -248,7 +248,7 @@ def test_any_problem(pool: Pool, p: Problem, slice_size: int, order: str) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ten_shapes_in_a_row_on_poisoned_buffers(pool: Pool, transport: str) -> None:
-    """Alternate larger, smaller and empty batches through one operator; nothing of a call is left in a later one."""
+    """Alternate larger, smaller and empty batches with one executor. No call may see results of an earlier call."""
     tables, owners = tables_of((8, 3, 16, 1, 70)), (0, 1, 2, 0, 1)
     sizes = [
         (3, 4, 5),

@@ -1,6 +1,8 @@
-"""transport="auto" on CPU processes: every choice gives the right result. It is `direct` without a model, by the model if there
-is one (processes are taken for H200s), and by times if they are requested. It is made once for a size, and released with the
-module."""
+"""transport="auto" on CPU processes: every choice gives the right result.
+
+Without a model the choice is `direct`. With a model (processes pretend to be H200s) the model chooses, or measured
+times do, if they are requested. The choice is made once per size bucket, and is released with the module.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ from weft.sim import model_of
 
 
 def sized(world: int, batch_sizes: tuple[int, ...], seed: int = 0) -> Problem:
-    """No other test has these tables, since times are remembered; the last feature has no ids."""
+    """Return a problem with tables that no other test has, because times are cached. The last feature has no ids."""
     return Problem(tables_of((8, 3, 17)), tuple(i % world for i in range(3)), batch_sizes, seed=seed, weighted=True)
 
 
 def taken(group: dist.ProcessGroup, p: Problem, **options: Any) -> tuple[str, torch.Tensor]:
-    """Return how a call was done, and its result."""
+    """Make a call. Return its transport and its result."""
     timeline, operator = weft.Timeline(), ranks.operator_of(group, p, transport="put")
     before = operator.flags_raised
     output = ranks.call(group, p, timeline=timeline, **options).clone()
@@ -49,7 +51,7 @@ def taken(group: dist.ProcessGroup, p: Problem, **options: Any) -> tuple[str, to
 
 @contextmanager
 def timed_as(**us: float) -> Iterator[list[str]]:
-    """Calls take these times; who was timed."""
+    """Let calls take these times. Yield a list of the timed transports."""
     seen: list[str] = []
     names = itertools.cycle(us)
 
@@ -80,7 +82,7 @@ def test_without_a_model_it_is_direct(pool: Pool, world: int) -> None:
 
 
 def by_models(group: dist.ProcessGroup, p: Problem) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the choice by the model of H200s, and by a model in which signals of kernels take long."""
+    """Return the choice by the model of H200s, and the choice by a model in which signals of kernels are slow."""
     world, found = group.size(), {}
     h200 = model_of(load_machine("h200"), world)
     slow = replace(h200, signal_kernel_us=1e5)
@@ -103,7 +105,9 @@ def test_a_model_chooses(pool: Pool, world: int) -> None:
 def tuned(
     group: dist.ProcessGroup, near: list[Problem], far: Problem
 ) -> tuple[list[tuple[str, torch.Tensor]], list[int]]:
-    """The first call under "autotune", further ones of sizes near it and one far off outside; how many times were taken by then."""
+    """Make a first call under "autotune". Then call with sizes near it, and outside of `use` with one far off. Return
+    the transports, and the numbers of timings so far.
+    """
     own, found, counts = dist.new_group(list(range(group.size()))), [], []
     with timed_as(serial=3.0, direct=2.0, put=1.0) as seen:
         for number, p in enumerate([*near, far]):
@@ -127,12 +131,13 @@ def test_measured_times_decide_for_sizes_near_by_and_are_remembered(pool: Pool) 
         assert {found[number][0] for found, _ in answers} == {how}, number
         assert_same_bits([found[number][1] for found, _ in answers], p)
     for _, counts in answers:
-        assert counts == [9] * 5  # three ways in three rounds, once
+        assert counts == [9] * 5  # three transports in three rounds, for one size bucket
 
 
 def close_and_go_on(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[bool], tuple[str, str]]:
-    """Bytes while a module was open, and each time that it was closed; whether its results are right, and closing it while one is
-    held."""
+    """Close a module several times, once while a result is held. Return the bytes in use before and after, and True for
+    each right result.
+    """
     module, right, during, left = made(group, name="auto"), [], [], []
     with timed_as(serial=3.0, direct=2.0, put=1.0), weft.plan.use("autotune"):
         for _ in range(2):
@@ -173,7 +178,9 @@ def test_ranks_that_divide_the_batch_otherwise_learn_it_when_they_choose(pool: P
 def choices_of(
     group: dist.ProcessGroup, problems: list[Problem], how: str
 ) -> tuple[list[tuple[str, torch.Tensor]], list[int], list[int]]:
-    """Call many batch sizes. Return (transport, result) of each, the choices by then, and the bytes left after two closings."""
+    """Call many batch sizes. Return (transport, result) of each call, the choices so far, and the bytes in use after
+    closing twice.
+    """
     own, found, counts, left = dist.new_group(list(range(group.size()))), [], [], []
     model = replace(model_of(load_machine("h200"), group.size()), signal_kernel_us={"serial": 1e5}.get(how, 1.0))
     before = embedding_all_to_all.choose_transport
@@ -202,7 +209,7 @@ def choices_of(
 
 
 def put_for_all(found: Any, comm: Any) -> str:
-    """Stand in for the planner: no model takes "put" here."""
+    """Replace the planner, because no model chooses "put" for these sizes."""
     known = embedding_transport._planned_before.setdefault(comm, {}).setdefault(found, {})
     known[len(known)] = "put"
     return "put"
@@ -210,7 +217,7 @@ def put_for_all(found: Any, comm: Any) -> str:
 
 @pytest.mark.parametrize("how", ["direct", "serial", "put"])
 def test_a_transport_for_all_sizes_is_chosen_once(pool: Pool, how: str) -> None:
-    """Two size buckets are planned with the smallest and the largest; if these agree, further buckets choose no more."""
+    """The smallest and the largest size bucket are planned. If their choices are equal, no other bucket is planned."""
     problems = [sized(2, sizes, seed) for seed, sizes in enumerate([(40, 9), (150, 7), (3, 1), (700, 650), (11, 20)])]
     for found, counts, left in (answers := pool.run(choices_of, problems, how, ranks=2)):
         assert {name for name, _ in found} == {how}

@@ -1,7 +1,8 @@
 """Backward of embedding_all_to_all on CPU processes, against torch's embedding_bag and optimizers in float64.
 
-Cheapest first: gradients and updates; bits for any number of ranks, threads and delays; hot rows, empty batches, 16-bit
-tables; infinities, NaN and extreme numbers. Refused calls follow, and ranks that are late, differ or die in backward.
+Cheapest first: gradients and updates; bits for any number of ranks, threads and delays; rows that occur very often,
+empty batches, 16-bit tables; infinities, NaN and extreme numbers. Then refused calls, and ranks that are late, differ
+or die in backward.
 """
 
 from __future__ import annotations
@@ -71,15 +72,16 @@ def test_gradients_of_tables(pool: Pool, name: str, world: int) -> None:
         for grad, rows in zip(found, training.rows_read(steps.p), strict=True):
             assert grad.dtype == torch.float32
             if sparse:
-                assert torch.equal(grad._indices()[0], rows.nonzero()[:, 0])  # each row once, ascending
+                assert torch.equal(grad._indices()[0], rows.nonzero()[:, 0])  # each row occurs once, in ascending order
 
 
 @settings(max_examples=10)
 @given(p=problems(), sparse=st.booleans())
 def test_gradients_of_any_problem(pool: Pool, p: Problem, sparse: bool) -> None:
-    """Any tables, owners, bags, dtypes and weights, hashed ids too.
+    """Problems have any tables, owners, bags, dtypes, weights, and hashed ids.
 
-    A sum of n products needs at most 2 n + 2 roundings to fp32, of at most the sum of magnitudes, and one to the tables' dtype.
+    A sum of n products needs at most 2 n + 2 roundings to fp32, each relative to the sum of magnitudes, and one
+    rounding to the tables' dtype.
     """
     step, upstream = next(iter(Steps(p)))
     found = of_tables(
@@ -129,7 +131,7 @@ def test_gradients_of_per_sample_weights(pool: Pool, pooling: str, world: int) -
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 @pytest.mark.parametrize(("optimizer", "world"), in_turn(OPTIMIZERS, [3, 1, 2]), ids=str)
 def test_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
     steps = Steps(replace(problem(world, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
@@ -142,7 +144,7 @@ def test_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_updates_of_16_bit_tables(pool: Pool, dtype: torch.dtype) -> None:
-    """Sums and states are float32, and a row is rounded once in each step."""
+    """Sums and states are float32, and a row is rounded once per step."""
     steps, optimizer = Steps(problem(2, (8, 3, 16), 21, dtype=dtype), 1), weft.RowwiseAdagrad(lr=0.1)
     found = of_tables(steps.p, pool.run(training.trained, steps, optimizer, ranks=2))
     exact = training.trained_by_torch(steps, optimizer, torch.float64)
@@ -152,7 +154,7 @@ def test_updates_of_16_bit_tables(pool: Pool, dtype: torch.dtype) -> None:
 
 
 def test_only_rows_that_a_batch_reads_change(pool: Pool) -> None:
-    """Weight decay too."""
+    """This also holds with weight decay."""
     steps = Steps(problem(2, (8, 3), 5, rows=200), 1)
     found = of_tables(steps.p, pool.run(training.trained, steps, weft.Adam(lr=0.1, weight_decay=0.3), ranks=2))
     for (weight, *states), before, rows in zip(found, steps.p.weights, training.rows_read(steps.p), strict=True):
@@ -191,7 +193,7 @@ def test_bits_repeat_on_cpu_without_the_promise_too(pool: Pool) -> None:
 
 
 def test_a_learning_rate_of_zero_leaves_bits(pool: Pool) -> None:
-    """The sign of zeros, too. States change."""
+    """The signs of zeros must not change either. Optimizer states do change."""
     p = problem(2, (8, 3), 9)
     for weight in p.weights:
         weight[::2] = -0.0
@@ -210,7 +212,7 @@ def _without_learning(group: dist.ProcessGroup, steps: Steps) -> tuple[bool, boo
 
 
 def test_hot_rows(pool: Pool) -> None:
-    """Rows that are read some thousand times are summed in segments."""
+    """Gradients of rows that occur thousands of times are summed in segments."""
     steps = Steps(problem(2, (8, 3, 33), 60, longest=200), is_hot=True)
     step, upstream = next(iter(steps))
     found = of_tables(steps.p, [grads for grads, _ in pool.run(training.gradients, steps, ranks=2)])
@@ -219,7 +221,7 @@ def test_hot_rows(pool: Pool) -> None:
 
 
 def test_adam_and_adagrad_are_torchs_where_a_batch_reads_all_rows(pool: Pool) -> None:
-    """With weight decay, and other epsilons than the default."""
+    """The optimizers use weight decay and a non-default eps."""
     steps = Steps(problem(2, (8, 3), 40, rows=3, longest=9))
     rules = {
         weft.Adam(lr=0.1, beta1=0.5, beta2=0.8, eps=1e-2, weight_decay=0.1): torch.optim.Adam,
@@ -240,11 +242,11 @@ def test_adam_and_adagrad_are_torchs_where_a_batch_reads_all_rows(pool: Pool) ->
             torch.testing.assert_close(weight.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
 
 
-# --- numbers out of the ordinary ---
+# --- extreme numbers ---
 
 
 def with_bad_numbers(group: dist.ProcessGroup, nonfinite: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two rows: one gets a gradient with an infinity; one id is out of range."""
+    """Update two rows. One row gets a gradient with an infinity. One id is out of range."""
     weight = torch.ones(4, 2)
     tables = weft.place_tables([EmbeddingBagConfig(4, 2, "t", ("f",))], 1)
     update = FusedUpdate(weft.RowwiseAdagrad(lr=0.5, nonfinite=nonfinite), [weight])
@@ -307,7 +309,9 @@ def test_gradients_accumulate_without_an_update(pool: Pool) -> None:
 
 
 def updates_between(group: dist.ProcessGroup) -> bool:
-    """Two forwards, then their backwards: as two steps, because no pooled vector is differentiated."""
+    """Make two forwards, then both backwards. The result equals two steps, because gradients do not depend on pooled
+    vectors.
+    """
     p, rank = problem(2, (8, 4), 6), group.rank()
     both = []
     for together in (True, False):
@@ -396,7 +400,7 @@ def test_ranks_that_would_update_differently_get_an_error(pool: Pool, what: str,
 
 
 def skips(group: dist.ProcessGroup, what: str) -> tuple[str, str]:
-    """Rank 1 leaves out the backward (until rank 0 has given up), or is killed in it."""
+    """Let rank 1 skip its backward until rank 0 has given up, or be killed in it."""
     p, rank = problem(2, (8, 4), 6), group.rank()
     weights = [weight.clone() for weight in p.local_weights(rank)]
     update = FusedUpdate(weft.SGD(lr=0.1), weights)

@@ -19,7 +19,7 @@ from weft.launch import Pool
 
 
 def counted_on_one_rank(group: dist.ProcessGroup) -> bool:
-    """True if a step has the same bits when the first rank counts its FLOPs, which takes another way through torch."""
+    """True if a step has the same bits when only the first rank counts FLOPs. Counting changes the code path in torch."""
     p, rank, both = problem(2, (8, 4, 16), 12), group.rank(), []
     for counts in (False, rank == 0):
         weights = [weight.clone() for weight in p.local_weights(rank)]
@@ -37,7 +37,7 @@ def test_a_rank_may_count_its_flops(pool: Pool) -> None:
 
 
 def compiled(group: dist.ProcessGroup, backend: str) -> list[bool]:
-    """True if dense gradients of a compiled call, and of a second one, have the bits of an ordinary call's."""
+    """True if the dense gradients of two compiled calls have the bits of an eager call's gradients."""
     p, rank = problem(2, (8, 4, 16), 12), group.rank()
     weights = [weight.clone().requires_grad_() for weight in p.local_weights(rank)]
 

@@ -1,7 +1,7 @@
-"""embedding_all_to_all refuses bad input: on every rank alike, before anything is written, and the group goes on.
+"""Bad input of embedding_all_to_all is refused on every rank, before anything is written, and the group stays usable.
 
-First what one rank's arguments can have wrong, one line each; then calls that differ between ranks; then groups; last a
-result that there is no room for.
+First errors in one rank's arguments, one line each. Then calls that differ between ranks, groups, and a result for
+which there is no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import weft
 from weft.embedding import EmbeddingSharding, KeyedJaggedTensor
 from weft.launch import Pool
 
-BAD_RANK = 1  # owns t1 (31 rows of 3, averaged) and t2 (32 rows of 16), and has 5 of 11 samples
+BAD_RANK = 1  # this rank owns t1 (31 rows of 3, mean) and t2 (32 rows of 16), and has 5 of 11 samples
 PROBLEM = Problem(tables_of((8, 3, 16, 1)), (0, 1, 1, 2), (4, 5, 2), weighted=True)
 
 Arguments = dict[str, Any]
@@ -39,7 +39,7 @@ def replace(name: str, change: Callable[[Any], Any]) -> Spoiler:
 
 
 def keyed(*keys: str) -> Spoiler:
-    """Features under these keys, each with f1's bags."""
+    """Return features with these keys. Each key has f1's bags."""
 
     def spoil(a: Arguments) -> None:
         one, ids = a["offsets"][:12], int(a["offsets"][11])
@@ -50,7 +50,7 @@ def keyed(*keys: str) -> Spoiler:
     return spoil
 
 
-# The change of rank 1's arguments, and words that the error must have.
+# (change of rank 1's arguments, words of the error).
 SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "index beyond the table": (put_at("values", 3, 31), ["'t1'", "'f1'", "sample", "index 31", "[0, 31)", "hash=True"]),
     "index far beyond": (put_at("values", -1, 2**62), ["'t2'", "'f2'", f"index {2**62}", "[0, 32)"]),
@@ -144,7 +144,9 @@ def called_with(group: dist.ProcessGroup, a: Arguments) -> torch.Tensor:
 
 
 def spoiled(group, p, what, options):
-    """A good call, one that a rank's bad arguments spoil, a good one: (the error, whether memory is as it was, the result)."""
+    """Make a good call, a call with bad arguments on one rank, and a good call. Return (the error, True if memory is
+    unchanged, the last result).
+    """
     good = arguments(p, group.rank(), **options)
     called_with(group, good)
     operator = ranks.operator_of(group, p, bounds_check="fatal", **options)
@@ -154,7 +156,7 @@ def spoiled(group, p, what, options):
         SPOILED[what][0](a)
     error = error_of(lambda: called_with(group, a))
     buffers = ranks.free_buffers(operator)
-    count = 0 if options.get("transport") == "serial" else 2  # that peers write
+    count = 0 if options.get("transport") == "serial" else 2  # memory that peers write
     untouched = len(buffers) == count and all(bool((buffer == ranks.NAN_BYTE).all()) for buffer in buffers)
     return error, untouched, called_with(group, good).clone()
 
@@ -185,7 +187,7 @@ def test_one_rank_refuses_itself(pool: Pool, what: str) -> None:
 
 
 def refused_at_first(group, p):
-    """Bad input in the very first call of a plan, before there is anything to write to."""
+    """Pass bad input in the first call of a plan, before its memory is allocated."""
     a = arguments(p, group.rank())
     if group.rank() == BAD_RANK:
         a["offsets"][0] = -1
@@ -201,7 +203,7 @@ def test_the_first_call_may_be_refused(pool: Pool) -> None:
 
 
 def without_tables(group, p, offsets):
-    """A rank without tables may pass no offset at all."""
+    """Let a rank without tables pass no offsets."""
     values, own = p.tupled(group.rank())
     features = (values, own[:offsets] if group.rank() == 1 else own)
     return ranks.call(group, p, features).clone()
@@ -229,7 +231,7 @@ def option(**changes: Any) -> Callable[[Problem], Arguments]:
     return lambda p: changes
 
 
-# The difference of rank 1's call, and words that the error must have.
+# (difference of rank 1's call, words of the error).
 DIFFERENT: dict[str, tuple[Callable[[Problem], Any], list[str]]] = {
     "rows": (table(2, num_embeddings=99), ["table 2", "t2 [32, 16]", "t2 [99, 16]"]),
     "columns": (table(0, embedding_dim=7), ["table 0", "t0 [30, 8]", "t0 [30, 7]"]),
@@ -255,7 +257,7 @@ DIFFERENT: dict[str, tuple[Callable[[Problem], Any], list[str]]] = {
 
 
 def differ(group, p, what, known):
-    """Rank 1 calls something else than the others; `known`: after both have been called by all."""
+    """Let rank 1 make another call than the other ranks. known: True if all ranks have made both calls before."""
     group = dist.new_group(list(range(group.size())))
     change = DIFFERENT[what][0](p)
     other, options = (change, {}) if isinstance(change, Problem) else (p, change)
@@ -320,7 +322,7 @@ def test_groups_that_are_none_of_this_ranks(pool: Pool) -> None:
 
 
 def test_a_rank_outside_the_group(pool: Pool) -> None:
-    """NON_GROUP_MEMBER is what torch gives a rank that is not in a new group; `call` asks it for its rank first."""
+    """torch returns NON_GROUP_MEMBER to a rank that is not in a new group. `call` first asks this object for its rank."""
     kind, text = pool.run(outside, problem(1), ranks=2)[1]
     assert kind == "ValueError"
     assert "not a process group that this rank belongs to" in text
@@ -333,7 +335,7 @@ def outside(group, p):
     return error_of(lambda: weft.embedding_all_to_all(p.local_weights(0), p.tupled(0), p.sharding, group=one))
 
 
-# --- no room ---
+# --- no memory ---
 
 
 def too_large(group, small, large):
@@ -345,7 +347,7 @@ def too_large(group, small, large):
 
 
 def test_a_result_for_which_there_is_no_memory(pool: Pool) -> None:
-    """It is refused on every rank, and the buffers that there were serve on."""
+    """Every rank must refuse it, and the existing buffers must stay usable."""
     tables = (weft.EmbeddingBagConfig(1, 1 << 20, "wide", ("f",)),)
     small, large = (Problem(tables, (0,), sizes, longest=1) for sizes in [(2, 3), (1 << 20, 1 << 19)])
     answers = pool.run(too_large, small, large, ranks=2)

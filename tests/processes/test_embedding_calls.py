@@ -1,7 +1,7 @@
-"""embedding_all_to_all on CPU processes: who waits for whom, what happens to results that are held, what a call counts.
+"""Calls of embedding_all_to_all on CPU processes: waits between ranks, results that callers hold, and counts.
 
-First single calls (what leaves as slices, the timeline, indices out of range, the dispatcher's checks), then results
-held across calls, then waits, then several operators and groups at once.
+First single calls (sent slices, the timeline, indices out of range, the dispatcher's checks). Then results that are
+held across calls, waits, and several executors and groups at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from weft.launch import Pool
 from weft.ops.embedding_all_to_all import form_of
 from weft.runtime.cpu import embedding as cpu
 
-# --- what leaves as slices, and when ---
+# --- sent slices, and their times ---
 
 
 def counted(group, p, options):
-    """Copies and flags of one call, and of another."""
+    """Return the copies and flags of one call, and of a second call."""
     operator = ranks.operator_of(group, p, **options)
     counts = []
     for _ in range(2):
@@ -43,7 +43,8 @@ def counted(group, p, options):
     return counts
 
 
-# Tables of three ranks side by side: rank 0 owns a run of three and one alone, rank 1 two, rank 2 a run of two.
+# Adjacent tables in the output: rank 0 owns three in a row and a separate table, rank 1 owns two separate tables, rank
+# 2 two in a row.
 SLICED = ((8, 3, 16, 1, 5, 4, 2, 9), (0, 0, 0, 1, 2, 2, 0, 1))
 
 
@@ -75,7 +76,7 @@ def recorded(group, p, options):
 
 @pytest.mark.parametrize("transport", FUSED)
 def test_timeline(pool: Pool, transport: str) -> None:
-    """Spans lie within the call, carry exactly the bytes that leave the rank, and end with a wait."""
+    """Spans lie within the call, have exactly the bytes that the rank sends, and end with a wait."""
     p = problem(3, batch=20, dtype=torch.float16)
     answers = pool.run(recorded, p, {"transport": transport, "slice_size": 2}, ranks=3)
     assert_same_bits([answer[0] for answer in answers], p)
@@ -92,7 +93,7 @@ def test_timeline(pool: Pool, transport: str) -> None:
 
 
 def test_timeline_of_serial(pool: Pool) -> None:
-    """One step after the other, of which the exchange has the bytes that leave the rank."""
+    """The steps follow each other. The exchange has the bytes that the rank sends."""
     p = problem(3, batch=20, dtype=torch.float16)
     answers = pool.run(recorded, p, {"transport": "serial"}, ranks=3)
     assert_same_bits([answer[0] for answer in answers], p)
@@ -108,7 +109,7 @@ def test_timeline_of_serial(pool: Pool) -> None:
 
 
 def caught(group, p, options, spoil):
-    """The output and the warnings of a call, of which rank 0 has spoiled some indices."""
+    """Return the output and the warnings of a call in which rank 0 has changed some indices."""
     values, *rest = p.tupled(group.rank())
     if group.rank() == 0:
         for at, value in spoil.items():
@@ -123,7 +124,7 @@ def caught(group, p, options, spoil):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_indices_out_of_range_read_as_zero_rows_and_warn(pool: Pool, transport: str, dtype: torch.dtype) -> None:
     p = Problem(tables_of((4, 6, 3), dtype=dtype), (1, 0, 1), (2, 3), longest=3, weighted=True)
-    # Rank 0 owns table t1 alone. A weight of zero gives zero rows.
+    # Rank 0 owns only table t1. With a weight of zero, an index contributes a row of zeros.
     spoil = {0: -1, 2: 31, 4: 2**62}
     answers = pool.run(caught, p, {"transport": transport}, spoil, ranks=2)
     for at in spoil:
@@ -139,7 +140,9 @@ def test_indices_out_of_range_read_as_zero_rows_and_warn(pool: Pool, transport: 
 
 
 def beside_the_table(group, options):
-    """Ids before and after each rank's table, in whose memory there are rows too; all of these, the result and the warnings."""
+    """Pass ids before and after each rank's table, in a tensor that has rows there too. Return these rows, the result
+    and the warnings.
+    """
     rows, tables = 5, tables_of((4, 6))
     sharding = weft.EmbeddingSharding(tuple(replace(table, num_embeddings=rows) for table in tables), (0, 1), 2)
     memory = torch.randn(rows + 2, tables[group.rank()].embedding_dim)
@@ -154,7 +157,7 @@ def beside_the_table(group, options):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_trusted_indices_are_neither_checked_nor_counted(pool: Pool, transport: str) -> None:
-    """With unchecked indices, the memory that they point to is read without a warning; checked indices read zeros."""
+    """With unchecked indices, memory beside the table is read without a warning. With checked indices, zeros are read."""
     answers = pool.run(beside_the_table, {"bounds_check": "ignore", "transport": transport}, ranks=2)
     wanted = torch.cat([memory[[1, 0, 6, 5]] for memory, _, _ in answers], dim=1)
     assert torch.equal(torch.cat([output for _, output, _ in answers]), wanted)
@@ -205,11 +208,13 @@ def test_opcheck(pool: Pool, size: int, transport: str) -> None:
         assert set(done.values()) == {"SUCCESS"}
 
 
-# --- results that are held ---
+# --- results that callers hold ---
 
 
 def hold(group, problems, options):
-    """Hold every result, call on with poisoned free buffers, and look at them all at the end; how many were copies."""
+    """Hold every result, make further calls with poisoned free buffers, and compare all results at the end. Return the
+    number of copied results.
+    """
     operator = ranks.operator_of(group, problems[0], **options)
     held = []
     for p in problems:
@@ -237,7 +242,7 @@ def test_held_results_stay_as_they_are(pool: Pool, outputs: int, transport: str)
 
 
 def hold_views(group, p, later):
-    """A view, a numpy array and a reshaped view each keep their buffer; dropping them gives it back."""
+    """A view, a numpy array and a reshaped view each keep their buffer. The buffer becomes free when they are dropped."""
     operator = ranks.operator_of(group, p, outputs=4)
     output = ranks.call(group, p, outputs=4)
     view, array, flat = output[1:, 2:5], output.numpy(), output.view(-1)
@@ -283,8 +288,9 @@ def test_results_outlive_the_growth_of_buffers(pool: Pool) -> None:
 
 
 def hold_beyond_the_end(group, p, transport):
-    """Closing a communicator unmaps memory that nobody holds, and no more; the group's next call makes a new
-    communicator."""
+    """Close a communicator. It must unmap only memory that nobody holds. The group's next call makes a new
+    communicator.
+    """
     mine = dist.new_group([0, 1])
     held = ranks.call(mine, p, transport=transport)
     symm.communicator(mine, "cpu").close()
@@ -304,8 +310,9 @@ def test_results_outlive_their_group(pool: Pool, transport: str) -> None:
 
 
 def hold_with_one_buffer(group, p, holders):
-    """Let `holders` keep their result with outputs=1: every rank refuses the next call, and the group continues once
-    they drop it."""
+    """Let the ranks `holders` keep their result with outputs=1. Every rank must refuse the next call. When the results
+    are dropped, the group continues.
+    """
     options = {"outputs": 1, "deadline_s": 20.0}
     held = ranks.call(group, p, **options)
     if group.rank() not in holders:
@@ -332,7 +339,9 @@ def test_one_buffer_cannot_be_held(pool: Pool, holders: tuple[int, ...]) -> None
 
 
 def straggle(group, p, options, straggler, where):
-    """Rank `straggler` sleeps before its call, or inside it before it stores; (when it went on, when each returned)."""
+    """Let rank `straggler` sleep before its call, or inside it before it stores. Return the times at which the
+    straggler continued and this rank returned.
+    """
     ranks.call(group, p, **options)
     ranks.poison(ranks.operator_of(group, p, **options))
     went_on: list[float] = []
@@ -359,7 +368,7 @@ def straggle(group, p, options, straggler, where):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_nobody_returns_before_a_straggler_has_stored(pool: Pool, transport: str, where: str) -> None:
-    """All processes read one clock: whoever returns before the straggler went on has not waited for it."""
+    """All processes use the same clock. A rank that returns before the straggler continues has not waited for it."""
     p = problem(4)
     straggler = 2
     answers = pool.run(straggle, p, {"transport": transport}, straggler, where, ranks=4)
@@ -369,11 +378,11 @@ def test_nobody_returns_before_a_straggler_has_stored(pool: Pool, transport: str
         assert returned > went_on, f"rank {rank} returned {went_on - returned:.3f} s before rank {straggler} stored"
 
 
-# --- several operators and groups ---
+# --- several executors and groups ---
 
 
 def interleave(group, problems, options):
-    """Calls of operators that share a group, turn by turn; every result is looked at after the last call."""
+    """Call several executors of one group in turn. Compare every result after the last call."""
     outputs = []
     for _ in range(3):
         for p, some in zip(problems, options, strict=True):
@@ -391,7 +400,7 @@ def test_two_plans_on_one_group_interleaved(pool: Pool) -> None:
 
 
 def on_two_groups(group, whole, pair, options):
-    """Alternate one operator on all four ranks and one on each pair of ranks."""
+    """Alternate calls on all four ranks with calls on each pair of ranks."""
     mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][group.rank() // 2]
     outputs = []
     for _ in range(2):
@@ -419,7 +428,7 @@ def many_tables(group, p):
 
 
 def test_a_thousand_tables_with_long_names(pool: Pool) -> None:
-    """Ranks compare more before the first call than one message between them can carry."""
+    """Before the first call, ranks compare more bytes than a message can contain."""
     tables = tuple(
         weft.EmbeddingBagConfig(5, 2, f"a_table_with_quite_a_long_name_{i}", (f"its_only_feature_{i}",))
         for i in range(1000)

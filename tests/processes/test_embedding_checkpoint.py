@@ -1,7 +1,7 @@
 """Checkpoints of embedding tables by `torch.distributed.checkpoint`, and the memory of a module.
 
-A checkpoint of 2 ranks is loaded by 1, 2 and 3 ranks with other placements, which go on as the ranks that saved it. Then what does
-not fit is refused, and nothing is written.
+1, 2 and 3 ranks with other placements load a checkpoint of 2 ranks, and continue like the ranks that saved it.
+Checkpoints that do not match are refused, and nothing is written.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_memory_is_counted(pool: Pool) -> None:
         assert first.buffers == first.in_flight == first.workspace == 0
         assert first.total == 3 * sum(weights.values())
         features, columns, ids = (2, 16, 12) if rank == 0 else (1, 7, 6)
-        assert waiting.in_flight >= 8 * (ids + features * 6 + 1)  # ids and offsets of 6 samples
+        assert waiting.in_flight >= 8 * (ids + features * 6 + 1)  # bytes of the ids and offsets of 6 samples
         assert waiting.workspace == 4 * (6 * columns + 3 * 23) + 20 * ids
         assert waiting.buffers > 0
         assert kept >= waiting.in_flight + 4 * 6 * columns

@@ -1,4 +1,4 @@
-"""Clipped gradients, rows rounded at random, and the end of accumulate(), on CPU processes."""
+"""Clipped gradients, stochastic rounding of rows, and the end of accumulate(), on CPU processes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CLIPPED: tuple[EmbeddingOptimizer, ...] = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 @pytest.mark.parametrize(("optimizer", "world"), in_turn(CLIPPED, [3, 1]), ids=str)
 def test_clipped_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
-    """The norm is that of all tables, of all ranks; one of 1e6 changes no bit."""
+    """The norm includes all tables of all ranks. A limit of 1e6 must change no bit."""
     steps = Steps(replace(problem(world, (8, 3, 16, 1), 21, rows=40), seed=7))
     found = of_tables(steps.p, pool.run(training.trained, steps, optimizer, ranks=world))
     exact = training.trained_by_torch(steps, optimizer, torch.float64)
@@ -66,7 +66,9 @@ def _with_nan(group: dist.ProcessGroup, p: Problem, optimizer: EmbeddingOptimize
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_random_rounding_is_unbiased_and_repeats(pool: Pool, dtype: torch.dtype) -> None:
-    """An update of a quarter of a unit in the last place is lost by rounding to nearest; at random it counts on average."""
+    """Rounding to nearest loses an update of a quarter of a unit in the last place. Stochastic rounding keeps it on
+    average.
+    """
     p = problem(1, (16, 32), 40, rows=4, dtype=dtype, longest=1)
     found = {}
     for world, seed in ((1, 5), (2, 5), (1, 6)):
@@ -79,13 +81,16 @@ def test_random_rounding_is_unbiased_and_repeats(pool: Pool, dtype: torch.dtype)
     for weight, nearest in found[1, 5]:
         assert torch.equal(nearest, torch.ones_like(nearest))
         moved = (1 - weight[:4].double()) / eps
-        # 16 steps of a quarter: each a half, the distance of numbers below 1, or nothing. So 4 with a deviation of 1.
+        # There are 16 steps of a quarter unit. Each changes the row by half a unit (the spacing below 1), or not at
+        # all. So the sum is 4 with a standard deviation of 1.
         assert abs(float(moved.mean()) - 4) < 6 / moved.numel() ** 0.5
         assert 0.5 < float(moved.std()) < 1.5
 
 
 def _small_steps(group: dist.ProcessGroup, p: Problem, seed: int) -> list[torch.Tensor]:
-    """Return this rank's tables after 16 steps of a quarter of a unit in the last place of 1, at random and to nearest."""
+    """Return this rank's tables after 16 steps of a quarter of 1's unit in the last place, with stochastic rounding and
+    with rounding to nearest.
+    """
     rank, per_rounding = group.rank(), []
     for rounding in ("stochastic", "nearest"):
         weights = [torch.ones_like(weight) for weight in p.local_weights(rank)]

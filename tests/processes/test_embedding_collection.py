@@ -23,7 +23,7 @@ from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJa
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingCollection
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 
 
 @pytest.mark.parametrize("dedup", [False, True])
@@ -40,7 +40,7 @@ def test_gradients_for_an_optimizer_of_torch(pool: Pool, options: dict[str, Any]
 
 
 def test_replicated_tables_of_an_optimizer_of_torch(pool: Pool) -> None:
-    """The optimizer in backward updates the other tables, by the same rule."""
+    """The optimizer in backward updates the tables that are not replicated, by the same rule."""
     mixed = {"users": DataParallel(fused=False), "items": RowWise(), "pairs": DataParallel(fused=False)}
     check(pool, 3, mixed, weft.SGD(lr=0.1), torchs=True)
 
@@ -101,7 +101,7 @@ def test_equal_inputs_give_equal_bits(pool: Pool, dedup: bool) -> None:
 
 
 def one_feature(group: dist.ProcessGroup, placement: Any) -> list[Any]:
-    """Train one table whose ids repeat, on a global batch of 12 samples."""
+    """Train one table with repeated ids, on a global batch of 12 samples."""
     module = ShardedEmbeddingCollection(
         [EmbeddingBagConfig(9, 4, "t", ("f",))],
         group=group,
@@ -289,7 +289,7 @@ def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str, pla
 
 
 def saved_or_loaded(group: dist.ProcessGroup, folder: str, placement: Any, loads: bool) -> list[Any]:
-    """Train and save, or load. Return this rank's parts, and those of each state."""
+    """Train and save, or load. Return this rank's parts, and the parts of each state."""
     tables = tables_of()
     ec = ShardedEmbeddingCollection(tables, group=group, placement=placement, optimizer=weft.Adam(lr=0.1))
     model = nn.ModuleDict({"ec": ec})

@@ -1,8 +1,9 @@
-"""embedding_all_to_all when a rank does not do its part: the others do not hang, they say who, what and since when.
+"""embedding_all_to_all when a rank fails: the other ranks do not hang, and report which rank failed, how, and after how
+long.
 
-First ranks that are late or raise, on groups of their own inside the shared pool; then ranks that are killed, in pools
-of their own. Deadlines are short in tests that miss them. Elsewhere, `deadline_s=5` makes a rank fail with the wrong
-error if it learns of a death only by waiting.
+First ranks that are late or raise, in groups of their own inside the shared pool; then ranks that are killed, in pools
+of their own. Deadlines are short in tests that miss them. Elsewhere, with `deadline_s=5`, a rank that notices a death
+only by waiting gets the wrong error, so the test fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weft import _core, symm
 from weft.launch import Pool, RankDiedError
 from weft.runtime.cpu import embedding as cpu
 
-# Every rank owns a table and has samples, so that each has something to wait for from each.
+# Every rank owns a table and has samples, so that each rank waits for each other rank.
 PROBLEM = Problem(tables_of((8, 3, 16)), (0, 1, 2), (4, 5, 2))
 BAD_RANK = 1
 
@@ -39,7 +40,7 @@ def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple
 
 
 def absent(group, p, options):
-    """Rank 1 raises before its second call, and never makes it."""
+    """Let rank 1 raise an error before its second call, which it never makes."""
     own = dist.new_group(list(range(group.size())))
     ranks.call(own, p, **options)
     if group.rank() == BAD_RANK:
@@ -54,7 +55,7 @@ def absent(group, p, options):
 def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
     answers = pool.run(absent, PROBLEM, {"transport": transport}, ranks=3)
     errors = [answers[rank][0] for rank in (0, 2)]
-    missed = 4 if transport == "serial" else 3  # whose ranks meet twice in a call
+    missed = 4 if transport == "serial" else 3  # ranks synchronise twice in such a call
     assert_deadline(
         errors,
         rf"rank [02] waited 0.5 s for embedding_all_to_all \(call {missed}\) from rank 1 .*: wanted {missed}, found {missed - 1}",
@@ -64,7 +65,7 @@ def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
 
 
 def assert_over(answers: list[tuple[Any, tuple[str, str], torch.Tensor]]) -> None:
-    """The next call on the failed group raises on every rank, and a new group works."""
+    """Check that the next call on the failed group raises on every rank, and that a new group works."""
     for _, (kind, text), _ in answers:
         assert kind == "PoisonedGroupError"
         assert "make a new process group" in text
@@ -72,7 +73,7 @@ def assert_over(answers: list[tuple[Any, tuple[str, str], torch.Tensor]]) -> Non
 
 
 def stuck(group, p, options, doing):
-    """Rank 1 joins its second call and then stores nothing: it waits until the others have given up, or raises."""
+    """Let rank 1 join its second call and then store nothing: it waits until the others have given up, or raises."""
     own = dist.new_group(list(range(group.size())))
     ranks.call(own, p, **options)
     native = cpu.run_native
@@ -81,7 +82,7 @@ def stuck(group, p, options, doing):
         if doing == "raise":
             raise ArithmeticError("on purpose")
         wait_for_failure(symm.communicator(own, "cpu"))
-        dist.barrier(group)  # a rank that has not given up yet would still use data that arrive now
+        dist.barrier(group)  # a rank that has not given up yet would still use data that arrive later
         return native(*args, **kwargs)
 
     if group.rank() == BAD_RANK:
@@ -106,7 +107,8 @@ def test_a_rank_that_hangs_inside_a_call(pool: Pool, transport: str, signal_name
     errors = [answers[rank][0] for rank in (0, 2)]
     text = rf"rank [02] waited 0.5 s for embedding_all_to_all {signal_name} from rank 1\b.*: wanted 2, found 1"
     assert_deadline(errors, text)
-    # The others have stored all data that rank 1 waits for: its result is complete, or it is notified of the failure first.
+    # The others have stored all data that rank 1 waits for. So rank 1 gets a complete result, or is notified of the
+    # failure first.
     assert answers[BAD_RANK][0][0] in ("", "PoisonedGroupError")
     assert_over(answers)
 
@@ -123,7 +125,7 @@ def test_a_rank_that_raises_inside_a_call(pool: Pool, transport: str) -> None:
 
 
 def left(group, p, options):
-    """Rank 1 closes its side in order; the others call once more."""
+    """Let rank 1 close its communicator. The other ranks make another call."""
     own = dist.new_group(list(range(group.size())))
     ranks.call(own, p, **options)
     if group.rank() == BAD_RANK:
@@ -140,7 +142,7 @@ def test_a_rank_that_leaves_in_order(pool: Pool) -> None:
 
 
 def killed(group, p, options, where):
-    """Rank 1 is killed before its second call, or inside it before or after it has stored."""
+    """Let rank 1 be killed before its second call, or inside it before or after it stores."""
     ranks.call(group, p, **options)
     native = cpu.run_native
 
@@ -180,7 +182,9 @@ def test_a_rank_that_is_killed(mortals: Pool, transport: str, where: str) -> Non
 
 
 def stands_still(group, p, options):
-    """Rank 0 stands still between its last look at the flags and one at the clock; rank 1 raises its own meanwhile."""
+    """Let rank 0 pause between its last check of the flags and its reading of the clock. Meanwhile rank 1 sets its
+    flags.
+    """
     own = dist.new_group(list(range(group.size())))
     ranks.call(own, p, **options)
     native, pool_and_store, looks = _core.wait_flags, cpu.run_native, []
@@ -211,4 +215,4 @@ def stands_still(group, p, options):
 def test_flags_that_came_while_a_rank_stood_still_count(pool: Pool) -> None:
     answers = pool.run(stands_still, PROBLEM, {"transport": "put"}, ranks=3)
     assert_same_bits([output for output, _ in answers], PROBLEM)
-    assert answers[0][1][0] == 1  # they were not there before
+    assert answers[0][1][0] == 1  # the flags were not set before

@@ -1,9 +1,8 @@
 """Pooling and sending other hosts' samples first, on ranks that pretend to be on two hosts.
 
-1. Outputs are bitwise those of one pass, for uneven batches, ranks without tables or samples, and an output dtype.
-2. Bad indices are counted once over all passes, and the first is named.
-3. All ranks take the way that is measured to be faster on the slowest rank.
-4. A rank that fails between two exchanges ends the group.
+1. Outputs have the bits of a single pass, for uneven batches, ranks without tables or samples, and an output dtype. 2.
+Bad indices are counted once over all passes, and the first is named. 3. All ranks use the implementation that is faster
+on the slowest rank. 4. A rank that fails between two exchanges ends the group.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.runtime.cpu import embedding_far_first
 
 
 def call(own, sizes, placement, seed, *, bad=(), output_dtype=None):
-    """Run one call on fresh data, and return the output. bad: (feature, sample) of bags that get an index out of range."""
+    """Make a call with new data, and return the output. bad: (feature, sample) of bags that get an index out of range."""
     world, batch = own.size(), sum(sizes)
     tables = [weft.EmbeddingBagConfig(50, 4 + 4 * (t % 3), f"t{t}", [f"f{t}"]) for t in range(len(placement))]
     sharding = weft.place_tables(tables, world, placement=placement)
@@ -76,7 +75,7 @@ def test_outputs_and_warnings_are_those_of_one_pass(pool: Pool, sizes, placement
 
 
 def chosen(group, slow):
-    """Return how many of 14 calls went far first, if rank 0 finds one way slow."""
+    """Return how many of 14 calls sent far samples first, if one implementation is slow on rank 0."""
     with on_two_hosts(group) as own:
         native, other = embedding_far_first.FarFirst.run, [0]
 

@@ -1,5 +1,6 @@
-"""First values of embedding tables: bounds and functions of the configs, weft's and TorchRec's, for any placement.
-Functions with a `group` argument run on the ranks."""
+"""Initial values of embedding tables: bounds and functions in configs of weft and of TorchRec, for any placement.
+Functions with a `group` argument run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def tables() -> list[weft.EmbeddingBagConfig]:
     return [
         table("ones", init_fn=torch.nn.init.ones_),
         table("normal", init_fn=lambda weight: weight.normal_(5.0, 0.1)),  # a lambda does not pickle
-        table("another", init_fn=lambda weight: torch.full_like(weight, 2.0)),  # which is returned, not filled in
+        # This function returns a new tensor instead of filling the table.
+        table("another", init_fn=lambda weight: torch.full_like(weight, 2.0)),
         table("between", weight_init_min=3.0, weight_init_max=4.0),
         table("above", weight_init_max=9.0),
         table("usual"),
@@ -41,9 +43,9 @@ def made(group: dist.ProcessGroup, placement: list[int] | None, seed: int) -> di
     after = torch.rand(1)
     torch.set_rng_state(before)
     again = ShardedEmbeddingBagCollection(tables(), group=group, placement=placement, device="meta")
-    assert torch.equal(torch.rand(1), after)  # one number is drawn, however many tables this rank has
+    assert torch.equal(torch.rand(1), after)  # the module draws one number, for any number of tables on this rank
     again.to_empty(device="cpu")
-    for module in again.modules():  # as who fills models that were made on meta does
+    for module in again.modules():  # like code that initialises models made on meta
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in ebc.state_dict().items())

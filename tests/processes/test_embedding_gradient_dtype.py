@@ -1,4 +1,4 @@
-"""Pooled vectors and their gradients that travel in 16 bits, on CPU processes."""
+"""Pooled vectors and gradients that are sent in 16 bits, on CPU processes."""
 
 from __future__ import annotations
 

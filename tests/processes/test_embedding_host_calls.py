@@ -1,6 +1,7 @@
-"""Python calls that a training step of embeddings makes on the host of a GPU: none for each table, in a steady step.
+"""The number of Python calls that a training step of embeddings makes on the CPU of a GPU rank. A known step must make
+no call per table.
 
-The code for GPUs runs on CPU tensors here, with kernels that do nothing. Only its calls are counted, not its results.
+The code for GPUs runs on CPU tensors, with kernels that do nothing. Only its calls are counted, not its results.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Launches:
 
 @contextlib.contextmanager
 def code_of_gpus() -> Iterator[None]:
-    """Run backward by the code for GPUs, without kernels."""
+    """Run backward with the code for GPUs, without kernels."""
     from weft.runtime.cuda import embedding_backward as gpu
     from weft.runtime.cuda import embedding_runs as runs
 
@@ -51,7 +52,7 @@ def code_of_gpus() -> Iterator[None]:
 
 
 def calls_of_step(group: dist.ProcessGroup, tables: int) -> int:
-    """Return the Python calls of a step that has been made before."""
+    """Return the number of Python calls of a step with known shapes."""
     names = [f"f{number}" for number in range(tables)]
     configs = [EmbeddingBagConfig(10, 8, f"t{number}", (name,)) for number, name in enumerate(names)]
     module = ShardedEmbeddingBagCollection(

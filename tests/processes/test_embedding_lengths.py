@@ -1,5 +1,8 @@
-"""Invalid lengths and offsets of a KeyedJaggedTensor are refused on every rank. The operator refuses them, and the
-module with a local batch, a global batch, and keys that no table uses. Then the next call works."""
+"""Invalid lengths and offsets of a KeyedJaggedTensor are refused on every rank.
+
+This is tested for the operator and the module, with a local batch, a global batch, and keys that no table uses. Then
+the next call works.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ LENGTHS = [2, 0, 3, 1]
 
 
 class Foreign:
-    """A container of another library, which checks nothing when it is made."""
+    """A container of another library, whose constructor checks nothing."""
 
     def __init__(self, keys: list[str], values: torch.Tensor, lengths: Any) -> None:
         self._keys, self._values, self._lengths = keys, values, lengths
@@ -56,7 +59,7 @@ class Foreign:
 
 
 def features(way: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Keys, values and lengths; every key has the same bags."""
+    """Return keys, values and lengths. Every key has the same bags."""
     keys = ["u", "i", "nobody's"] if way == "unused key" else ["u", "i"]
     return keys, torch.arange(6).repeat(len(keys)), torch.tensor(LENGTHS * len(keys))
 
@@ -86,18 +89,18 @@ def foreign(change: Callable[[torch.Tensor], Any]) -> Callable[[str], Any]:
 
 
 def first(*begin: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Other lengths of the first bags."""
+    """Return a change of the lengths of the first bags."""
     return lambda lengths: torch.cat((torch.tensor(begin), lengths[len(begin) :]))
 
 
-# What rank 1 passes, and words of the error.
+# (change of rank 1's features, words of the error).
 SPOILED: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "bool lengths": (with_lengths(torch.Tensor.bool), ["lengths is torch.bool", "pass torch.int32 or torch.int64"]),
     "fractional lengths": (with_lengths(lambda n: n + 0.5), ["lengths is torch.float32", "pass torch.int32 or torch.int64"]),
     "short lengths": (with_lengths(torch.Tensor.short), ["lengths is torch.int16", "pass torch.int32 or torch.int64"]),
     "lengths of fewer values": (with_lengths(first(1, 0)), ["lengths sum to", "the bags must hold all values"]),
     "lengths of more values": (with_lengths(first(3, 0)), ["lengths sum to", "the bags must hold all values"]),
-    # They sum to as much as there is, modulo 2**64, and are 0 modulo 2**32.
+    # Their sum equals the number of ids modulo 2**64, and each is 0 modulo 2**32.
     "lengths that wrap around": (with_lengths(first(2**62, 2**62, 2**62, 2**62 + 6)), [""]),
     "fewer lengths than bags": (foreign(lambda n: n[:-2]), ["lengths for", "keys x 4 samples", "pass one per bag"]),
     "lengths of another library, bool": (foreign(torch.Tensor.bool), ["lengths is torch.bool"]),
@@ -121,10 +124,10 @@ def caller_of(group: dist.ProcessGroup, way: str) -> Callable[[Any], torch.Tenso
 
 
 def refused(group: dist.ProcessGroup, way: str) -> dict[str, tuple[str, str]]:
-    """Return each rank's error for each input that rank 1 passes; good calls in between."""
+    """Return this rank's error for each input that rank 1 passes. Good calls must work in between."""
     call, found = caller_of(group, way), {}
     good = with_lengths(lambda lengths: lengths)(way)
-    # A rank's own samples: all of a local batch, a half of a global one.
+    # A rank's own samples are all samples of a local batch, or half of a global batch.
     mine = LENGTHS if way == "local_batch" else LENGTHS[2 * group.rank() :][:2]
     wanted = torch.tensor([[1.0 * n] * 4 + [2.0 * n] * 3 for n in mine])
     for name, (spoil, _) in SPOILED.items():

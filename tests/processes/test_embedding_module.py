@@ -1,7 +1,7 @@
 """`ShardedEmbeddingBagCollection` on CPU processes, against the same tables on one rank in float64.
 
-First the input distribution alone, exactly; then whole modules in both input conventions; then state, and last what is
-refused: on every rank, at once, and without harm to the next call.
+First the input distribution alone, exactly; then whole modules with both forms of input; then state. Last, refused
+input: every rank must refuse it at once, and the next call must work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLES = (
     EmbeddingBagConfig(9, 16, "pairs", ("i", "u")),
     EmbeddingBagConfig(1, 1, "bias", ("one",)),
 )
-FEATURES = {"u": 9, "friend": 50, "i": 9, "one": 1}  # with the rows of the smallest table that each is looked up in
+FEATURES = {"u": 9, "friend": 50, "i": 9, "one": 1}  # for each feature, the rows of the smallest table that it reads
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def pool():
 
 
 class TorchRecLike:
-    """The methods of a torchrec KeyedJaggedTensor that are called, and no more."""
+    """An object with only those methods of torchrec's KeyedJaggedTensor that weft calls."""
 
     def __init__(self, ours: KeyedJaggedTensor):
         self.ours = ours
@@ -66,7 +66,7 @@ class TorchRecLike:
 def local_batch(
     seed: int, batch: int, keys: list[str] | None = None, dtype=torch.int64, rows: dict[str, int] = FEATURES
 ) -> KeyedJaggedTensor:
-    """A rank's samples with 0 to 4 weighted ids per bag."""
+    """Return a rank's samples. A bag has 0 to 4 weighted ids."""
     rng = np.random.default_rng(seed)
     keys = list(rows) if keys is None else keys
     lengths = [rng.integers(0, 5, batch) for _ in keys]
@@ -80,7 +80,7 @@ def local_batch(
 
 
 def global_batch(parts: list[KeyedJaggedTensor], keys: list[str]) -> KeyedJaggedTensor:
-    """The parts' samples one after another, by plain concatenation of bags."""
+    """Return the samples of all parts, by concatenation of bags."""
     bags = [bag for key in keys for part in parts for bag in part[key].to_dense()]
     weights = [part[key].weights_or_none() for key in keys for part in parts]
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)
@@ -95,7 +95,7 @@ def full_weights(tables=TABLES) -> dict[str, torch.Tensor]:
 
 
 def reference(features: KeyedJaggedTensor, weighted: bool, tables=TABLES, full=None) -> torch.Tensor:
-    """[B, sum(D)] in float64: each bag's rows, times their weights, summed, over the bag's length for "mean"."""
+    """Compute [B, sum(D)] in float64: the weighted sum of each bag's rows, divided by the bag's length for "mean"."""
     columns = []
     for table in tables:
         weight = (full or full_weights(tables))[table.name].double()
@@ -144,7 +144,9 @@ def test_input_distribution_is_exact(pool, batches, ranks, keys, narrow, weighte
 
 
 def forward(group, options: dict, parts: list, tables=TABLES) -> KeyedTensor:
-    """This rank's output; `parts` are local batches by rank, or what every rank passes as the global batch."""
+    """Return this rank's output. `parts` are the local batches by rank, or the parts of the global batch that every
+    rank passes.
+    """
     options = dict(options)
     batch_sizes = options.pop("batch_sizes", None)
     module = ShardedEmbeddingBagCollection(tables, group=group, **options)
@@ -159,7 +161,8 @@ def assert_close(results: list[KeyedTensor], parts: list[KeyedJaggedTensor], wei
     for result, part in zip(results, parts, strict=True):
         wanted = reference(part, weighted, tables)
         assert result.values().shape == wanted.shape
-        # At most 4 rows a bag, of magnitude below 5: three roundings in float32, and one more of the stored result.
+        # A bag has at most 4 rows of magnitude below 5. This gives three roundings in float32, and one of the stored
+        # result.
         tolerance = 4 * 5 * max(torch.finfo(result.values().dtype).eps, 4 * torch.finfo(torch.float32).eps)
         torch.testing.assert_close(result.values().double(), wanted, rtol=0, atol=tolerance)
 
@@ -181,7 +184,7 @@ def test_hashed_ids_and_the_put_transport(pool):
     results = pool.run(forward, {"hash": True, "transport": "put", "slice_size": 2}, parts, ranks=3)
     for result, part in zip(results, parts, strict=True):
         columns = []
-        for table in TABLES:  # a table at a time, since each has its own number of rows
+        for table in TABLES:  # table by table, because tables have different numbers of rows
             rows = {f: hash_ids(part[f].values(), table.num_embeddings) for f in table.feature_names}
             hashed = KeyedJaggedTensor(
                 list(rows), torch.cat(list(rows.values())), lengths=torch.cat([part[f].lengths() for f in rows])
@@ -192,7 +195,7 @@ def test_hashed_ids_and_the_put_transport(pool):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_global_batch_gives_the_same(pool, weighted):
-    # Every rank passes all features in another order than the tables', among them one that no table uses.
+    # Every rank passes all features in another order than the tables', and a feature that no table uses.
     parts = [local_batch(rank, batch, rows={**FEATURES, "unused": 1000}) for rank, batch in enumerate((3, 0, 4))]
     whole = global_batch(parts, ["one", "unused", "i", "u", "friend"])
     options = {"input": "global_batch", "is_weighted": weighted, "batch_sizes": [3, 0, 4]}
@@ -239,7 +242,7 @@ def test_state_is_this_ranks_share(pool):
     assert list(start1) == ["embedding_bags.items.weight", "embedding_bags.bias.weight"]
     assert same
     assert same1
-    assert grads == list(start)  # as those of nn.EmbeddingBag
+    assert grads == list(start)  # like nn.EmbeddingBag's gradients
     for table in (TABLES[0], TABLES[2]):
         weight, bound = start[f"embedding_bags.{table.name}.weight"], table.num_embeddings**-0.5
         assert weight.shape == (table.num_embeddings, table.embedding_dim)
@@ -250,7 +253,7 @@ def test_state_is_this_ranks_share(pool):
 
 
 def try_forward(group, options: dict, parts: list, good: list) -> tuple[str, str, float, torch.Tensor]:
-    """The error of `parts`, how long it took, and the output of a good call afterwards."""
+    """Return the error for `parts`, the time until the error, and the output of a good call afterwards."""
     module = ShardedEmbeddingBagCollection(TABLES, group=group, **options)
     module.load_full_weights(full_weights())
     begin = time.monotonic()
@@ -264,7 +267,7 @@ def try_forward(group, options: dict, parts: list, good: list) -> tuple[str, str
 
 
 def without_one(group, parts: list) -> list[str]:
-    """Return the errors of a forward that rank 1 leaves out, and of the next forward."""
+    """Return the errors of a forward that rank 1 skips, and of the next forward."""
     apart = dist.new_group(list(range(group.size())))
     module = ShardedEmbeddingBagCollection(TABLES, group=apart, deadline_s=2.0)
     module.load_full_weights(full_weights())
@@ -291,7 +294,7 @@ def test_a_rank_that_does_not_come_is_missed_while_ids_are_distributed(pool):
 
 
 def in_other_orders(group) -> list[str]:
-    """Two collections of other numbers of features, which rank 1 calls the other way round."""
+    """Call two collections with different numbers of features. Rank 1 calls them in the opposite order."""
     apart, found = dist.new_group(list(range(group.size()))), []
     few = ShardedEmbeddingBagCollection(TABLES[:1], group=apart)
     many = ShardedEmbeddingBagCollection(TABLES, group=apart)
@@ -352,7 +355,7 @@ def test_bad_features_of_one_rank_are_refused_by_all_at_once(pool, what, words):
     for name, text, seconds, after in pool.run(try_forward, {"is_weighted": True}, parts, good, ranks=3):
         assert name == ("DisagreementError" if what == "narrow" else "RefusedError")
         assert re.search(".*".join(map(re.escape, words)), text), text
-        assert seconds < 10  # the point is that nobody waits for a deadline (60 s) or the group's timeout (120 s)
+        assert seconds < 10  # no rank waits for a deadline (60 s) or the group's timeout (120 s)
         assert after.shape == (5, 52)
 
 
@@ -443,4 +446,4 @@ def test_misuse_is_explained(pool):
     assert re.search(r"'extra'.*users, items", unknown)
     assert re.search(r"not table 'items' of rank 0", missing)
     assert re.search(r"'pairs'.*has shape \[50, 8\].*\[9, 16\]", shape)
-    assert copied == "False"  # nothing was copied before all was checked
+    assert copied == "False"  # everything is checked before anything is copied

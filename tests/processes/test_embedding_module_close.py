@@ -1,4 +1,6 @@
-"""`ShardedEmbeddingBagCollection.close`: memory goes back on every rank, a later call works, and nothing that is held is lost."""
+"""`ShardedEmbeddingBagCollection.close`: it frees memory on every rank, a later call works, and results that callers
+hold stay valid.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 
-BATCH, WIDTH = 64, 256  # of fp32: results of 64 KiB
+BATCH, WIDTH = 64, 256  # fp32 columns, which give results of 64 KiB
 IDS = torch.arange(2 * BATCH) % 20
 
 
@@ -28,7 +30,9 @@ def features() -> KeyedJaggedTensor:
 
 
 def wanted(group, module: ShardedEmbeddingBagCollection) -> torch.Tensor:
-    """The columns of this rank's own table: both tables' ids are the same, and so are the ranks' batches."""
+    """Return the expected columns of this rank's own table. Both tables get the same ids, and both ranks the same
+    batch.
+    """
     (bag,) = module.embedding_bags.values()
     return bag.weight[IDS].view(BATCH, 2, WIDTH).sum(1)
 
@@ -45,7 +49,9 @@ def mapped_bytes() -> int:
 
 
 def many(group, transport: str) -> tuple[list[int], list[int], bool]:
-    """Bytes while a module is open and after it is closed, of one module after the other; whether all results are right."""
+    """Make and close one module after the other. Return the bytes in use while a module is open and after it is closed,
+    and True if all results are right.
+    """
     during, after, right = [], [], True
     for number in range(4):
         module = made(group, name=f"t{number}", transport=transport)
@@ -88,7 +94,9 @@ def test_a_result_that_a_rank_holds_is_refused_on_all_and_stays(pool: Pool) -> N
 
 
 def copies(group) -> list[bool]:
-    """Close one of several modules that share memory: the others go on. A module that was never called has nothing to return."""
+    """Close one of several modules that share memory. The others must continue. Closing a module that was never called
+    frees nothing.
+    """
     module = made(group)
     other, half = copy.deepcopy(module), made(group, name="h")
     made(group, device="meta").close()
@@ -109,7 +117,9 @@ def test_copies_share_memory_and_go_on(pool: Pool) -> None:
 
 
 def refused_after(group) -> list[tuple[str, str]]:
-    """The first call after it was closed, and after another module that shares its memory was, is bad on one rank."""
+    """Pass bad input on one rank, in the first call after `close`, and after another module that shares memory was
+    closed.
+    """
     module, direct = made(group, input="global_batch"), made(group, input="global_batch", transport="direct")
     good, bad = (KeyedJaggedTensor(["f"], ids, lengths=torch.full((BATCH,), 2)) for ids in (IDS, IDS.float()))
     errors = []

@@ -1,6 +1,6 @@
-"""Handling of a `ShardedEmbeddingBagCollection` in a program: features share values; it is copied, pickled, converted and moved.
+"""Other uses of a `ShardedEmbeddingBagCollection`: features that share values; copies, pickles, conversions and moves.
 
-Each result is compared with `torch.nn.functional.embedding_bag` on one rank, and each refusal on all ranks.
+Each result is compared with `torch.nn.functional.embedding_bag` on one rank, and each refusal is checked on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.nn import ShardedEmbeddingBagCollection
 TABLES = (EmbeddingBagConfig(50, 8, "users", ("u", "friend")), EmbeddingBagConfig(20, 3, "items", ("i",), "mean"))
 KEYS = ["u", "friend", "i"]
 BATCH = 4
-PLACEMENTS = [[0, 1], [1, 1]]  # with the second, rank 0 owns nothing
+PLACEMENTS = [[0, 1], [1, 1]]  # with the second placement, rank 0 owns no table
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def full_weights() -> dict[str, torch.Tensor]:
 
 
 def features(seed: int, before: int = 0, after: int = 0, dtype=torch.int64, keys=KEYS) -> KeyedJaggedTensor:
-    """`BATCH` samples with 0 to 4 ids a bag, amid values of others that are out of every range."""
+    """Return `BATCH` samples with 0 to 4 ids per bag. Other values before and after them are out of range."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 5, (len(keys) * BATCH,), generator=generator)
     count = int(lengths.sum())
@@ -58,7 +58,9 @@ def features(seed: int, before: int = 0, after: int = 0, dtype=torch.int64, keys
 
 
 def reference(given: KeyedJaggedTensor, full: dict[str, torch.Tensor], weighted: bool = False) -> torch.Tensor:
-    """[batch, sum(D)] by `embedding_bag`, table by table; weights of a mean are divided by the bag's length after."""
+    """Compute [batch, sum(D)] with `embedding_bag`, table by table. A weighted mean is divided by the bag's length
+    afterwards.
+    """
     columns = []
     for table in TABLES:
         for feature in table.feature_names:
@@ -75,7 +77,7 @@ def reference(given: KeyedJaggedTensor, full: dict[str, torch.Tensor], weighted:
 
 
 def close(output: torch.Tensor, wanted: torch.Tensor) -> bool:
-    # At most 4 rows of magnitude below 5, summed in float32 and rounded once to the output's dtype.
+    # A bag has at most 4 rows of magnitude below 5. They are summed in float32, and rounded once to the output's dtype.
     tolerance = 4 * 5 * max(torch.finfo(output.dtype).eps, 4 * torch.finfo(torch.float32).eps)
     return output.shape == wanted.shape and bool((output.double() - wanted.double()).abs().max() <= tolerance)
 
@@ -84,7 +86,7 @@ def close(output: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 class TorchRecLike:
-    """The methods of a KeyedJaggedTensor that every object must have: it cannot say whether offsets were given."""
+    """An object with only the required methods of a KeyedJaggedTensor. It cannot tell whether offsets were given."""
 
     def __init__(self, ours: KeyedJaggedTensor):
         for name in ("keys", "values", "lengths", "offsets", "weights_or_none", "stride"):
@@ -118,7 +120,7 @@ def test_a_global_batch_may_be_a_part_of_the_values(pool, keys):
 
 
 def test_the_two_halves_of_a_batch(pool):
-    """One tensor of values, and each rank has a range of its offsets."""
+    """Both ranks pass the same tensor of values, and each has a range of its offsets."""
     tables = (EmbeddingBagConfig(50, 8, "users", ("u",)),)
     ids, offsets = torch.arange(20), torch.tensor([0, 3, 3, 7, 8, 12, 20])
     parts = [KeyedJaggedTensor(["u"], ids, offsets=some) for some in (offsets[:4], offsets[3:])]
@@ -205,7 +207,7 @@ class Model(torch.nn.Module):
 def copied(group, placement) -> tuple:
     model = Model(group, placement=placement)
     given = features(group.rank())
-    model.embeddings(given)  # so that there is something in use to copy
+    model.embeddings(given)  # so that the module has memory when it is copied
     other = copy.deepcopy(model).embeddings
     with torch.no_grad():
         for weight in model.embeddings.parameters():
@@ -292,7 +294,7 @@ def test_converted_tables(pool, what, placement, given):
         rows = slice(None) if local else slice(2 * rank, 2 * rank + 2)
         assert output.dtype == dtype
         assert dtypes == {dtype}
-        # In float64 from the converted weights: the conversion itself is torch's.
+        # The reference is computed in float64 from the converted weights, because torch does the conversion.
         in_double = {name: weight.double() for name, weight in full.items()}
         assert close(output, reference(features(rank if local else 0), in_double)[rows])
 
@@ -355,7 +357,7 @@ def test_tables_on_meta_are_refused_by_all_until_they_are_back(pool, given, only
             if given == "local_batch" and len(only) == 2
             else f"rank {only[0] if only[0] in placement else 1}"
         )
-        # If both own tables on meta, both refuse at once, or one has received the other's refusal first.
+        # If both ranks own tables on meta, both refuse at once, or one receives the other's refusal first.
         by_both = "ranks 0, 1" if len(only) == 2 and set(placement) == {0, 1} else by
         assert f"{by}: " in text or f"{by_both}: " in text
         assert "on meta" in text
@@ -379,7 +381,7 @@ def test_a_module_made_on_meta_and_a_device_that_is_none(pool):
 
 
 def reinterpreted(group) -> tuple[str, str]:
-    """The same tensor, at the address and with the strides that were checked, has become another dtype."""
+    """Change the dtype of a tensor that was checked, while its address and strides stay the same."""
     sharding, memory = EmbeddingSharding(TABLES[1:], (0,), 1), torch.rand(20 * 3)
     weight, given = memory.view(20, 3), features(0, keys=["i"])
     weft.embedding_all_to_all([weight], given, sharding, group=group)
@@ -394,7 +396,7 @@ def test_a_table_that_was_checked_is_checked_again_when_its_dtype_changes(pool):
 
 
 def compiled(group, what: str) -> list[float]:
-    """The largest differences of compiled calls, each with other ids, from calls as they are."""
+    """Return the largest differences between compiled calls, each with other ids, and eager calls."""
     module = made(group, input="local_batch" if what == "local" else "global_batch").requires_grad_(False)
     own = [slot.feature for slot in module.sharding.local_slots(group.rank())]
     weights = [bag.weight.detach() for bag in module.embedding_bags.values()]
@@ -418,7 +420,7 @@ def test_compiled_programs_call_it_with_other_ids(what):
 
 
 def compiled_whole(group) -> tuple[list[bool], list[str], list[tuple[str, str]]]:
-    """(whether compiled calls give what calls as they are give, what Dynamo warns of, errors of calls with an id out of range)."""
+    """Return (True if compiled calls equal eager calls, Dynamo's warnings, errors of calls with an id out of range)."""
     alike, errors = [], []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

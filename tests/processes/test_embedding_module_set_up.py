@@ -1,6 +1,7 @@
-"""Making a `ShardedEmbeddingBagCollection` when a rank does not do its part: weft's deadline, and weft's errors.
+"""Construction of a `ShardedEmbeddingBagCollection` when a rank fails: weft's deadline applies, and weft's errors are
+raised.
 
-The functions with a `group` argument run on the ranks. Where no wait may end by its deadline, it is LONG_S.
+Functions with a `group` argument run on the ranks. Deadlines are LONG_S unless a wait must end by its deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def test_a_rank_that_does_not_come(pool: Pool, is_first: bool) -> None:
     errors = pool.run(absent, is_first, ranks=3, timeout_s=40)
     what = r"ranks \[1\] to set up" if is_first else r"the part of rank 1 \(pid \d+\) in making a ShardedEmbeddingBag"
     said = [error for error in errors if error is not None]
-    if is_first:  # the first rank to give up notifies the other
+    if is_first:  # the first rank that gives up notifies the other
         assert {kind for kind, _ in said} <= {"DeadlineError", "PeerLostError"}
         assert all(re.search(f"waited 0.5 s for {what}", text) for _, text in said)
     else:
@@ -78,10 +79,10 @@ def test_a_rank_that_is_killed_while_others_make_one(is_first: bool) -> None:
 
 def refuses(group):
     errors = [error_of(lambda: make(group, -1.0 if group.rank() == BAD_RANK else LONG_S))]
-    # Of another type of device than the others, and one that is not there.
+    # Another type of device than the other rank's, and a device that does not exist.
     device = "cuda" if group.rank() == BAD_RANK else "cpu"
     errors.append(error_of(lambda: ShardedEmbeddingBagCollection(TABLES, group=group, device=device)))
-    make(group, LONG_S)  # the group lives on
+    make(group, LONG_S)  # the group stays usable
     return errors
 
 

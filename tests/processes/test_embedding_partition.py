@@ -1,6 +1,7 @@
 """`ShardedEmbeddingBagCollection` with column-wise, row-wise and data-parallel tables, on CPU processes.
 
-The same tables in one process in float64 say what is right. Then bits, initial values, what surrounds a module, and refusals.
+The reference is the same tables in one process in float64. Then bits, initial values, uses with other modules, and
+refusals.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from weft.embedding.partition import TablePart
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 
 
 @pytest.mark.parametrize(("name", "world"), in_turn(placements(1), [1, 3, 2, 4], each=2))
@@ -53,7 +54,7 @@ def test_gradients_for_an_optimizer_of_torch(pool: Pool, name: str) -> None:
 
 
 def test_replicated_tables_of_an_optimizer_of_torch(pool: Pool) -> None:
-    """The optimizer in backward updates the other tables, by the same rule."""
+    """The optimizer in backward updates the tables that are not replicated, by the same rule."""
     copied = DataParallel(fused=False)
     for world, others in ((3, RowWise()), (1, 0), (2, copied)):
         placement = {"users": copied, "items": others, "pairs": copied, "more": others}
@@ -69,7 +70,7 @@ def test_hashed_ids_and_halves_of_a_batch(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["rows", "replicated", "mixed"])
 def test_16_bit_tables(pool: Pool, name: str, dtype: torch.dtype) -> None:
-    """Partial vectors of a row-wise table are rounded before they travel, and a row once in an update."""
+    """Partial vectors of a row-wise table are rounded before they are sent, and a row is rounded once per update."""
     check(pool, 3, placements(3)[name], weft.SGD(lr=0.1), dtype, 1, tolerance=4 * torch.finfo(dtype).eps)
 
 
@@ -117,7 +118,7 @@ def test_equal_inputs_give_equal_bits(pool: Pool, name: str) -> None:
 
 
 def _delayed(group: dist.ProcessGroup, delay_s: float, *call: Any) -> list[Any]:
-    """Train with ranks that stop at random before collectives."""
+    """Train with random delays of ranks before collectives."""
     from weft.nn import partitioned_embedding as module
 
     before = module.together
@@ -135,7 +136,7 @@ def _delayed(group: dist.ProcessGroup, delay_s: float, *call: Any) -> list[Any]:
 
 
 def test_parts_of_columns_have_the_bits_of_whole_tables(pool: Pool) -> None:
-    """Elements of a column-wise table do not meet; rows of a row-wise table are summed in the order of samples."""
+    """Columns do not interact. Rows of a row-wise table are summed in the order of samples."""
     found = []
     whole_tables = {"users": 0, "items": RowWise((0,)), "pairs": 0, "more": 0}
     for world, placement in ((1, whole_tables), (2, placements(2)["columns"]), (3, placements(3)["columns"])):
@@ -171,7 +172,7 @@ def first_values(group: dist.ProcessGroup, placement: Any, block: int) -> list[A
 
 @pytest.mark.parametrize("block", [1 << 26, 60])
 def test_initial_values_do_not_depend_on_the_plan(pool: Pool, block: int) -> None:
-    """Nor does the number that the first rank draws after it."""
+    """The next random number of the first rank must not depend on the plan either."""
     found, drawn = [], set()
     for world, placement in (
         (1, None),
@@ -189,7 +190,7 @@ def test_initial_values_do_not_depend_on_the_plan(pool: Pool, block: int) -> Non
     assert len(rows.unique(dim=0)) == len(rows)
 
 
-# --- what surrounds a module ---
+# --- uses with other modules ---
 
 
 def handled(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -309,7 +310,7 @@ def test_gradients_that_are_not_finite(pool: Pool, name: str) -> None:
         assert all(same[half:])
 
 
-# --- refused ---
+# --- refusals ---
 
 
 def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -> tuple[str, str]:

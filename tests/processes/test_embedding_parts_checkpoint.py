@@ -1,4 +1,6 @@
-"""Checkpoints of tables in parts: what one sharding has saved, another loads, to the bit; states of optimizers too."""
+"""Checkpoints of tables in parts: a checkpoint of one sharding can be loaded into another, bit for bit, including
+optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def contents(model: Any) -> list[Any]:
-    """Return this rank's parts, then the parts of each state, and the learning rate and the number of updates."""
+    """Return this rank's parts, the parts of each state, the learning rate, and the number of updates."""
     ebc = model["ebc"]
     if not hasattr(ebc, "parts"):
         own = partition_tables(TABLES[torch.float32], 1, placement=[0] * 4).parts

@@ -1,4 +1,6 @@
-"""`ShardedEmbeddingBagCollection.prefetch` on CPU processes: the same results, and errors on every rank that leave it usable."""
+"""`ShardedEmbeddingBagCollection.prefetch` on CPU processes: results do not change. An error is raised on every rank,
+and the module stays usable.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,11 @@ def test_prefetched_batches_give_the_same(pool: Pool, ranks: int, options: dict[
 
 
 class Broken(Exception):
-    """An error of the loop's own code."""
+    """An error of the training loop's own code."""
 
 
 class Model(nn.Module):
-    """Two collections and a dense part."""
+    """A model with two collections and a dense part."""
 
     def __init__(self, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
         super().__init__()
@@ -55,7 +57,9 @@ class Model(nn.Module):
 
 
 def losses(group: dist.ProcessGroup, options: dict[str, Any], how: str, ahead: bool) -> list[Any]:
-    """Return the loss of each step, and the tables. how: what happens on the way, on all ranks."""
+    """Return the loss of each step, and the tables. how: the event in the middle of the training, on all ranks. ahead:
+    True to prefetch.
+    """
     model, found = Model(group, options), list[Any]()
     optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
     features_of = {model.first: lambda one: one[0], model.second: lambda one: one[1]}

@@ -1,7 +1,7 @@
 """Training with `ShardedEmbeddingBagCollection` on CPU processes.
 
-Against the same tables in one process in float64 first; then the optimizer's interface, what surrounds a module (DDP,
-torch.compile, schedulers, checkpoints, copies), and what is refused.
+First comparisons with the same tables in one process in float64. Then the optimizer's interface, uses with DDP,
+torch.compile, schedulers, checkpoints and copies, and refusals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEYS, BATCH, COLUMNS = ("u", "friend", "i"), 12, 8 + 8 + 3 + 4 + 4
 
 
 def batch(seed: int, rank: int = 0, world: int = 1) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """A rank's part of the global batch number `seed`, and of the gradient of its pooled vectors."""
+    """Return a rank's part of global batch number `seed`, and its part of the gradient of the pooled vectors."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 5, (3, BATCH), generator=generator)
     upstream = torch.randn(BATCH, COLUMNS, generator=generator)
@@ -65,7 +65,7 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train(group: dist.ProcessGroup, steps: int = 3, torchs: bool = False, **options: Any) -> dict[str, torch.Tensor]:
-    """This rank's tables after some steps. torchs: by torch.optim.SGD."""
+    """Train. Return this rank's tables. torchs: True to use torch.optim.SGD."""
     module = made(group, **options)
     optimizer = (
         torch.optim.SGD(list(module.parameters()) or [torch.empty(0, requires_grad=True)], 0.1) if torchs else None
@@ -83,7 +83,7 @@ def train(group: dist.ProcessGroup, steps: int = 3, torchs: bool = False, **opti
 
 
 def by_torch(steps: int, weighted: bool, scale: float) -> dict[str, torch.Tensor]:
-    """The same in one process in float64: embedding_bag and torch.optim.SGD on all samples."""
+    """Train in one process in float64, with embedding_bag and torch.optim.SGD on all samples."""
     generator = torch.Generator().manual_seed(1)
     full = {t.name: torch.randn(t.num_embeddings, t.embedding_dim, generator=generator) for t in TABLES}
     leaves = {name: weight.double().requires_grad_() for name, weight in full.items()}
@@ -153,7 +153,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
 
 
 def per_sample(group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
-    """The gradient of this rank's per-sample weights, and the lengths of its features."""
+    """Return the gradient of this rank's per-sample weights, and the lengths of its features."""
     module = made(group, is_weighted=True, optimizer=weft.SGD(lr=0.0))
     features, upstream = batch(0, group.rank(), group.size())
     weights = features.weights().clone().requires_grad_()
@@ -210,7 +210,7 @@ def test_schedulers_write_the_learning_rate_of_the_next_update(pool: Pool) -> No
 
 
 def continues(group: dist.ProcessGroup, optimizer: Any) -> list[Any]:
-    """True if a loaded module trains on like the saved module; also the names of the saved states; errors."""
+    """Return (True if a loaded module trains like the saved module, the names of the saved states, errors)."""
     module, fresh = (made(group, optimizer=optimizer) for _ in range(2))
 
     def step(of: nn.Module, seed: int) -> None:
@@ -247,7 +247,7 @@ def test_states_are_saved_and_loaded(pool: Pool, optimizer: Any) -> None:
 
 
 def moves(group: dist.ProcessGroup) -> list[Any]:
-    """From meta to the CPU and to bf16: the states go along, in float32."""
+    """Move a module from meta to the CPU, and convert it to bf16. The states follow, in float32."""
     module = ShardedEmbeddingBagCollection(
         TABLES, group=group, device="meta", optimizer=weft.Adagrad(lr=0.1), deadline_s=30.0
     ).to_empty(device="cpu")
@@ -270,7 +270,7 @@ def test_states_move_with_their_tables(pool: Pool) -> None:
         assert lr == pytest.approx(0.1)
 
 
-# --- several backwards in a step ---
+# --- several backward calls in a step ---
 
 
 def accumulates(group: dist.ProcessGroup, halves: bool) -> dict[str, torch.Tensor]:
@@ -295,7 +295,7 @@ def accumulates(group: dist.ProcessGroup, halves: bool) -> dict[str, torch.Tenso
                     numbers.append(features[key].weights_or_none()[at])  # type: ignore[index]
                 some = KeyedJaggedTensor(KEYS, torch.cat(ids), torch.cat(numbers), lengths=lengths[:, part].flatten())
                 y = module(some).values()
-                # Two losses of one call
+                # two losses from one call
                 (y * upstream[part] / 4).sum().backward(retain_graph=True)
                 (y * upstream[part] * 3 / 4).sum().backward()
     return state(module)
@@ -350,7 +350,7 @@ def raises(group: dist.ProcessGroup) -> list[Any]:
         bad[1, 17] = math.inf  # a column of "items"
     error = error_of(lambda: module(features).values().backward(bad))
     same = all(torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True))
-    module(features).values().backward(upstream)  # the group lives on
+    module(features).values().backward(upstream)  # the group stays usable
     changed = all(not torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True))
     return [error, same, changed]
 
@@ -363,7 +363,7 @@ def test_nonfinite_gradients_can_raise_on_every_rank(pool: Pool) -> None:
         assert changed
 
 
-# --- around a module ---
+# --- uses with other modules ---
 
 
 class Model(nn.Module):
@@ -442,7 +442,7 @@ def test_calls_without_gradients_update_nothing(pool: Pool) -> None:
         assert [kind for kind, _ in errors] == ["RuntimeError"]
 
 
-# --- refused ---
+# --- refusals ---
 
 
 def refused(group: dist.ProcessGroup, mine: dict[str, Any], others: dict[str, Any]) -> tuple[str, str]:

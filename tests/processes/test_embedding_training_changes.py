@@ -1,4 +1,6 @@
-"""Tables and states that change between forward and backward, on CPU processes: errors, and no access beyond their memory."""
+"""Tables and states that change between forward and backward, on CPU processes: backward raises an error, and accesses
+no memory beyond them.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def changed(group: dist.ProcessGroup, how: str, accumulated: bool) -> tuple[str,
 @pytest.mark.parametrize("accumulated", [False, True])
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_change_between_forward_and_backward_is_refused(pool: Pool, how: str, accumulated: bool) -> None:
-    """Rank 1 has no tables. It receives the refusal, except at the end of accumulate(), which is no collective."""
+    """Rank 1 has no tables. It receives the refusal, except at the end of accumulate(), where ranks do not communicate."""
     (error, same), (of_other, _) = pool.run(changed, how, accumulated, ranks=2, timeout_s=60)
     assert "backward of embedding_all_to_all: the tables have changed since forward: " in error
     assert CHANGES[how][1] in error
@@ -100,7 +102,9 @@ def test_states_are_float32_with_any_default_dtype(pool: Pool, dtype: torch.dtyp
 
 
 def two_calls(group: dist.ProcessGroup, order: str) -> tuple[str, list[float]]:
-    """Two calls with weights per sample, and their backwards; return the second one's error, and all gradients of the weights."""
+    """Make two calls with per-sample weights, and their backwards. Return the second backward's error, and all
+    gradients of the weights.
+    """
     module = made(group, optimizer=weft.SGD(lr=0.5), is_weighted=True)
     outputs, given = [], []
     for seed in range(2):
@@ -123,7 +127,7 @@ def test_weights_per_sample_need_the_tables_of_forward(pool: Pool) -> None:
 
 
 def frozen(group: dist.ProcessGroup) -> list[bool]:
-    """Return True for each step that has changed the tables: as made, frozen, and trained again."""
+    """Return, for each step, True if it changed the tables: as constructed, frozen, and trainable again."""
     module, found = made(group, optimizer=weft.SGD(lr=0.5)), []
     for seed, change in enumerate((None, False, True)):
         if change is not None:
@@ -201,7 +205,7 @@ def test_updates_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], tex
 
 
 def flags(group: dist.ProcessGroup) -> list[bool]:
-    """Return the parameters' requires_grad after a model around the module was frozen, loaded, converted and copied."""
+    """Return requires_grad of the parameters after a model with the module was frozen, loaded, converted and copied."""
     model = torch.nn.Sequential(made(group)).requires_grad_(False)
     model.load_state_dict(model.state_dict(), assign=True)
     return [

@@ -1,4 +1,4 @@
-"""The examples run as their headers say, on CPU processes, and docs/schedules.md shows the output of its code."""
+"""The examples run as described in their headers, on CPU processes. docs/schedules.md shows the output of its code."""
 
 import ast
 import json
@@ -69,14 +69,14 @@ def test_dlrm_without_torchrun_says_how_to_start_it() -> None:
 
 
 def trained(*options: str) -> float:
-    """The held-out AUC that the example prints."""
+    """Run the example with these options. Return the AUC on held-out samples that it prints."""
     printed = run(EXAMPLES / "dlrm.py", *options, "--device", "cpu")
     return float(re.findall(r"held-out AUC (\d\.\d+)", printed)[-1])
 
 
 @pytest.mark.slow
 def test_dlrm_learns_as_embedding_bags_in_one_process() -> None:
-    """Fewer steps than by default, which reach 0.84. Most of what can be known about a click is in the ids."""
+    """The example trains for fewer steps than by default, which reaches 0.84. A click depends mostly on the ids."""
     small = ["--steps", "60", "--every", "60", "--batch", "1024", "--held-out", "4"]
     ours, reference, dense = trained(*small), trained(*small, "--reference"), trained(*small, "--dense-only")
     assert abs(trained(*small, "--placement", "rows") - reference) <= 0.002
@@ -170,7 +170,7 @@ def test_the_help_of_moe_teaches() -> None:
 
 @pytest.mark.slow
 def test_the_chain_runs_prints_itself_and_is_drawn(tmp_path: Path) -> None:
-    import matplotlib.image  # not for every rank and worker that imports this file
+    import matplotlib.image  # not imported at the top, because ranks and workers import this file too
 
     printed = run(EXAMPLES / "gemm_chain.py", "--rows", "64", "--width", "48", "--hidden", "96", "--trace", tmp_path)
     assert "lane GEMM 2 (compute)" in printed
@@ -217,7 +217,7 @@ def test_the_transformer_learns_as_torchs_does(tmp_path: Path) -> None:
     found = losses(printed)
     assert len(found) == steps
     assert all(abs(ours / torchs - 1) < 1e-5 for ours, torchs in found)
-    assert found[0][0] > 5  # of 256 bytes it knows nothing: log(256) = 5.5
+    assert found[0][0] > 5  # an untrained model predicts one of 256 bytes: log(256) = 5.5
     assert found[-1][0] < 2.7
     assert f"{text.stat().st_size} bytes of {text}" in printed
 
@@ -260,7 +260,7 @@ def functions_of(script: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_whole_page_is_one_program(tmp_path: Path) -> None:
-    """Ranks import the page's code again: code in a block that is more than definitions is guarded."""
+    """Ranks import the page's code again, so code other than definitions must be guarded."""
     (tmp_path / "page.py").write_text("\n\n".join((SCRIPT, NORM, LATE, SEEING, MAP)))
     printed = run("page.py", cwd=tmp_path)
     assert printed.startswith(TABLE)
@@ -285,7 +285,7 @@ def test_the_pages_norm() -> None:
 
 @pytest.mark.parametrize("message", [RACE, HANG], ids=["race", "hang"])
 def test_what_is_left_out_is_missed_as_the_page_says(message: str) -> None:
-    """The page marks omissions, and shows the begin of the message, on lines of its own length."""
+    """The page marks the lines to omit, and shows the beginning of the message, with its own line breaks."""
     left_out = re.findall(r"Without\s`([^`]+)`", PAGE[: PAGE.index(message)])[-1]
     assert SCRIPT.count(left_out) == 1
     build = functions_of(SCRIPT.replace(left_out, ""))["from_the_left"]

@@ -1,5 +1,8 @@
-"""The end of a process in which a thread still waits for another process: it ends at once, and normally. Two processes
-without a pool, because their exits are tested. The second process stays until the first has ended."""
+"""Exit of a process in which a thread still waits for another process: it exits at once, and normally.
+
+The two processes do not come from a pool, because their exits are tested. The second process stays until the first has
+exited.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from support.slow import slow
 
 
 def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
-    """Return rank 0's exit status and output. Both ranks get rank, directory and `arguments`."""
+    """Run two ranks. Return rank 0's exit status and output. Both ranks get rank, directory and `arguments`."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
@@ -90,7 +93,9 @@ WAITS = """
 
 @pytest.mark.parametrize("schedule", [slow("serial"), slow("shard[chunks=1,send=in_turn,by=dma]"), "gather[by=kernel]"])
 def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
-    """A thread leaves native code in time: while the interpreter is already ending, it would abort the process."""
+    """The thread must leave native code in time. If it left while the interpreter is exiting, it would abort the
+    process.
+    """
     assert first_of_two(WAITS, tmp_path, schedule, timeout_s=30) == (0, "")
 
 

@@ -1,10 +1,9 @@
 """Experts that send rows for other hosts first, on ranks that pretend to be on several hosts.
 
-1. `WithinHost.exchange`, of tensors that are larger than the memory that they pass through.
-2. Results of both operators and their gradients, for several placements of ranks, uneven and empty splits, `max_rows` and returned
-   tokens. Inputs are whole numbers, so GEMMs are exact in every order.
-3. The way that is slower on one rank is declined by all ranks.
-4. A rank that fails between two exchanges ends the group.
+1. `WithinHost.exchange` of tensors that are larger than its memory. 2. Results of both operators and their gradients,
+for several placements of ranks, uneven and empty splits, `max_rows` and returned tokens. Inputs are whole numbers, so
+GEMMs are exact in every order. 3. All ranks avoid an implementation that is slower on one rank. 4. A rank that fails
+between two exchanges ends the group.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def numbers(*shape, seed):
 
 
 def through_memory(group, nbytes):
-    with claimed("a host"):  # all ranks are on it
+    with claimed("a host"):  # all ranks are on this host
         own = own_group(group)
         comm = symm.communicator(own, "cpu")
     near, rank, world = WithinHost(comm), comm.rank, comm.world_size
     near.reserve(nbytes)
     for call in range(2):
         sizes = torch.randint(0, 60, (world, world), generator=torch.Generator().manual_seed(call))
-        sizes[0] = 0  # sends nothing
+        sizes[0] = 0  # this rank sends nothing
         every = [
             [numbers(int(n), 3, seed=100 * source + to) for to, n in enumerate(row)] for source, row in enumerate(sizes)
         ]
@@ -56,7 +55,9 @@ def test_tensors_pass_through_less_memory_than_they_have(pool: Pool, nbytes: int
 
 
 def both_operators(group, hosts, experts, high):
-    """Compare both ways of both operators, forward and backward, with a computation of all ranks' data on each rank."""
+    """Compare both implementations of both operators, forward and backward, with a reference that each rank computes
+    from all ranks' data.
+    """
     world, rank = group.size(), group.rank()
     with claimed(hosts[rank]):
         own = own_group(group)
@@ -102,11 +103,11 @@ def both_operators(group, hosts, experts, high):
 )  # fmt: skip
 def test_results_and_gradients_are_right_both_ways(pool: Pool, hosts: str, experts: int, high: int) -> None:
     found = pool.run(both_operators, hosts, experts, high, ranks=len(hosts), timeout_s=90)
-    assert min(found) >= 2  # both operators asked which way is faster
+    assert min(found) >= 2  # both operators have compared the implementations
 
 
 def chosen(group, slow):
-    """Return how many of 14 calls went far first, if rank 0 finds one way slow."""
+    """Return how many of 14 calls sent far rows first, if one implementation is slow on rank 0."""
     with on_two_hosts(group) as own:
         native, other = experts_far_first.FarFirst.dispatch, [0]
 
@@ -119,7 +120,7 @@ def chosen(group, slow):
             slow_on_rank_0(own, slow == "far first"),
         ):
             for call in range(14):
-                count = 4 + (own.rank() + call) % 2  # ranks and calls differ, the size bucket does not
+                count = 4 + (own.rank() + call) % 2  # sizes differ between ranks and calls, but are in one size bucket
                 splits = torch.tensor([count, 0])
                 weft.all_to_all_matmul(numbers(count, K, seed=call), numbers(1, K, N, seed=1), splits, group=own)
         return other[0]

@@ -1,8 +1,9 @@
-"""A rank dies, leaves, raises, never comes or is late: the others get an error that names it, at once or at the deadline. No rank
-hangs, nothing is left behind, and a new group of the survivors works.
+"""A rank dies, leaves, raises, never arrives or is late: the other ranks get an error that names it, at once or at the
+deadline.
 
-Waits here have a deadline of five seconds where a death must be noticed: seeing `PeerLostError` and not `DeadlineError`
-means that it was noticed in less. Each test that kills a rank has a pool of its own.
+No rank hangs, nothing is left behind, and a new group of the survivors works. If a death must be noticed, waits have a
+deadline of five seconds: a `PeerLostError` instead of a `DeadlineError` shows that it was noticed earlier. Each test
+that kills a rank has a pool of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NOTICE_S = 5.0
 
 
 def wait_for_the_dead(group, how):
-    """Rank 1 kills itself while the others wait for it; they then make a group without it and use that."""
+    """Let rank 1 kill itself while the others wait for it. They then make a group without it, and use that group."""
     rank, size = group.rank(), group.size()
     comm = symm.communicator(group, "cpu")
     signal = symm.Signal(group=group)
@@ -51,7 +52,7 @@ def wait_for_the_dead(group, how):
         first = error_of(lambda: exchange.exchange(b"", deadline_s=NOTICE_S, name="the agreement"))
     else:
         first = error_of(lambda: comm.all_gather(1, what="setting up", deadline_s=NOTICE_S))
-    buffer.peer(1)[0] = 7  # the dead rank's memory is still there
+    buffer.peer(1)[0] = 7  # the dead rank's memory is still mapped
     later = [
         error_of(lambda: signal.set(1, peer=0)),
         error_of(lambda: exchange.exchange(b"")),
@@ -101,7 +102,7 @@ def test_killing_all_ranks_leaves_nothing() -> None:
     assert all(isinstance(result, RankDiedError | RuntimeError) for result in results)
     assert set(os.listdir("/dev/shm")) == before
     left, until = socket_names(), time.monotonic() + 20
-    while left and time.monotonic() < until:  # what other programs are setting up just now goes away
+    while left and time.monotonic() < until:  # traces of other programs' set-up disappear after a while
         time.sleep(0.1)
         left &= socket_names()
     assert not left
@@ -130,7 +131,7 @@ def raise_instead_of_arriving(group, leave):
 def test_a_rank_that_raises_makes_the_others_meet_a_named_deadline() -> None:
     with Pool(3) as pool:
         results = pool.run(raise_instead_of_arriving, False)[:2]
-    assert "DeadlineError" in {kind for kind, _ in results}  # whoever is first poisons the group for the other
+    assert "DeadlineError" in {kind for kind, _ in results}  # the first rank poisons the group for the other
     for kind, text in results:
         assert kind in ("DeadlineError", "PoisonedGroupError")
         for part in ["waited 0.5 s for the agreement from rank 2", "wanted 2, found 1"]:
@@ -143,13 +144,13 @@ def test_a_rank_that_leaves_while_waited_for_is_named() -> None:
     for kind, text in errors:
         assert kind == "PeerLostError"
         assert "rank 2 " in text
-        assert "closed its end" in text
+        assert "has left the group" in text
     # The first rank to notice names its wait; the other may be notified before it begins to wait.
     assert any("the agreement" in text for _, text in errors)
 
 
 def leave_early(group):
-    """Rank 1 leaves normally. No rank waits for it any more, so none raises an error; its memory stays readable."""
+    """Let rank 1 leave normally. No rank waits for it any more, so no rank raises an error. Its memory stays readable."""
     rank = group.rank()
     buffer, signal = symm.SymmetricBuffer((4,), torch.int64, group=group), symm.Signal(3, group=group)
     buffer.local.fill_(rank)
@@ -158,17 +159,17 @@ def leave_early(group):
         signal.add(1, peer=0, index=1)
         signal.comm.close()
         return None
-    time.sleep(0.2)  # its goodbye is here
+    time.sleep(0.2)  # its goodbye message has arrived
     signal.comm.check()
     assert buffer.peer(1).tolist() == [1] * 4
     signal.set(1, peer=2 - rank, index=2)
     signal.wait(1, index=2, peer=2 - rank)
     if rank == 0:
-        signal.wait(1, index=1, peer=1)  # its writes before it left count
+        signal.wait(1, index=1, peer=1)  # writes that it made before it left are valid
         late = error_of(lambda: signal.wait(2, index=1, peer=1))
         signal.comm.close()
         return late
-    # Rank 0 has lost the connection, or received the goodbye; either way no rank is left to raise this.
+    # Rank 0 has lost the connection, or has received the goodbye. In both cases no other rank can set this signal.
     return error_of(lambda: signal.wait(2, index=2))
 
 
@@ -190,10 +191,10 @@ def poison_by_hand(group, poisoner):
         seen.append(threading.current_thread().name)
         happened.set()
 
-    comm.on_failure(lambda: 1 / 0)  # one callback's failure must not keep the others from running
+    comm.on_failure(lambda: 1 / 0)  # an error in one callback must not prevent the others
     comm.on_failure(note)
     comm.on_failure(lambda: seen.append("taken back"))()
-    dist.barrier(group)  # not over the communicator: the poison may overtake data that others still send there
+    dist.barrier(group)  # not over the communicator, because the poison may overtake data of other ranks there
     if group.rank() == poisoner:
         comm.poison("the table is on fire")
     assert happened.wait(NOTICE_S)
@@ -215,7 +216,7 @@ def test_poison_reaches_everybody_and_runs_the_callbacks(size: int) -> None:
 
 
 def miss_the_set_up(group):
-    """Rank 2 arrives only after the others have given up; then all try again on the same group."""
+    """Let rank 2 arrive only after the others have given up. Then all try again on the same group."""
     first = None
     if group.rank() == 2:
         time.sleep(0.5)
@@ -240,7 +241,7 @@ def test_a_rank_that_never_comes_to_the_set_up_is_named_and_may_come_later() -> 
 
 
 def die_during_set_up(group, where):
-    """Rank 1 raises (or is killed) half-way into the set-up, having met some of the others."""
+    """Let rank 1 raise, or be killed, in the middle of the set-up, after it has connected to some of the others."""
     if group.rank() == 1:
 
         def trouble(*_):
@@ -268,8 +269,9 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
 
 
 def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
-    """Rank 0 has a waiting connection from rank 1, but has not read rank 1's entry, when it is notified that rank 2
-    gave up."""
+    """Rank 0 is notified that rank 2 gave up. It then has a waiting connection from rank 1, but has not read rank 1's
+    entry.
+    """
     store = dist.HashStore()
     listener = bootstrap._socket()
     listener.bind("\0" + attempt.PREFIX + secrets.token_hex(16))
@@ -301,7 +303,7 @@ def test_the_store_that_died_with_its_rank_ends_the_set_up_at_once() -> None:
 
 
 def interrupt(group):
-    """Ctrl-C reaches rank 0 in an exchange whose partner is late."""
+    """Interrupt rank 0 with Ctrl-C in an exchange whose other rank is late."""
     exchange = symm.Exchange(symm.communicator(group, "cpu"))
     exchange.exchange(b"both here")
     if group.rank() == 1:
@@ -323,7 +325,7 @@ def test_ctrl_c_ends_a_wait_and_the_partner_learns_of_it() -> None:
 
 
 def stop_in_a_forked_child(group):
-    """Rank 1 dies while a child that it forked lives on with copies of its descriptors."""
+    """Kill rank 1, while a child that it forked stays alive with copies of its descriptors."""
     signal = symm.Signal(group=group)
     barrier(signal, 1)
     if group.rank() == 1:
@@ -349,7 +351,7 @@ def hang(group):
 
 def test_a_pool_says_who_hangs_where_and_works_again() -> None:
     with Pool(2) as pool:
-        assert pool.run(sum_of_ranks) == [1, 1]  # all have started
+        assert pool.run(sum_of_ranks) == [1, 1]  # all ranks have started
         with pytest.raises(TimeoutError, match=r"ranks \[1\] were still running(.|\n)*in hang"):
             pool.run(hang, timeout_s=1.0)
         assert pool.run(sum_of_ranks) == [1, 1]

@@ -1,5 +1,8 @@
-"""First calls of a shape must not shape later calls. A first call may pass one tensor twice, or run in inference mode, for
-example if a model is validated before it is trained."""
+"""The first call of a shape must not affect later calls.
+
+A first call may pass one tensor twice, or run in inference mode, for example if a model is validated before it is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def data(seed: int) -> torch.Tensor:
 
 
 def exact(name: str, x: torch.Tensor, w: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """All ranks have the same."""
+    """Compute the expected result. All ranks have the same operands."""
     if name in ("all_gather_matmul", "matmul_all_gather"):
         return torch.cat([x @ w] * world)
     if name == "matmul_reduce_scatter":
@@ -113,7 +116,7 @@ def one_column(group: dist.ProcessGroup, shape: tuple[int, int], cut: tuple[Any,
     y.sum().backward()
     assert x.grad is not None
     assert w.grad is not None
-    world = group.size()  # each rank's loss counts
+    world = group.size()  # each rank has its own part of the loss
     torch.testing.assert_close(x.grad, world * torch.ones_like(y) @ w.t())
     torch.testing.assert_close(w.grad, world * x.t() @ torch.ones_like(y))
 

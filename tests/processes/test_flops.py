@@ -1,5 +1,6 @@
-"""FlopCounterMode counts for a rank as for the same GEMMs of torch: forward and backward, a backward whose forward ran
-outside of it, and a compiled graph."""
+"""FlopCounterMode counts as many FLOPs on a rank as for the same GEMMs in torch. This holds for forward and backward, a
+backward whose forward ran outside of the mode, and a compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def joined(group: dist.ProcessGroup) -> tuple[Call, Call, list[tuple[int, ...]]]
 
 
 def experts(group: dist.ProcessGroup) -> tuple[Call, Call, list[tuple[int, ...]]]:
-    """There, through this rank's experts, and back."""
+    """Send tokens to their experts, multiply them there, and send them back."""
     splits = torch.tensor([3, 2, 4, 3])  # of either rank
     came = splits.view(WORLD, EXPERTS)[group.rank()] * WORLD
 
@@ -82,7 +83,7 @@ def experts(group: dist.ProcessGroup) -> tuple[Call, Call, list[tuple[int, ...]]
 
 
 def layers(group: dist.ProcessGroup) -> tuple[Call, Call, list[tuple[int, ...]]]:
-    """Between which activations are whole on every rank, and in parts."""
+    """Run layers, between which activations are replicated, or divided."""
     whole = weft.nn.ParallelMLP(K, N * WORLD, group=group, sequence_dim=None)
     parts = weft.nn.ParallelMLP(K, N * WORLD, group=group, sequence_dim=0)
 
@@ -103,8 +104,9 @@ CASES = {one.__name__: one for one in (gathered, scattered, scattered_columns, s
 
 
 def of_graph(call: Call, tensors: list[torch.Tensor]) -> int:
-    """Return the FLOPs of the graph that torch.compile makes, counted in its backend: it compiles nothing while a counter is
-    active."""
+    """Return the FLOPs of the graph that torch.compile makes. They are counted in a backend, because torch compiles
+    nothing inside a FLOP counter.
+    """
     found = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Call:
@@ -120,7 +122,7 @@ def of_graph(call: Call, tensors: list[torch.Tensor]) -> int:
 
 
 def counts(group: dist.ProcessGroup, case: str) -> dict[str, tuple[int, int]]:
-    """Return the counts of weft and torch, by which gradients are wanted."""
+    """Return {wanted gradients: (FLOPs of weft, FLOPs of torch)}."""
     call, by_torch, shapes = CASES[case](group)
     found = {}
     for name, wanted in [("none", False), ("x", True), ("weights", True), ("all", True)]:

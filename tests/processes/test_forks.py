@@ -1,5 +1,8 @@
-"""A forked child has its parent's process groups, whose sockets it may not use: every call raises an error that says
-so, and the parent's groups live on. The functions with a `group` argument run on the ranks."""
+"""A forked child inherits process groups whose sockets it must not use. Every call in the child raises an error with
+this reason, and the parent's groups stay usable.
+
+Functions with a `group` argument run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def use_what_was_inherited(group):
             "a schedule": lambda: executor.run(tensors),
         }
         told = in_child(lambda: {name: error_of(use) for name, use in uses.items()})
-        # The parents have noticed nothing.
+        # The groups of the parents still work.
         assert comm.all_gather(group.rank()) == [0, 1]
         executor.run(tensors)
         assert product(own) == before

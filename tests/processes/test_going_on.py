@@ -1,7 +1,7 @@
-"""`weft.on_failure`, and continuing with the living ranks: each of them gets the callback once, and their results on a
-new group are right.
+"""`weft.on_failure`, and continuing with the surviving ranks: each of them gets the callback once, and results on a new
+group are right.
 
-The functions with a `group` argument run on the ranks.
+Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLES = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(2)]
 
 
 class Heard:
-    """Recorder of the arguments of a callback, and of its thread."""
+    """A callback that records its arguments and its thread."""
 
     def __init__(self) -> None:
         self.said: list[tuple[weft.errors.WeftError, str]] = []
@@ -43,7 +43,7 @@ class Heard:
 
 
 def product(group: dist.ProcessGroup) -> None:
-    """Forward and backward, right to the bit: whole numbers."""
+    """Run forward and backward on whole numbers, and check that results are exact."""
     world = group.size()
     x, w = torch.full((4, 8), float(group.rank()), requires_grad=True), torch.ones(8, 3, requires_grad=True)
     _, (y,) = weft.all_gather_matmul(x, [w], 0, group)
@@ -73,12 +73,12 @@ def embeddings(group: dist.ProcessGroup) -> None:
 def lose_one(group, how, folder):
     """Kill rank 1 while the others are busy. They are notified, make a new group, and call weft's operators on it."""
     heard = Heard()
-    weft.on_failure(group, heard)  # before weft knows the group
+    weft.on_failure(group, heard)  # registered before weft knows the group
     for use in (product, experts, embeddings):
         use(group)
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert heard.event.wait(NOTICE_S)  # in no call
+    assert heard.event.wait(NOTICE_S)  # the rank is not in a call
     for _ in range(2):
         assert error_of(lambda: product(group))[0] in ("PeerLostError", "PoisonedGroupError")
     rank = group.rank()
@@ -109,7 +109,7 @@ def test_the_living_are_told_and_a_group_of_theirs_works(tmp_path: Path, how: st
         assert (kind, lost, others) == (PeerLostError, 1, [])
         assert f"rank 1 (pid {pid}) died" in text
         assert thread == f"weft-watchdog-{rank}"
-        assert again == [(PeerLostError, "MainThread")]  # at once
+        assert again == [(PeerLostError, "MainThread")]  # the callback runs at once, because the group has failed
 
 
 def tell_some(group, taken_back):
@@ -119,7 +119,7 @@ def tell_some(group, taken_back):
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("weft").addHandler(handler)
     weft.on_failure(own, lambda error: 1 / 0)
-    (weft.on_failure(own, other))()  # and taken back
+    (weft.on_failure(own, other))()  # registered and removed again
     weft.on_failure(own, heard)
     comm = symm.communicator(own, "cpu")
     dist.barrier(group)
@@ -161,7 +161,7 @@ def test_an_end_in_order_is_no_failure(pool: Pool, how: str) -> None:
 
 
 def fail_in_set_up(group):
-    """The group ends before anything watches it: rank 1 has no thread for that."""
+    """Let set-up fail before a watchdog exists: rank 1 has no thread for it."""
     own, heard, start = dist.new_group(list(range(group.size()))), Heard(), threading.Thread.start
 
     def fail(thread: threading.Thread) -> None:
@@ -213,7 +213,7 @@ def test_the_example_trains_on_as_if_the_lost_rank_had_left(monkeypatch: pytest.
         assert ranks == living
         said = re.match(rf"rank {victim} was lost in step (\d+), and ranks \[\d, \d\] went on; loss", story)
         assert said, story
-        assert int(said[1]) in (steps // 2 - 1, steps // 2)  # some survivor may not have all of the step before
+        assert int(said[1]) in (steps // 2 - 1, steps // 2)  # a surviving rank may not have finished the previous step
         w = torch.ones(survivors.WIDTH, survivors.OUT, dtype=torch.float64)
         for step in range(1, steps + 1):
             x = torch.cat(shards if step < int(said[1]) else [shards[rank] for rank in living])

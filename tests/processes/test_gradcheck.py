@@ -1,4 +1,4 @@
-"""Gradients of every operator against differences, in float64 on two CPU processes."""
+"""Gradients of every operator against finite differences, in float64 on two CPU processes."""
 
 from __future__ import annotations
 

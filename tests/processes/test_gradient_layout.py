@@ -1,6 +1,8 @@
-"""Gradients of weights lie as the weights do. Autograd copies a gradient whose layout differs from its parameter's, at
-every step. Operators get a `linear.weight` transposed, and copying its gradient would cost as much as a part of the
-GEMM."""
+"""Gradients of weights have the layout of the weights.
+
+Autograd copies a gradient whose layout differs from its parameter's, in every step. Operators get `linear.weight`
+transposed, and a copy of its gradient would take a considerable part of the GEMM's time.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def gradients(group: dist.ProcessGroup, operator: str, compiled: bool) -> None:
         grad = torch.randn(y.shape, generator=generator)
         y.backward(grad)
         assert seen == [weight.stride()]
-        # By torch in float64: every rank's part of the loss that the results' gradients define.
+        # The reference is torch in float64. Each rank's part of the loss is defined by the gradients of its results.
         everyone: list[tuple[torch.Tensor, ...]] = [()] * world
         dist.all_gather_object(everyone, (x.detach(), weight.detach(), grad))
         whole = [[t.double().requires_grad_() for t in of[:2]] for of in everyone]
@@ -81,5 +83,5 @@ def summed(group: dist.ProcessGroup, operator: str) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_nobody_is_warned_of_a_gradient_that_autograd_made(operator: str, pool: Pool) -> None:
-    """The gradient of a sum has one element, expanded: it is copied, and the caller can do nothing about it."""
+    """The gradient of `sum()` is one expanded element. It has to be copied, and the caller cannot avoid this."""
     pool.run(summed, operator, ranks=2)

@@ -116,7 +116,9 @@ COLLECTIVES = "ficco_1d_collective[start=hetero,gemms=unfused,steps=2]"
 
 
 def overlapped(group, operator, cases, pinned, times):
-    """The lanes of calls with fresh data. times: what measuring finds, by the end of a schedule's name."""
+    """Make calls with new data. Return the lanes of each call. times: {end of a schedule's name: pretended measured
+    time}.
+    """
     native, asked = between_hosts.measure.measured, []
 
     def measured(p, schedules, *rest):
@@ -162,7 +164,7 @@ CHUNKED = tuple(f"collective[chunks={chunks}]" for chunks in (1, 2, 4))
 def test_collectives_of_chunks_overlap_where_they_are_clearly_faster(
     pool: Pool, operator: str, pinned: bool, times: dict[str, float], wanted: list[str], count: int
 ) -> None:
-    """The choice holds for sizes that are near; the last one is not."""
+    """The choice also holds for similar sizes. The last size is not similar."""
     names = GATHERS if operator == "all_gather_matmul" else CHUNKED
     given = operator, CASES[operator], names[1] if pinned else None, times
     for lanes, asked in pool.run(overlapped, *given, ranks=3):
@@ -171,7 +173,7 @@ def test_collectives_of_chunks_overlap_where_they_are_clearly_faster(
 
 
 def sent(name, to):
-    """y = x of the rank whose `to` is this rank."""
+    """Return a schedule of y = x of the rank whose `to` is this rank."""
     d = Draft(name, len(to))
     x, y, box = (
         d.buffer(one, 4, 4, "fp32", role) for one, role in zip("xyb", ("input", "output", "symmetric"), strict=True)
@@ -184,7 +186,7 @@ def sent(name, to):
 
 
 def own_schedules(group):
-    """Four ranks, two on each host."""
+    """Run schedules of a user's own, on four ranks, two on each host."""
     rank, found = group.rank(), []
     with on_two_hosts(group) as own:
         for schedule in (sent("near", [1, 0, 3, 2]), sent("far", [1, 2, 3, 0]), sent("near", [1, 0, 3, 2])):
@@ -212,7 +214,7 @@ def test_memory_is_shared_within_a_host(pool: Pool) -> None:
 
 
 def trains(group, kind, placement):
-    """The tables after three steps, on two hosts and on one: the same bits."""
+    """Train for three steps on two hosts and on one host. Return the tables, which must have the same bits."""
     found = []
     for far in (True, False):
         with on_two_hosts(group) if far else claimed("alpha"):
@@ -309,14 +311,16 @@ def links(group):
 
 def test_links_between_hosts_are_measured_on_every_rank(pool: Pool) -> None:
     found = pool.run(links, ranks=3, timeout_s=30)
-    assert found[0] == found[1] == found[2]  # the same numbers, which are plausible
+    assert found[0] == found[1] == found[2]  # equal and plausible numbers on all ranks
     hosts, pairs, _ = found[0]
     assert hosts == ("a", "b", "c")
     assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in ("ab", "bc", "ac")}
 
 
 def planned(group, folder, measured, off):
-    """The network after a call on two hosts, and how often a rank measured. Every rank measures other numbers."""
+    """Make a call on two hosts. Return the measured network, and how often this rank measured it. Every rank measures
+    different numbers.
+    """
     asked = []
 
     def measure(comm, **_):
@@ -362,7 +366,7 @@ def test_all_ranks_plan_with_the_first_ranks_links(
     wanted = HostNetwork(("alpha", "beta"), 120.0, 400.0, 100.0, 1000.0, 500.0) if known else None
     for rank, (groups, asked) in enumerate(found):
         assert [network for network, _ in groups] == [wanted, wanted]
-        assert asked == times  # the second group reads the file of the first rank
+        assert asked == times  # the second group reads the first rank's file
         said = [text for _, texts in groups for text in texts]
         assert len(said) == (rank == 0 and not known and not off)
         assert all(
@@ -373,7 +377,7 @@ def test_all_ranks_plan_with_the_first_ranks_links(
 
 
 def choices(group, network):
-    """Return whether schedules are timed, far first is tried, and the number of pieces, with these links."""
+    """Return, for these links: whether schedules are timed, whether far first is tried, and the number of pieces."""
     seen = {"timed": False, "tried": set()}
 
     def measured(p, schedules, *rest):
@@ -398,7 +402,7 @@ def choices(group, network):
         far_first(embedding_far_first.FarFirst), far_first(experts_far_first.FarFirst),
     ):  # fmt: skip
         settle(symm.communicator(own, "cpu"), network)
-        for _ in range(4):  # far first is tried in the second block of three calls
+        for _ in range(4):  # the second block of three calls tries far first
             weft.matmul_reduce_scatter(x, w, "sum", 0, own)
             weft.embedding_all_to_all([torch.ones(10, 4)], ids, sharding, group=own)
             weft.all_to_all_matmul(x, w[None], torch.tensor([2, 2]), group=own)

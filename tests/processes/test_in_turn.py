@@ -1,8 +1,9 @@
-"""NCCL, gloo and cuBLAS calls without executors ("serial"), of known shapes: ranks that differ, or do not take part; timelines.
+"""Unfused calls (schedule "serial") of known shapes: ranks that make different calls, or do not take part, and
+timelines.
 
-Nothing hangs, no process is aborted, and no result is wrong. First come calls that ranks make differently, then a rank that does
-not arrive or does not continue, then the state afterwards (at exit: `test_exit.py`). Deadlines are short if one must be missed,
-and long if another event must end the wait.
+Nothing hangs, no process is aborted, and no result is wrong. First come calls that differ between ranks, then a rank
+that does not arrive or does not continue, then the state afterwards (at exit: `test_exit.py`). Deadlines are short if
+one must be missed, and long if another event must end the wait.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COLLECTIVE = {
 
 
 def call(group: dist.ProcessGroup, operator: str, rows: int = 4, width: int = N, **options: Any) -> torch.Tensor:
-    """Call the operator with ones."""
+    """Call the operator with operands of ones."""
     options = {"schedule": "serial", **options}
     x, w = torch.ones(rows, K), torch.ones(K, width)
     if operator == "all_gather_matmul":
@@ -60,7 +61,7 @@ def right(group: dist.ProcessGroup, operator: str, **options: Any) -> bool:
 
 
 def again(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
-    """Return the error of the next call on a failed group. A new group works."""
+    """Return the error of the next call on a failed group. Check that a new group works."""
     error = error_of(lambda: call(group, operator))
     assert right(own_group(group), operator)
     return error
@@ -70,8 +71,9 @@ def again(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
 
 
 def differ(group: dist.ProcessGroup, operator: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Two shapes, both known, the last rank calls the other one; then all call the same, one rank is a call late, as far as
-    weft can know."""
+    """Let the last rank call another known shape than the others. Then let all call the same shape, with one rank a
+    call behind.
+    """
     own = own_group(group)
     for width in (N, 2 * N):
         call(own, operator, width=width)
@@ -98,7 +100,7 @@ def other_rows(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
-    """gloo would abort one rank, and give the other a wrong result."""
+    """gloo alone would abort one rank, and give the other a wrong result."""
     for kind, text in pool.run(other_rows, ranks=2):
         assert kind == "DisagreementError"
         assert "rank 0: all_gather A_shard -> A of all_gather_matmul, [12, 16] gathered from 2 ranks" in text
@@ -124,8 +126,7 @@ def test_known_parts_of_as_many_rows_in_all(pool: Pool) -> None:
 
 
 def same_now_and_then_late(group: dist.ProcessGroup, calls: int) -> None:
-    """Alternate serial calls and runs of a schedule, with ranks late now and then, and a rank that sometimes
-    refuses."""
+    """Alternate serial calls and runs of a schedule. Ranks are delayed now and then, and one rank sometimes refuses."""
     own, rank = own_group(group), group.rank()
     same, late = random.Random(5), random.Random(6 + rank)
     kinds = [(operator, {}) for operator in OPERATORS] + [("all_gather_matmul", {"schedule": "gather[by=kernel]"})]
@@ -189,7 +190,7 @@ def test_known_schedules_that_differ(pool: Pool, operator: str, schedule: str) -
 
 
 def known_here_alone(group: dist.ProcessGroup) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 has another number of experts, for the first time. No rank waits for a deadline."""
+    """Let rank 1 pass another number of experts for the first time. No rank may wait for a deadline."""
     own = own_group(group)
     call(own, "all_to_all_matmul")
     x, w, experts = torch.ones(4, K), torch.ones(3, K, N), 3 if group.rank() == BAD_RANK else EXPERTS
@@ -233,7 +234,7 @@ def test_a_rank_that_never_comes(pool: Pool, operator: str) -> None:
 
 
 def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -> tuple[str, str]:
-    """Rank 1 makes no backward pass."""
+    """Let rank 1 skip its backward pass."""
     own, rank = own_group(group), group.rank()
     x, w = torch.ones(4, K, requires_grad=True), torch.ones(1, K, N, requires_grad=True)
     if operator == "all_gather_matmul":
@@ -264,7 +265,9 @@ def test_a_rank_that_makes_no_backward_pass(pool: Pool, operator: str, schedule:
 
 
 def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[str, str]:
-    """Run backward of a shape that it knows, by schedule `taken`. Rank 1 makes no backward pass, or another call instead."""
+    """Run backward of a known shape with schedule `taken`. Rank 1 skips its backward pass, or makes another call
+    instead.
+    """
     own, rank = own_group(group), group.rank()
     w = torch.ones(K, N, requires_grad=True)
 
@@ -292,7 +295,7 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
      ("direct", "schedule 'direct of backward of all_gather_matmul' of gradients of ")],
 )  # fmt: skip
 def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken: str, what: str) -> None:
-    """And no name that a user has never seen."""
+    """The error must not name an internal operator."""
     missed, _ = pool.run(known_backward, taken, "nothing", ranks=2)
     assert_deadline([missed], f"rank 0 waited 0.5 s for {what}.* from rank 1")
     for kind, text in pool.run(known_backward, taken, "something else", ranks=2):
@@ -302,8 +305,9 @@ def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken:
 
 
 def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Let rank 1 arrive, and then not begin the collective: it raises, gets Ctrl-C, or does nothing until the others
-    give up."""
+    """Let rank 1 arrive, but not begin the collective: it raises, gets Ctrl-C, or does nothing until the others give
+    up.
+    """
     own = own_group(group)
     call(own, "all_gather_matmul")
     native = collectives.all_gather_single
@@ -332,7 +336,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
 
 @pytest.mark.parametrize("doing", ["hang", "raise", "interrupt"])
 def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
-    with Pool(3) as alone:  # which is closed while gloo's threads still wait
+    with Pool(3) as alone:  # close it while gloo's threads still wait
         answers = alone.run(stuck, doing)
     errors = [answers[rank][0] for rank in (0, 2)]
     if doing == "hang":
@@ -372,7 +376,7 @@ def test_a_rank_that_is_killed(when: str) -> None:
 
 
 def timelines(group: dist.ProcessGroup, operator: str, everywhere: bool) -> dict[str, int]:
-    """Bytes sent, by name of the step."""
+    """Return {name of a step: bytes sent}."""
     timeline = weft.Timeline() if everywhere or group.rank() == 0 else None
     for _ in range(2):
         assert right(group, operator, timeline=timeline)
@@ -403,7 +407,7 @@ def test_timelines_of_one_rank(pool: Pool) -> None:
 
 
 def test_timelines_of_experts(pool: Pool) -> None:
-    """All tokens go to rank 0, which sends nothing but splits."""
+    """All tokens go to rank 0, so rank 0 sends only splits."""
     tokens = "exchange tokens -> unordered"
     sent = {"exchange splits -> received": 2 * EXPERTS * 8, tokens: 0, "permute": 0, "library_grouped_matmul": 0}
     first, second, _ = pool.run(timelines, "all_to_all_matmul", True, ranks=3)

@@ -1,8 +1,8 @@
-"""Layers on CPU of which one rank is given something wrong, or meets an error inside: every rank hears of it, no call pairs with
-another one.
+"""Errors inside layers on CPU on one rank: every rank is notified, and no call pairs with another call.
 
-Cheapest first: arguments (refused before the first collective, the group lives on); errors between two collectives (the same);
-errors after the last (the group ends). After each refusal the same layer is called again, and must give what it gave before.
+Cheapest first: bad arguments (refused before the first collective, and the group stays usable); errors between two
+collectives (likewise); errors after the last collective (the group ends). After each refusal the same layer is called
+again, and must give its earlier result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def data(*shape: int) -> torch.Tensor:
 
 
 def told(group: dist.ProcessGroup, right: Callable[[], Any], cases: dict[str, Callable[[], Any]]) -> Told:
-    """Rank 1 makes the call of the case, the others the right one; then all make the right one again."""
+    """Let rank 1 make the call of each case, and the others the right call. Then all make the right call."""
     found = {}
     with torch.no_grad():
         first = right()
@@ -67,7 +67,7 @@ def attention_arguments(group: dist.ProcessGroup, sequence_dim: int | None) -> T
     if sequence_dim is not None:
         x = x.chunk(WORLD, 1)[group.rank()].movedim(1, sequence_dim)
     heads = HEADS // WORLD
-    fewer = tuple(t[:1] for t in ROTARY)  # as of a rank with one position: it would broadcast
+    fewer = tuple(t[:1] for t in ROTARY)  # like a rank with one position; this table would be broadcast
     of_meta = torch.polar(torch.ones(LENGTH, HEAD_DIM // 2), torch.zeros(LENGTH, HEAD_DIM // 2))
     assert torch.equal(layer(x, tuple(t.expand(BATCH, -1, -1) for t in ROTARY)), layer(x, ROTARY))
     assert torch.equal(layer(x, [t[None] for t in ROTARY]), layer(x, ROTARY))
@@ -169,7 +169,7 @@ def other_layers(group: dist.ProcessGroup) -> dict[str, Told]:
     }  # fmt: skip
     follows = weft.nn.ParallelMLP(
         HIDDEN, HIDDEN, **options
-    )  # a layer without collectives notifies its peers in the next one
+    )  # a layer without collectives notifies its peers in the next call
     for name, layer in layers.items():
         here, there = layer(), layer(**meta)
         found[name] = told(
@@ -251,7 +251,7 @@ def test_styles_and_functions(pool: Pool) -> None:
 
 
 class Fails:
-    """An activation that raises on one rank, or on all."""
+    """An activation that raises on one rank, or on all ranks."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -304,14 +304,14 @@ def test_an_error_between_collectives_is_a_refusal(pool: Pool, kind: str, traine
     name = {"attention": "ParallelAttention", "experts": "ExpertParallelMLP"}.get(kind, "ParallelMLP")
     for rank, (one, memory, alike) in enumerate(pool.run(fails_between, kind, trained, ranks=WORLD)):
         assert one == ("RefusedError", f"rank 1: {name}: ArithmeticError('on purpose')", True)
-        here = rank == BAD_RANK  # who had no memory catches its own error, to try with less
+        here = rank == BAD_RANK  # a rank without memory may catch its own error, and try again with less
         text = "on purpose" if here else f"rank 1: {name}: MemoryError('on purpose')"
         assert memory == ("MemoryError" if here else "RefusedError", text, True)
         assert alike == ("RefusedError", "ranks 0, 1: on purpose", True)
 
 
 class Changes:
-    """Return an activation whose result broadcasts against its factor, or has another dtype, on one rank."""
+    """An activation whose result on one rank is broadcast against its factor, or has another dtype."""
 
     def __init__(self, here: bool, dtype: bool) -> None:
         self.here, self.dtype = here, dtype
@@ -338,7 +338,7 @@ def test_an_activation_that_changes_shape_or_dtype_is_refused(pool: Pool, kind: 
 
 
 def of_another_dtype(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
-    """(layer, error, its text) of inputs in fp16, for weights in fp32."""
+    """Return (layer, error, its text) for inputs in fp16 with weights in fp32."""
     x, found = data(BATCH, LENGTH // WORLD, HIDDEN).half(), []
     index, weights = torch.zeros(BATCH * LENGTH // WORLD, 1, dtype=torch.long), torch.ones(BATCH * LENGTH // WORLD, 1)
     experts = weft.nn.ExpertParallelMLP(HIDDEN, HIDDEN, 4, group=group)
@@ -360,7 +360,9 @@ def test_an_input_of_another_dtype_is_refused_by_the_layers_name(pool: Pool) -> 
 
 
 def ends(group: dist.ProcessGroup, what: str) -> list[tuple[str, str]]:
-    """Ctrl-C between two collectives; an error after the last one. Then the same call, as it should be."""
+    """Raise an error after the last collective, or get Ctrl-C between two collectives. Then make the same call
+    correctly.
+    """
     own, activation, found = dist.new_group(list(range(WORLD))), Fails(), []
     options: dict[str, Any] = {"group": own}
     call, error = (
@@ -388,7 +390,7 @@ def ends(group: dist.ProcessGroup, what: str) -> list[tuple[str, str]]:
             found.append(("", ""))
         except BaseException as raised:
             found.append((type(raised).__name__, str(raised)))
-        if what != "Ctrl-C":  # a peer may be past the call, or not
+        if what != "Ctrl-C":  # a peer may have finished the call or not
             dist.barrier(group)
     return found
 
@@ -417,7 +419,7 @@ def test_ctrl_c_and_errors_behind_the_last_collective_end_the_group(
 
 
 def fake(group: dist.ProcessGroup) -> str:
-    """Shapes are tried out on one rank alone, and wrong ones are no peer's business."""
+    """Try shapes with fake tensors on one rank only. Wrong shapes must not be reported to peers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mlp = weft.nn.ParallelMLP(HIDDEN, 2 * HIDDEN, group=group)

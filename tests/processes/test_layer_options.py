@@ -1,7 +1,7 @@
-"""Layers to which ranks give different options: no rank gets a result.
+"""Layers to which ranks pass different options: no rank gets a result.
 
-First: every option of every layer, at new shapes and at shapes that all ranks have called with both options. Then: actions that a
-single rank may take, such as calling a norm or compiling a layer.
+First every option of every layer, for new shapes and for shapes that all ranks have called with both options. Then
+actions that a single rank may take, such as calling a norm or compiling a layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def x_of(sequence_dim: int | None) -> torch.Tensor:
 
 
 def attention(sequence_dim: int | None, other: dict[str, Any] | None = None, **given: Any) -> Call:
-    """Return calls of an attention layer. other: arguments of the layer with the other option. given: arguments of its call."""
+    """Return calls of an attention layer. other: arguments of the layer with the other option. given: arguments of the
+    call.
+    """
 
     def call(group: dist.ProcessGroup, differs: bool) -> Any:
         options = (other or {}) if differs else {}
@@ -69,7 +71,9 @@ def followed(sequence_dim: int | None, norm: Callable[[bool], nn.Module | None],
 
 
 def biased(kind: type[nn.Module], sequence_dim: int | None) -> Call:
-    """Return a call with backward: column-parallel layers with a replicated x have no collective in forward to compare options."""
+    """Return a call with backward. Column-parallel layers with a replicated x have no collective in forward that could
+    compare options.
+    """
 
     def call(group: dist.ProcessGroup, differs: bool) -> Any:
         layer = kind(HIDDEN, HIDDEN, not differs, group=group, sequence_dim=sequence_dim)
@@ -201,7 +205,7 @@ def styled_differently(group: dist.ProcessGroup) -> dict[str, tuple[str, str]]:
         for known in (False, True):
             own = dist.new_group(
                 [0, 1]
-            )  # not destroyed: DTensor uses the group of the first mesh for others that look like it
+            )  # not destroyed, because DTensor reuses the group of the first mesh for equal meshes
             for differs in (False, True, False) if known else ():
                 call(own, differs)
             found[f"{name}, {known=}"] = error_of(lambda call=call, own=own: call(own, group.rank() == 1))
@@ -215,7 +219,7 @@ def test_ranks_that_divide_other_linears_get_no_result() -> None:
 
 
 def called_the_same(group: dist.ProcessGroup) -> None:
-    """Make layers and functions per rank, as a separate process does."""
+    """Make layers and functions on each rank separately, as separate processes do. All options are equal."""
     for call in CASES.values():
         for differs in (False, True):
             call(group, differs)
@@ -228,7 +232,7 @@ def test_the_same_options_make_the_same_calls(pool: Pool) -> None:
 
 
 def on_its_own(group: dist.ProcessGroup) -> None:
-    """Call a norm, whose forward is not collective, on rank 1 only; then go on with all ranks."""
+    """Call a norm, whose forward is not collective, on rank 1 only. Then make calls with all ranks."""
     torch.manual_seed(0)
     norm, other = (weft.nn.RMSNorm(HIDDEN, eps=eps, group=group) for eps in (1e-5, 1e-3))
     layer = weft.nn.ParallelMLP(HIDDEN, 32, group=group)
@@ -257,7 +261,7 @@ def test_one_rank_may_compile_a_layer(pool: Pool) -> None:
 
 
 def refused_and_called_again(group: dist.ProcessGroup) -> None:
-    """Check that options noted before a refused layer are not carried by the call after it."""
+    """Check that options of a refused layer are not compared in the next call."""
     norm, other = (weft.nn.RMSNorm(HIDDEN, eps=eps, group=group) for eps in (1e-5, 1e-3))
     layer = weft.nn.ParallelMLP(HIDDEN, 32, group=group)
     x = (other if group.rank() else norm)(x_of(1))

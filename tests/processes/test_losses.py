@@ -1,6 +1,5 @@
-"""Measuring losses on CPU processes: wrong bytes and wrong products are found, and every number is there and consistent.
-
-Cheapest first.
+"""Measurements of losses on CPU processes: wrong bytes and wrong products are found, and all numbers exist and are
+consistent. Cheapest first.
 """
 
 import json
@@ -54,7 +53,7 @@ def test_every_gather_brings_every_byte(pool: Pool, ranks: int) -> None:
 
 
 class _Forgetful(CpuSide):
-    """Leaves out the last piece for its next neighbour."""
+    """A gather that omits the last piece for its next neighbour."""
 
     def gather(self, by, pieces):
         call = super().gather(by, pieces)
@@ -84,7 +83,7 @@ def test_a_wrong_byte_is_found(pool: Pool) -> None:
 
 
 class _Spoilt(Matrices):
-    """On the last rank one piece of `cut`-`pieces` is left out or counted twice."""
+    """GEMMs that, on the last rank, omit one piece of `cut`-`pieces` or add it twice."""
 
     def spoil(self, cut: str, pieces: int) -> None:
         self.spoilt = (cut, pieces)
@@ -122,7 +121,7 @@ def _products(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, float |
 def test_a_wrong_piece_is_found_on_every_rank(pool: Pool, dtype: torch.dtype) -> None:
     for found in pool.run(_products, dtype, ranks=2):
         right = [found[name] for name in ("rows-8", "columns-8", "rows-64", "columns-64")]
-        assert max(right) < 0.0626  # a 64th left out would be 0.125
+        assert max(right) < 0.0626  # without 1/64 of the sum, the error would be 0.125
         for cut in ("rows", "columns"):
             assert f"128 x 24 x 192 in 64 pieces by {cut} differs from the whole" in found[f"spoilt {cut}"]
 

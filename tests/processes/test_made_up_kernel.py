@@ -1,8 +1,9 @@
-"""A tile kernel is one value type, and an entry in each executor that does not go by its tiles.
+"""A new tile kernel is one class, and an entry in each executor that should not run its tiles.
 
-Made up here: `Rotated`, rows of x to y, each so many rows further down. It is kept, printed, verified and simulated by its tiles,
-and run on CPU processes by its entry. GPUs, which have none, refuse it by name. For `Elsewhere` nobody has an entry: processes
-take its tiles one after the other. The functions with a `group` argument run on the ranks.
+This file defines `Rotated`, which copies the rows of x to y, each some rows further down. It is stored, printed,
+verified and simulated by its tiles, and CPU processes run it by its entry. GPUs have no entry, and refuse it by name.
+`Elsewhere` has no entry at all: CPU processes run its tiles one after the other. Functions with a `group` argument run
+on the ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Elsewhere(TileKernel):
     kind: ClassVar[str] = "elsewhere"
 
 
-calls: list[int] = []  # on a rank, by how much its kernel rotated
+calls: list[int] = []  # the numbers of rows by which the kernel rotated on this rank
 
 
 @run_tiles.register
@@ -59,7 +60,7 @@ def rotated(kernel: Rotated, step: Tiles, places: Places, known: Mapping[str, ob
 
 
 def turned(world: int, kernel: TileKernel | None = None, *, rows: int = ROWS) -> Schedule:
-    """Each rank has its rows `rank` + 1 further down."""
+    """Return a schedule in which rank r copies its rows r + 1 rows further down."""
     d = Draft("turned", world)
     x, y = d.buffer("x", ROWS, 3, "fp32", "input"), d.buffer("y", ROWS, 3, "fp32", "output")
     t, by = Expr("t"), RANK + 1

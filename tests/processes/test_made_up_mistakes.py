@@ -1,4 +1,4 @@
-"""Mistakes in your own operator: errors name them and the fix."""
+"""Mistakes in a user's own operator: errors give the mistake and the fix."""
 
 from __future__ import annotations
 

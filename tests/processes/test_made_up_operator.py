@@ -1,7 +1,9 @@
-"""An operator is a problem, ways to do it, and a spec: all else is made from that, and nothing else in the house knows of this one.
+"""A new operator is a problem, builders and a spec. All other features follow from these, and nothing in weft refers to
+this operator.
 
-Made up here: `matmul_scatter`, of the products x @ w of all ranks, added up, each rank's rows. It runs on CPU processes without
-overlap and by a schedule of its own, differentiates, goes through torch.compile, is simulated, planned, explained and measured.
+This file defines `matmul_scatter`, which sums the products x @ w of all ranks, and returns each rank's rows. It runs on
+CPU processes without overlap and by a schedule of its own, has gradients, and works in torch.compile. It is simulated,
+planned, explained and measured.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def serial(p: MatmulScatter) -> Schedule:
 
 @builder(MatmulScatter)
 def straight(p: MatmulScatter) -> Schedule:
-    """The rows of each peer leave when they are computed. The own rows are last, and are added to the arrived rows."""
+    """Send the rows of each peer as soon as they are computed. Own rows are computed last, and added to the arrived
+    rows.
+    """
     d, (x, w, y) = _operands("straight", p)
     world, rows = p.world_size, p.m // p.world_size
     staged = d.buffer("staged", p.m, p.n, p.dtype, "scratch")

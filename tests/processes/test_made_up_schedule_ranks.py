@@ -1,5 +1,8 @@
-"""A user's schedule on CPU processes: right results through the public operator, and in the order of its lanes. The
-functions with a `group` argument run on the ranks."""
+"""A user's schedule on CPU processes: results through the public operator are right, and steps run in the order of the
+lanes.
+
+Functions with a `group` argument run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def unknown(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def registered_here_alone(group: dist.ProcessGroup) -> dict[str | None, tuple[str, str]]:
-    """On rank 1. What does not choose is no different."""
+    """Register a builder on rank 1 only. Calls that do not choose a schedule must not be affected."""
     x, w = torch.ones(3, 4), torch.ones(4, 5)
     with made_up.registered() if group.rank() == 1 else nullcontext():
         weft.all_gather_matmul(x, [w], 0, group, schedule="gather[by=kernel]")
@@ -96,7 +99,7 @@ def test_a_rank_that_registered_it_alone_is_told(pool: Pool) -> None:
 
 
 def sum_on_the_last(world: int) -> Schedule:
-    """y of the last rank, which alone has rows of it: the sum of all ranks' x."""
+    """Return a schedule that computes the sum of all ranks' x on the last rank. Only this rank has rows of y."""
     d, last = Draft("sum on the last", world), world - 1
     mine = lookup((*(0 for _ in range(last)), 1), RANK)
     x, y = d.buffer("x", 4, 6, "fp32", "input"), d.buffer("y", mine * 4, 6, "fp32", "output")

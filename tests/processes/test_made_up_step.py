@@ -1,7 +1,7 @@
-"""A kind of step is one class and an entry in each executor: everything else goes by what the class says.
+"""A new step kind is one class, and an entry in each executor. All other code uses the properties of the class.
 
-Made up here: `Scale`, out = factor * x. It is kept, printed, verified, ordered, simulated and run on CPU processes; GPUs, which
-have no entry for it, refuse it by name. The functions with a `group` argument run on the ranks.
+This file defines `Scale`, out = factor * x. It is stored, printed, verified, ordered, simulated, and run on CPU
+processes. GPUs have no entry for it, and refuse it by name. Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def scale(step: Scale, places: Places, rows: tuple[int, ...]) -> Callable[[], ob
 
 
 def doubled_by_a_peer(world: int, *, waits: bool = True, rows: int = 4) -> Schedule:
-    """Each rank scales its x into the next one's box, which adds its own x."""
+    """Return a schedule in which each rank scales its x into the next rank's box. The next rank adds its own x."""
     d = Draft("doubled by a peer", world)
     x, y = d.buffer("x", 4, 6, "fp32", "input"), d.buffer("y", 4, 6, "fp32", "output")
     box = d.buffer("box", 4, 6, "fp32", "symmetric")

@@ -1,5 +1,6 @@
-"""Tests of both gradients of weft.matmul_all_gather as one schedule, alone, on CPU processes: every schedule on poisoned memory
-with late ranks, backward by the operator, layouts, empty sizes."""
+"""Tests of both gradients of weft.matmul_all_gather as one schedule, on CPU processes: every schedule on poisoned
+memory with late ranks, backward by the operator, layouts, empty sizes.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ each_dim = pytest.mark.parametrize("dim", [0, -1])
 def on_poisoned_memory(
     group: dist.ProcessGroup, m: int, n: int, k: int, columns: bool, dtype: torch.dtype
 ) -> list[str]:
-    """Run each overlapped schedule repeatedly on fresh data, with poisoned memory and results, and compare after all
-    runs. The first rank is late for the second run, the last one for the third. The last run repeats the first, bit by
-    bit."""
+    """Run each overlapped schedule repeatedly with new data, with poisoned memory and results. Compare after all runs.
+
+    The first rank is late for the second run, and the last rank for the third. The last run repeats the first, and must
+    give the same bits.
+    """
     rank, world, names = group.rank(), group.size(), []
     case = Gemm((m, k), n, dtype, -1 if columns else 0)
     made = [MatmulAllGatherGradientsCall(case, group, seed) for seed in range(4)]
@@ -114,7 +117,7 @@ def test_many_sizes_in_a_row(pool: Pool, dim: int, schedule: str | None) -> None
 
 @pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])
 def test_operands_may_lie_otherwise_and_the_gradient_of_a_weight_lies_as_it(pool: Pool, schedule: str) -> None:
-    """No warning is given for the layout of gradients, which autograd has made."""
+    """weft must not warn of the layout of a gradient that autograd has made."""
     assert pool.run(ranks.layouts, schedule, ranks=3, timeout_s=60) == [[]] * 3
 
 
@@ -129,7 +132,7 @@ def test_one_rank_that_differs_is_named_on_every_rank() -> None:
 
 
 def bad_gradient(group: dist.ProcessGroup) -> str:
-    """Return the error for a gradient of products with another number of rows."""
+    """Return the error for a gradient of the result with a wrong number of rows."""
     call = MatmulAllGatherGradientsCall(Gemm((8, 3), 6, schedule=DIRECT), group, 1)
     x, w, g = call.mine
     return told(lambda: call(group, x, w, g[1:]))

@@ -1,5 +1,6 @@
-"""Tests of weft.matmul_all_reduce alone, on CPU processes: norms of little, gradients of one of two results, sums that overflow,
-shapes that a pinned schedule does not support. `test_operators.py` has the rest."""
+"""Tests of weft.matmul_all_reduce only, on CPU processes: norms of tiny shapes, gradients of one of two results, sums
+that overflow, shapes that a pinned schedule does not support. `test_operators.py` has the other tests.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_a_norm_without_eps_is_refused_below_the_public_function_too(pool: Pool)
 
 
 def pinned_for_nothing(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the errors of every rank for schedules that cannot do a shape; the advised argument works."""
+    """Return this rank's errors for schedules that do not support a shape. Check that the advised argument works."""
     name, found = "two_shot[chunks=2,by=dma,add=gemm]", {}
     for what, (m, k, n) in {"no rows": (0, 8, 3), "no K": (4, 0, 3), "no N": (4, 8, 0), "few rows": (2, 8, 3)}.items():
         x, w = torch.ones(m, k), torch.ones(k, n)
@@ -91,7 +92,7 @@ def test_norms_of_little_compiled_and_of_scattered_weights(pool: Pool) -> None:
 
 
 def as_torch_has_it(group: dist.ProcessGroup) -> None:
-    """The gradients of torch's own all-reduce that can be differentiated."""
+    """Compare gradients with those of torch's differentiable all-reduce."""
     from torch.distributed.nn.functional import all_reduce
 
     given, found = MatmulAllReduceCall(Gemm((6, 8), 5), group, 3), []
@@ -112,8 +113,9 @@ def test_gradients_are_those_of_torchs_all_reduce(pool: Pool) -> None:
 
 
 def overflow(group: dist.ProcessGroup, schedule: str | None) -> tuple[float, float]:
-    """Return the largest sum and mean of fp16 products that fit, while the sum of two overflows, and their mean would if it were
-    formed from the sum."""
+    """Return the largest sum and mean of fp16 products. Each product fits into fp16, but the sum of two overflows. A
+    mean computed from that sum would overflow too.
+    """
     x, w = torch.full((4, 1), 200.0, dtype=torch.float16), torch.full((1, 4), 200.0, dtype=torch.float16)
     found = [weft.matmul_all_reduce(x, w, group, op=op, schedule=schedule) for op in ("sum", "avg")]
     return found[0].max().item(), found[1].max().item()
@@ -126,7 +128,7 @@ def test_sums_beyond_fp16_are_infinite_and_means_of_them_too(pool: Pool, schedul
 
 
 def librarys_sum(group: dist.ProcessGroup) -> None:
-    """The summed tensor, which may be a gradient of torch's, is not changed."""
+    """Check that the tensor to be summed, which may be torch's gradient, is not changed."""
     from weft.runtime.unfused import STRAIGHT
     from weft.runtime.unfused.collectives import all_reduce
 

@@ -1,6 +1,7 @@
-"""Tests of weft.matmul_all_to_all alone, on CPU processes: gradients by its dual, dispatch and combine, a dense GEMM before an
-all-to-all, tables that are wrong or known from the dispatch. `test_operators.py` and `test_operators_of_experts.py` have the
-rest."""
+"""Tests of weft.matmul_all_to_all only, on CPU processes: gradients by all_to_all_matmul, a dispatch followed by a
+combine, a single expert, and tables that are wrong or known from the dispatch. `test_operators.py` and
+`test_operators_of_experts.py` have the other tests.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from weft.runtime.unfused.sizes import sizes_of
 
 
 def own_segments(group: dist.ProcessGroup) -> None:
-    """The expected result agrees with the words of the docstring, by torch.distributed alone."""
+    """Check with torch.distributed only that the expected result agrees with the docstring of the operator."""
     call = MatmulAllToAllCall(Experts(3, k=8, n=4), group, 5)
     rank, world, (h, w) = call.rank, call.world, call.mine
     parts = segments(rank, call.splits, h)
@@ -63,8 +64,9 @@ def test_compiled_gradients_by_the_dual(pool: Pool, wanted: tuple[bool, bool]) -
 
 
 def gradients_weigh_steps(group: dist.ProcessGroup) -> None:
-    """In fp32 small steps round away. But the product is linear in h and in w, so the gradient predicts the change of a
-    step of any size."""
+    """Check gradients in fp32 by large steps, because small steps would be lost in rounding. The product is linear in h
+    and in w, so the gradient predicts the change for a step of any size.
+    """
     call = MatmulAllToAllCall(Experts(k=4, n=3), group, 7)
     h, w = (t.clone().requires_grad_() for t in call.mine)
     by = right_gradients(call)[0][0]
@@ -92,7 +94,9 @@ def test_there_and_back(pool: Pool, schedules: tuple[str | None, str | None]) ->
 
 
 def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str, bool]:
-    """Return whether the combine finds on the host the numbers of its dispatch: with the same tables, and with others."""
+    """Return True if the combine finds the CPU's copy of its dispatch's sizes: with the same tables, and with other
+    tables.
+    """
     rank, world = group.rank(), group.size()
     splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
     x, w = torch.ones(int(splits.sum()), 8, device=device()), torch.ones(2, 8, 3, device=device(), requires_grad=True)
@@ -133,7 +137,7 @@ def test_what_the_dispatch_has_brought_to_the_host_is_known(pool: Pool, schedule
 def call(
     group: dist.ProcessGroup, *, rows: int = 4, k: int = 8, n: int = 3, experts: int = 2, tell: bool = False, **options: Any
 ) -> torch.Tensor:  # fmt: skip
-    """`rows` tokens of each rank, all ones, that the first expert of all has, by weights of ones."""
+    """Combine `rows` tokens of each rank, all for the first expert of all ranks. Operands are ones."""
     world, first = group.size(), group.rank() == 0
     splits = torch.zeros(world * experts, dtype=torch.int64, device=device())
     splits[0] = rows
@@ -144,7 +148,7 @@ def call(
 
 
 def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
-    """Pass wrong tables on rank 1, in a first call and later: every rank gets the error, and the group lives on."""
+    """Pass wrong tables on rank 1, in a first call and later. Every rank gets the error, and the group stays usable."""
     found, world, bad = {}, group.size(), group.rank() == 1
     h, w = torch.ones(2 * world, 8), torch.ones(2, 8, 3)
     received, splits = torch.tensor([[2, 0]] * world), torch.tensor([2, 0] * world)
@@ -182,7 +186,7 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                 "rows": "rank 1: rows=7, but splits add up to 6: pass this rank's number of tokens",
             }.items():
                 assert found[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, found[f"{name}, {when}"])
-        if schedule == "serial":  # which allocates memory for the arriving rows
+        if schedule == "serial":  # the CPU reads the sizes, and allocates memory for the arriving rows
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(

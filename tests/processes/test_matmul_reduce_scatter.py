@@ -1,4 +1,4 @@
-"""Operands whose memory does not hold their values, on CPU processes: views that are negated, and storage that was freed."""
+"""Operands whose memory does not contain their values, on CPU processes: negated views, and freed storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from weft.launch import Pool
 
 
 def memory_of_other_values(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Return the errors for operands whose memory was freed, between calls with views whose memory holds their negatives."""
+    """Return the errors for operands whose memory was freed. In between, make calls with negated views, whose memory
+    has the values with the opposite sign.
+    """
     call = MatmulReduceScatterCall(
         Gemm((4 * group.size(), 6), 1, schedule="direct[chunks=1,by=dma,add=gemm]"), group, 1
     )
@@ -42,7 +44,7 @@ def test_memory_that_does_not_hold_the_values(pool: Pool) -> None:
 
 
 def freed_before_backward(group: dist.ProcessGroup, schedule: str) -> str:
-    """Free a saved tensor of rank 1 between forward and backward; good gradients follow."""
+    """Free a saved tensor of rank 1 between forward and backward. Then check gradients of a good call."""
     call = MatmulReduceScatterCall(Gemm((4 * group.size(), 6), 5, schedule=schedule), group, 1)
     A, B = (t.clone().requires_grad_() for t in call.mine)
     (y,) = call(group, A, B)

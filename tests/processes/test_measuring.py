@@ -1,4 +1,4 @@
-"""Schedules selected by measurement: warnings, autotuning on demand, caching, and builders from outside of weft."""
+"""Schedules that are selected by measurement: warnings, autotuning, caching, and a user's own builders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_is_said_once_and_with_times_that_nothing_overlaps(pool: Pool) -> Non
         r"(not faster|faster, but by less than 15% or less than 1e\+09 us)\. This warning appears once",
         text,
     )
-    assert of_others == [[], []]  # times are agreed: one rank speaks for all
+    assert of_others == [[], []]  # ranks agree on times, so one rank's cache is enough to check
 
 
 def test_on_demand_goes_without_a_model(pool: Pool) -> None:
@@ -42,7 +42,7 @@ def test_a_cache_that_is_broken_on_one_rank_changes_no_choice_and_is_said_once(
         assert note_there.startswith("not calibrated"), what
         reason = "names a user without a home" if what == "nobody" else "cached times are ignored: "
         assert sum(reason in text for text in said_there) == 1, (what, said_there)
-        assert len(said_there) == 1 + (what == "folder"), (what, said_there)  # which nothing replaces
+        assert len(said_there) == 1 + (what == "folder"), (what, said_there)  # nothing replaces this file
 
 
 @pytest.mark.parametrize("use", [False, True], ids=["pinned", "block"])
@@ -66,7 +66,7 @@ def test_remembered_times_decide_calls_as_they_do_for_explain(pool: Pool) -> Non
 def test_a_made_up_builder_is_among_those_measured(pool: Pool) -> None:
     for timed, verified in pool.run(ranks.made_up_is_measured, ranks=2, timeout_s=60):
         assert {"serial", "ring[by=dma]", "ring[by=kernel]"} < set(timed)
-        assert verified == 2  # each once, in all calls
+        assert verified == 2  # each once in all calls together
 
 
 def test_a_builder_from_outside_that_races_is_named_on_every_rank(pool: Pool) -> None:

@@ -1,6 +1,8 @@
-"""Every operator on CPU processes: results by every schedule, gradients, torch.compile, layouts, bad arguments, ranks
-that differ or do not arrive, timelines. `support/operators/cases.py` has a row for each. Tests of a single operator
-have a file of their own."""
+"""Every operator on CPU processes: results with every schedule, gradients, torch.compile, layouts, bad arguments, ranks
+that make different calls or do not arrive, timelines.
+
+`support/operators/cases.py` has a row for each operator. Tests of a single operator have a file of their own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from weft.operator.calls import OPERATORS
 
 
 def each(field: str, names: str) -> Any:
-    """Return all operators with each entry of that field of theirs, marked as the entry is."""
+    """Return (operator, entry) for each entry of the field `field` of each operator's row. Marks of entries are kept."""
     found = []
     for operator, row in ROWS.items():
         for number, entry in enumerate(getattr(row, field)):
@@ -41,12 +43,12 @@ def test_every_operator_has_a_row() -> None:
 
 
 def on(world: int, case: Case) -> Case:
-    """Return the case with its schedule, or without if there is one rank, for which there are none."""
+    """Return the case; on one rank without its schedule, because no overlapping schedule supports a single rank."""
     return case if world > 1 or case.schedule == "serial" else replace(case, schedule=None)
 
 
-# Worlds change last: each change makes a new group. Each case runs on the most ranks, and on one rank or, in `make test-slow`, on
-# fewer than the most.
+# The number of ranks changes last, because each change makes a new group. Each case runs on the largest number of
+# ranks. It also runs on one rank or, in `make test-slow`, on other numbers.
 RESULTS = [
     (world, operator, name) if world in (1, max(row.worlds)) else slow(world, operator, name)
     for world in range(1, 9)
@@ -86,7 +88,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("operator", "world", "case", "builders", "whole"), EVERY)
 def test_every_schedule(pool: Pool, operator: str, world: int, case: Case, builders: set[str], whole: bool) -> None:
-    """Results repeat to the bit; if all ranks get them, they are the same bits on all."""
+    """Repeated calls give the same bits. Results that all ranks get have the same bits on all ranks."""
     (names, *_) = pool.run(suite.every_schedule, operator, case, 0.02, whole, ranks=world, timeout_s=200)
     assert {name.split("[")[0] for name in names} == builders
 

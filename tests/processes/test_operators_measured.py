@@ -1,4 +1,4 @@
-"""`weft bench` measures, and `weft plan` plans, operators whose GEMM precedes a collective."""
+"""`weft bench` and `weft plan` for operators whose GEMM precedes a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.bench.core.run import run_rank
 from weft.cli.app import app
 from weft.launch import Pool
 
-# A schedule that is measured.
+# A measured schedule.
 MEASURED = {
     "matmul_reduce_scatter": "scatter",
     "matmul_all_reduce": "one_shot[by=load]",

@@ -1,5 +1,6 @@
-"""Tests of both operators of experts, on CPU processes: torch's grouped GEMM, more tokens than before, one graph for several
-numbers of tokens, autocast and inference. `test_operators.py` has the rest."""
+"""Tests of both MoE operators on CPU processes: torch's grouped GEMM, more tokens than before, one graph for several
+numbers of tokens, autocast and inference. `test_operators.py` has the other tests.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DUALS = {"all_to_all_matmul": "matmul_all_to_all", "matmul_all_to_all": "all_to_
 
 
 def torchs_grouped_gemm(group: dist.ProcessGroup, operator: str) -> None:
-    """Make unfused calls with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
+    """Make unfused calls with torch's grouped GEMM, which weft normally uses only on GPUs. On CPU it is slow."""
     original = grouped_matmul._has_grouped_gemm
     grouped_matmul._has_grouped_gemm = lambda x, w: (
         x.numel() > 0 and grouped_matmul._is_aligned(x) and grouped_matmul._is_aligned(w)
@@ -41,9 +42,11 @@ def test_unfused_calls_as_on_gpus(pool: Pool, operator: str, world: int) -> None
 
 
 def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: str, known: bool) -> tuple[str, str]:
-    """Call without capacity, with the gradients of rows. Begin with 4 tokens per rank. Then the last rank has as many
-    as there is room for, then one more (return its error), then few again. known: True if backward has been called
-    before."""
+    """Call without capacity, with gradients of the rows, and a growing number of tokens.
+
+    First each rank has 4 tokens. Then the last rank has as many as fit, then one more (return its error), then few
+    again. known: True if backward has been called before.
+    """
     own, world = own_group(group), group.size()
 
     def both(of_last: int, backward: bool = True) -> None:
@@ -68,8 +71,7 @@ def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: st
 @pytest.mark.parametrize("schedule", ["serial", "pinned"])
 @pytest.mark.parametrize("operator", DUALS)
 def test_backward_of_what_forward_takes(pool: Pool, operator: str, schedule: str, dual: str, known: bool) -> None:
-    """Give one rank as many tokens as there is room for, and then one more, which is refused before anything is
-    done."""
+    """One rank passes as many tokens as fit, and then one more, which is refused before anything is done."""
     names = [
         of if of == "serial" else ROWS[name].small.schedule
         for of, name in ((schedule, operator), (dual, DUALS[operator]))
@@ -81,7 +83,7 @@ def test_backward_of_what_forward_takes(pool: Pool, operator: str, schedule: str
 
 
 def compiled(group: dist.ProcessGroup, operator: str, exact: bool) -> None:
-    """Without gradients, one graph for several numbers of tokens."""
+    """Compile without gradients. One graph must serve several numbers of tokens."""
     kind = suite.CALLS[operator]
 
     def act(x: torch.Tensor, w: torch.Tensor, tables: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -107,7 +109,7 @@ def test_compiled(pool: Pool, operator: str, exact: bool) -> None:
 
 
 def odd_uses(group: dist.ProcessGroup, operator: str, schedules: list[str]) -> None:
-    """Under autocast, which leaves dtypes as they are, and in inference mode."""
+    """Call under autocast, which must not change dtypes, and in inference mode."""
     call = suite.CALLS[operator](Experts(k=8, n=3), group, 1)
     for schedule in schedules:
         inputs = [t.clone().requires_grad_() for t in call.mine]
@@ -126,7 +128,9 @@ def test_autocast_and_inference(operator: str) -> None:
 
 
 def tables_of_32_bits(group: dist.ProcessGroup, operator: str) -> None:
-    """Pass tables as they are, and of int32 as views of larger ones; to later calls, which choose nothing any more, a timeline."""
+    """Pass int32 tables, and tables that are views of larger tensors. Pass a timeline to later calls, which no longer
+    choose a schedule.
+    """
     call = suite.CALLS[operator](Experts(k=8, n=3), group, 1)
     arguments = call.arguments(call.mine, group)
     tables = {name: arguments[name] for name in ("received", "splits") if name in arguments}

@@ -1,4 +1,6 @@
-"""Output maps on CPU processes: weft's and random ones against float64, and beside the schedules that are written by hand."""
+"""Output maps on CPU processes: weft's maps and random maps against float64, and against schedules that are written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from weft.launch import Pool
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (50, 40, 24)
-"""Rows of a rank's part, n, k."""
+"""(rows that a rank owns, n, k)."""
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,9 @@ SIZES = (50, 40, 24)
     ids=str,
 )
 def test_every_map_of_wefts(pool: Pool, world: int, dtype: torch.dtype) -> None:
-    """Rings and direct maps of one collective: both as near to the exact result as torch's, and so to each other."""
+    """Rings and direct maps of a collective must both be as close to the exact result as torch's, and therefore close
+    to each other.
+    """
     pool.run(maps.run_library, SIZES, dtype, ranks=world, timeout_s=200)
 
 

@@ -1,6 +1,8 @@
-"""weft.parallel's styles on CPU processes. A Llama with these styles learns like a Llama with torch's styles, also with
-FSDP2 and activation checkpointing. A block compiles. For every layout, results, gradients and parameters of a layer
-equal torch's."""
+"""weft.parallel's styles on CPU processes.
+
+A Llama with these styles learns like a Llama with torch's styles, also with FSDP2 and activation checkpointing. A block
+compiles. For every layout, results, gradients and parameters of a layer equal torch's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def equal(found: list[float], torchs: list[float]) -> bool:
 
 
 def learns_alike(pool: Pool, world: int, how: tuple[Any, ...], wanted: dict[str, int]) -> None:
-    """Check that some steps in fp32 by torch's styles and by weft's have equal losses, and DTensors of equal layouts.
+    """Train some steps in fp32 by torch's styles and by weft's. Losses must be equal, and DTensors must have equal
+    layouts.
 
     wanted: weft's calls in the last step. how: the arguments of `train`.
     """
@@ -47,7 +50,8 @@ def learns_alike(pool: Pool, world: int, how: tuple[Any, ...], wanted: dict[str,
 def test_a_change_of_imports_changes_no_loss(
     pool: Pool, world: int, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int
 ) -> None:
-    # Two layers, each with two gathers and two scatters, and again where they are recomputed; a gather for the output.
+    # There are two layers with two gathers and two scatters each, which run twice with recomputation, and a gather for
+    # the output.
     times = 2 if recompute else 1
     calls = {"all_gather_matmul": 4 * times + 1, "matmul_reduce_scatter": 4 * times}
     learns_alike(pool, world, (optimizer, bias, recompute, data_parallel, steps), calls)
@@ -98,7 +102,7 @@ COLUMNS, ROWS = "columns of a sequence", "rows to a sequence"
     ],
 )
 def test_what_is_left_to_torch(pool: Pool, name: str, dtype: torch.dtype, features: int, own: bool) -> None:
-    """Other dtypes, features that do not divide by the ranks, and linears of other kinds."""
+    """weft leaves other dtypes, features that do not divide evenly, and linears of other classes to torch."""
     assert pool.run(layers.linears, name, dtype, features, own, ranks=2, timeout_s=60) == [0, 0]
 
 
@@ -127,8 +131,7 @@ def test_a_hugging_face_llama(pool: Pool) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "weights frozen"])
 @pytest.mark.parametrize(("world", "k"), [(1, 8), (2, 8), slow(4, 8), (3, 8)])
 def test_torchtitans_functions(pool: Pool, world: int, k: int, frozen: bool) -> None:
-    """The kept part of x is a rank's own, for any number of ranks; here with columns that are not divisible by
-    three."""
+    """Each rank saves only its own part of x, for any number of ranks. Columns are not divisible by three here."""
     for rank, saved in enumerate(pool.run(titan_functions.functions, k, frozen, ranks=world, timeout_s=60)):
         assert saved[0] == 5 * world * (k // world + (rank < k % world))
 
@@ -154,7 +157,7 @@ def test_recomputing_in_parts(pool: Pool) -> None:
 @pytest.mark.skipif(bool(titan_ranks.missing()), reason=titan_ranks.missing())
 @pytest.mark.parametrize(("world", "checkpointing", "data_parallel"), [(2, "op", 1), (4, "full", 2)])
 def test_torchtitans_debug_llama(pool: Pool, world: int, checkpointing: str, data_parallel: int) -> None:
-    """Divided, recomputed and sharded by torchtitan's own code."""
+    """torchtitan's own code divides the model, recomputes activations and applies FSDP."""
     torchs = pool.run(titan_ranks.train, "torch", checkpointing, data_parallel, 20, ranks=world, timeout_s=100)
     ours = pool.run(titan_ranks.train, "weft", checkpointing, data_parallel, 20, ranks=world, timeout_s=100)
     for (losses, calls), (torchs_losses, torchs_calls) in zip(ours, torchs, strict=True):

@@ -1,5 +1,6 @@
-"""Sizes that do not recur run by NCCL and cuBLAS and are not compiled; sizes that recur are. This is the rule on GPUs;
-here CPU ranks follow it too."""
+"""Sizes that do not recur are run by NCCL and cuBLAS, and are not compiled; sizes that recur are compiled. This is the
+rule on GPUs. In these tests CPU ranks follow it too.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ K, N = 8, 6
 
 
 SHORT = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather", "matmul_all_gather of columns")
-"""Operators whose calls pass by a way that is known for any number of rows. (gloo has no reduce-scatter.)"""
+"""Operators whose unfused calls are known for any number of rows. (gloo has no reduce-scatter.)"""
 
 
 def products(
     group: dist.ProcessGroup,
 ) -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]]:
-    """Return, by operator, a call of x [rows, K], w [K, N] and a residual, on every rank."""
+    """Return, by operator, a call with x [rows, K], w [K, N] and a residual, on every rank."""
     following = {"bias": torch.ones(N), "norm": torch.ones(N)}
     return {
         "all_gather_matmul": lambda x, w, _: weft.all_gather_matmul(x, [w, w * 2], 0, group)[1],
@@ -60,7 +61,7 @@ def expected(
 
 
 def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
-    """wanted: gradients too."""
+    """Call sizes that do not recur, and sizes that do. wanted: True to compute gradients too."""
     PASSING_ON.append("cpu")
     try:
         own = dist.new_group([0, 1])
@@ -97,12 +98,13 @@ def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
             if operator in SHORT and not wanted:
                 assert bool(ways) == (i <= PASSING), i  # the first that passes shows how
         assert count() == PASSING
-        one(2 * (PASSING + 3))  # it comes back
+        one(2 * (PASSING + 3))  # the size recurs
         assert count() == PASSING + 1
         one(2 * (PASSING + 3))
-        one(2 * (PASSING + 40))  # a new size: as many compiled sizes as before have not recurred
+        # A new size is not compiled, because as many compiled sizes as before have not recurred.
+        one(2 * (PASSING + 40))
         assert count() == PASSING + 1
-        one(2)  # now one fewer
+        one(2)  # now one compiled size less has not recurred
         one(2 * (PASSING + 41))
         assert count() == PASSING + 2
         dist.destroy_process_group(own)
@@ -115,7 +117,7 @@ def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: in
 
 
 def in_another_layout(group: dist.ProcessGroup) -> None:
-    """Sizes recur on both ranks, on rank 1 with other layouts and arguments: both ranks must compile them."""
+    """Let sizes recur on both ranks, on rank 1 with other layouts and arguments. Both ranks must compile them."""
     PASSING_ON.append("cpu")
     try:
         own, rank = dist.new_group([0, 1]), group.rank()

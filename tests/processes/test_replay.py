@@ -21,14 +21,14 @@ from weft.errors import RefusedError
 from weft.launch import Pool
 from weft.operator import calls, replay
 
-_PACKAGE = f"{Path(weft.__file__).parent}/"  # a checkout may be called weft too
+_PACKAGE = f"{Path(weft.__file__).parent}/"  # the folder of a checkout may be called weft too
 
 GEMMS = [name for name in OPERATORS if name in SCHEDULES and name != "embedding_all_to_all"]
 
 
 @contextlib.contextmanager
 def long_ways() -> Iterator[list[str]]:
-    """The operators whose calls go the long way."""
+    """Yield a list of the operators whose calls take the slow path."""
     found, before = [], calls._called
 
     def called(op: Any, *rest: Any) -> Any:
@@ -43,7 +43,7 @@ def long_ways() -> Iterator[list[str]]:
 
 
 def anew(operator: Operator) -> Arguments:
-    """The arguments with other numbers, elsewhere in memory. Counts stay."""
+    """Return the arguments with new values at new addresses. Counts stay the same."""
 
     def other(value: Any) -> Any:
         if isinstance(value, list):
@@ -60,7 +60,7 @@ def repeated(group: dist.ProcessGroup, operator: str) -> None:
     for schedule in SCHEDULES[operator]:
         own = dist.new_group([0, 1])
         call = OPERATORS[operator](own)
-        if operator == "matmul_all_to_all":  # else the number of rows is read from a tensor
+        if operator == "matmul_all_to_all":  # otherwise the number of rows would be read from a tensor
             call.arguments["rows"], schedule = 4, str(schedule).replace("dma", "kernel")
         call.arguments["schedule"] = schedule
         call()
@@ -69,7 +69,7 @@ def repeated(group: dist.ProcessGroup, operator: str) -> None:
             with long_ways() as ways:
                 found = leaves(call.call(**given))
             assert not ways, (schedule, ways)
-            wanted = leaves(call.call(**given, timeline=weft.Timeline()))  # the long way
+            wanted = leaves(call.call(**given, timeline=weft.Timeline()))  # the slow path
             assert len(found) == len(wanted) > 0
             for one, other in zip(found, wanted, strict=True):
                 assert one.shape == other.shape
@@ -89,7 +89,9 @@ def gather(group: Any, x: torch.Tensor, w: list[torch.Tensor], dim: int = 0, **o
 
 
 def forms(group: dist.ProcessGroup) -> None:
-    """Shapes, names and places of arguments: which take the short way the second time, and that all are right."""
+    """Call with several shapes, and with arguments by name or by position. Return the calls that take the fast path the
+    second time. All results must be right.
+    """
     own = dist.new_group([0, 1])
     generator = torch.Generator().manual_seed(group.rank())
 
@@ -143,7 +145,7 @@ def test_calls_of_many_forms_are_right_again(pool: Pool) -> None:
 
 
 def others(group: dist.ProcessGroup) -> None:
-    """Calls in which the same arguments mean something else."""
+    """Make calls in which equal arguments have another meaning."""
     own = dist.new_group([0, 1])
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     for _ in range(2):
@@ -185,7 +187,7 @@ def test_what_means_another_call_goes_the_long_way(pool: Pool) -> None:
 
 
 def with_gradients(group: dist.ProcessGroup) -> None:
-    """Make calls of several forms twice: gradients equal those of the slow path."""
+    """Make calls of several forms twice. Gradients must equal those of the slow path."""
     own, rank = dist.new_group([0, 1]), group.rank()
     generator = torch.Generator().manual_seed(rank)
 
@@ -217,7 +219,7 @@ def with_gradients(group: dist.ProcessGroup) -> None:
 
 
 class Long:
-    """weft without the short way."""
+    """A context in which weft has no fast path."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(weft, name).__wrapped__
@@ -228,7 +230,7 @@ def test_gradients_of_the_short_way(pool: Pool) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """Raise an error on one rank, in a call that peers repeat: all get it, and the group lives."""
+    """Raise an error on one rank, in a call that peers repeat. All ranks get the error, and the group stays usable."""
     own = dist.new_group([0, 1])
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     for _ in range(2):
@@ -246,12 +248,12 @@ def test_an_error_of_a_peer_is_heard_on_the_short_way(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Have calls that are recorded here repeat as on GPUs, where ranks do not meet."""
+    """Let calls that are recorded inside the context repeat as on GPUs, where ranks do not synchronise."""
     init, around = replay._Short.__init__, replay._SURROUNDINGS
 
     def recorded(self: Any, *what: Any) -> None:
         init(self, *what)
-        # A watchdog that a busy machine delays would send this rank alone to a rendezvous.
+        # On a busy machine the watchdog may be late, which would send only this rank to a rendezvous.
         self.kind, self.health = "cuda", _core.Health(1e9)
 
     replay._Short.__init__ = recorded
@@ -266,7 +268,7 @@ def as_on_gpus() -> Iterator[None]:
 
 
 def entered(call: Callable[[], Any]) -> tuple[list[str], Any]:
-    """The functions of weft in Python that a call enters, and its result."""
+    """Return weft's Python functions that a call enters, and the result of the call."""
     names: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -308,7 +310,7 @@ def on_gpus(group: dist.ProcessGroup) -> None:
             for turn in range(4):
                 state = generator.get_state()
                 names, found = entered(call) if turn > 1 else ([], call())
-                inside = set(names) - {"call", "side_by_side", "scaled_matmul"}  # this stands for torch's on GPUs
+                inside = set(names) - {"call", "side_by_side", "scaled_matmul"}  # replaces torch's function for GPUs
                 assert not inside, (name, inside)
                 generator.set_state(state)
                 with as_slow():
@@ -323,7 +325,7 @@ def on_gpus(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def as_slow() -> Iterator[None]:
-    """The operators without the short way."""
+    """Return the operators without the fast path."""
     names = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather", "all_gather_scaled_matmul")
     kept = {name: getattr(weft, name) for name in names}
     for name, one in kept.items():

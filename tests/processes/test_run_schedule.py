@@ -1,8 +1,7 @@
-"""weft.run_schedule, the public way to run a schedule of one's own.
+"""weft.run_schedule, the public function that runs a user's own schedule.
 
-In this order: results and their memory; equal schedules, which share an executor; dynamic sizes. Then bad input, which
-every rank refuses before anything is written, and the group lives on. Last, calls that differ between ranks, and faulty
-schedules.
+First results and their memory; equal schedules, which share an executor; dynamic sizes. Then bad input, which every
+rank refuses before anything is written. Last, calls that differ between ranks, and faulty schedules.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ ROWS, K, N = 6, 4, 3
 
 
 def shifted(world: int, *, chunks: int = 2, rows: int = ROWS, waits: bool = True) -> Schedule:
-    """y = the left neighbour's x @ w, in chunks. waits: False: without waiting for the readers of the run before."""
+    """Return a schedule of y = the left neighbour's x @ w, in chunks. waits: False to omit the wait for readers of the
+    previous run.
+    """
     d = Draft("shifted", world)
     x, w = d.buffer("x", rows, K, "fp32", "input"), d.buffer("w", K, N, "fp32", "input")
     y, box = d.buffer("y", rows, N, "fp32", "output"), d.buffer("box", rows, K, "fp32", "symmetric")
@@ -45,7 +46,7 @@ def shifted(world: int, *, chunks: int = 2, rows: int = ROWS, waits: bool = True
 
 
 def tensors_of(rank: int, seed: int = 0) -> dict[str, Any]:
-    """x of this rank, w and poisoned y."""
+    """Return this rank's x, w, and a poisoned y."""
     generator = torch.Generator().manual_seed(seed)
     x, w = torch.randn(8, ROWS, K, generator=generator)[rank], torch.randn(K, N, generator=generator)
     return {"x": x, "w": w, "y": torch.full((ROWS, N), torch.nan)}
@@ -57,17 +58,18 @@ def exact(rank: int, world: int, seed: int = 0) -> torch.Tensor:
 
 
 def close(y: torch.Tensor, expected: torch.Tensor) -> None:
-    """A product over K = 4 in fp32: a few roundings."""
+    """Compare a product over K = 4 in fp32, which has only a few roundings."""
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def runs(group: dist.ProcessGroup) -> tuple[int, set[str], list[str]]:
-    """(executors made, lanes on the timeline, outputs returned), for calls with equal schedules."""
+    """Make calls with equal schedules. Return (number of executors, lanes on the timeline, returned outputs)."""
     own, rank, world = own_group(group), group.rank(), group.size()
     timeline = Timeline()
-    for seed in range(4):  # a new schedule each time, equal to the first
+    for seed in range(4):  # each time a new schedule object, equal to the first
         given = tensors_of(rank, seed)
-        given["w"] = given["w"].t().contiguous().t() if seed == 2 else given["w"]  # only a GEMM uses it
+        # Only a GEMM uses this tensor, so it may be transposed.
+        given["w"] = given["w"].t().contiguous().t() if seed == 2 else given["w"]
         name = own.group_name if seed == 3 else own
         with torch.inference_mode(seed == 1), torch.autocast("cpu", enabled=seed == 2):
             found = weft.run_schedule(shifted(world), given, name, deadline_s=30, timeline=timeline)
@@ -83,7 +85,7 @@ def test_it_runs_on_processes_and_equal_schedules_share_an_executor(pool: Pool, 
 
 
 def other_schedules(group: dist.ProcessGroup) -> list[int]:
-    """Several schedules take turns in one memory; the cache has at most so many."""
+    """Run several schedules in turn, which share memory. Check that the cache is limited."""
     own, rank, world, kept = own_group(group), group.rank(), group.size(), cache.KEPT_LIGHT
     cache.KEPT_LIGHT = 2
     try:
@@ -104,7 +106,7 @@ def test_schedules_that_were_not_run_for_long_are_dropped(pool: Pool) -> None:
 
 
 def ragged(most: int) -> Schedule:
-    """y = the other rank's x, whose number of rows only the run knows."""
+    """Return a schedule of y = the other rank's x, whose number of rows is dynamic."""
     d, other = Draft("ragged", 2), (RANK + 1) % 2
     x = d.buffer("x", total("counts", 0, 1), K, "fp32", "input")
     n = d.buffer("n", 1, 1, "int64", "input")
@@ -231,8 +233,9 @@ SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}
 
 
 def refused(group: dist.ProcessGroup, name: str) -> list[str]:
-    """Pass bad input on rank 1, in a first call and in a later one. Return each rank's error, and whether y was written
-    meanwhile."""
+    """Pass bad input on rank 1, in a first call and in a later call. Return this rank's errors, and whether y was
+    written.
+    """
     own, rank, world, found = own_group(group), group.rank(), group.size(), []
     for _ in range(2):
         given = tensors_of(rank)
@@ -259,7 +262,7 @@ def test_bad_input_is_refused_on_every_rank_and_the_group_lives_on(pool: Pool, n
 
 
 def beside(group: dist.ProcessGroup) -> None:
-    """Inputs may share memory, and columns of one matrix may be an input and an output."""
+    """Check that inputs may share memory, and that columns of one matrix may be an input and an output."""
     own, rank, world = own_group(group), group.rank(), group.size()
     one, given = torch.full((ROWS + 1, K + N + K), torch.nan), tensors_of(rank)
     x, y, w = one[:ROWS, :K].copy_(given["x"]), one[:ROWS, K : K + N], one[:K, -N:].copy_(given["w"])
@@ -358,7 +361,7 @@ def test_an_input_of_fewer_rows_than_the_run_needs_is_refused(pool: Pool) -> Non
 
 
 def compiled(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Return the errors in a compiled function, of one graph and of several."""
+    """Return the errors in compiled functions with one graph, and with several graphs."""
     schedule, given = shifted(1), tensors_of(0)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -410,7 +413,9 @@ def test_different_schedules_are_named(pool: Pool) -> None:
 
 
 def faulty(group: dist.ProcessGroup) -> tuple[str, str]:
-    """A schedule with a race; and one with a step that no CPU process runs. The group lives on."""
+    """Pass a schedule with a race, and a schedule with a step that CPU processes do not support. The group must stay
+    usable.
+    """
     own, rank = own_group(group), group.rank()
     d = Draft("unknown here", 2)
     x, y = d.buffer("x", 4, 2, "fp32", "input"), d.buffer("y", 4, 2, "fp32", "output")
@@ -433,7 +438,7 @@ def test_faulty_schedules_and_unknown_steps_are_refused_by_name(pool: Pool) -> N
 
 
 def late(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Let rank 1 leave out the second call."""
+    """Let rank 1 skip the second call."""
     own, rank = own_group(group), group.rank()
     weft.run_schedule(shifted(2), tensors_of(rank), own)
     if rank == 1:

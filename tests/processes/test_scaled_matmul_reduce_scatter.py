@@ -1,5 +1,6 @@
-"""Tests of weft.scaled_matmul_reduce_scatter alone, on CPU processes: one row per rank, benchmark and plan. `test_operators.py`
-has the rest."""
+"""Tests of weft.scaled_matmul_reduce_scatter only, on CPU processes: one row per rank, benchmark and plan.
+`test_operators.py` has the other tests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from weft.launch import Pool
 
 
 def test_one_row_each(pool: Pool) -> None:
-    """A_scale with one element is of all of A, or of a rank's only row where B's columns have scales of their own."""
+    """An A_scale of one element is the scale of all of A, or of a rank's only row if the columns of B have scales."""
     for world, schedule in ((1, None), (2, "scatter")):
         case = ScaledGemm((world, 16), by="row", schedule=schedule)
         pool.run(suite.results, "scaled_matmul_reduce_scatter", case, 2, ranks=world, timeout_s=60)

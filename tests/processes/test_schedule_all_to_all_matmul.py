@@ -1,4 +1,4 @@
-"""Schedules whose sizes only the run knows, on CPU processes."""
+"""Schedules with dynamic sizes on CPU processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Schedules on CPU processes, cheapest first: right results of every candidate, repeated calls, layouts of tensors,
-overlap, refusals, ranks that disagree, and no leftovers. Ranks that fail: `test_schedule_cpu_failure.py`.
+"""Schedules on CPU processes, cheapest first: results of every candidate, repeated calls, layouts of tensors, overlap,
+refusals, ranks that disagree, and no leftovers. `test_schedule_cpu_failure.py` tests ranks that fail.
 
-The functions with a `group` argument run on the ranks.
+Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")
 
 
 def problems(world: int) -> Iterator[AllGatherMatmul]:
-    """Small random ones: even with two weights, uneven with the gathered input, in bf16, even with the gathered input."""
+    """Return small random problems: two weights, uneven shards with the gathered input, bf16, and even shards with the
+    gathered input.
+    """
     choose = random.Random(world)
     rows, k = choose.randint(max(4, world), 11), choose.randint(max(4, world), 24)
     uneven = tuple(choose.randint(0, 9) for _ in range(world - 1))
@@ -71,8 +73,9 @@ def test_a_chain_of_gemms_as_one_schedule(pool: Pool, world: int, chunks: int) -
 
 
 def other_layouts(group, p):
-    """Rows apart, weights transposed or a part of a larger one, results by columns, tensors that torch would not write to or that
-    want gradients."""
+    """Pass tensors in other layouts: gaps between rows, transposed weights, weights in a larger tensor, results by
+    columns. Also tensors that torch would not write to, or that want gradients.
+    """
     rank = group.rank()
     for builder in ("serial", "shard", "ficco_2d"):
         with CpuSchedule(build(p, builder), comm_of(group)) as executor:
@@ -90,7 +93,7 @@ def other_layouts(group, p):
                 if seed == 1:
                     by_columns = torch.full((p.n[0], p.m + 3), torch.nan)
                     given = {**layout, "y0": by_columns[:, 2 : 2 + p.m].t()}
-                    if builder == "ficco_2d":  # whose GEMMs add to it
+                    if builder == "ficco_2d":  # the GEMMs of this schedule accumulate into it
                         assert (
                             "its rows must each be contiguous" in error_of(lambda given=given: executor.run(given))[1]
                         )
@@ -107,7 +110,7 @@ def test_tensors_may_lie_as_they_like(pool: Pool) -> None:
 
 
 def no_hidden_copies(group, p):
-    """Return the bytes that torch allocates in a run, with a transposed weight and rows apart."""
+    """Return the bytes that torch allocates in a run with a transposed weight and gaps between rows."""
     tensors = tensors_of(p, group.rank(), 0)
     tensors["w0"] = tensors["w0"].t().contiguous().t()
     tensors["y0"] = torch.full((p.m, p.n[0] + 5), torch.nan)[:, : p.n[0]]
@@ -128,7 +131,7 @@ def test_no_operand_is_copied(pool: Pool) -> None:
 
 
 def timelines(group, p, runs):
-    """This rank's timeline of every run."""
+    """Return this rank's timeline of every run."""
     with CpuSchedule(build(p, "shard", chunks=2, send="in_turn"), comm_of(group)) as executor:
         found = []
         for run in range(runs):
@@ -150,7 +153,7 @@ def spans_of(timeline: Timeline, prefix: str) -> list[Span]:
 def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
     p = AllGatherMatmul.even(512, 256, 512, 2, "fp32")
     of_rank = pool.run(timelines, p, 40, ranks=2)
-    # Not at every run on a machine with other things to do.
+    # On a busy machine, not every run overlaps.
     assert any(overlap(timeline) for timelines in of_rank for timeline in timelines)
     simulated = simulate(build(p, "shard", chunks=2, send="in_turn"), NULL).timeline
     for run in range(40):
@@ -171,10 +174,10 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
 
 
 def clocked(group, p, slow_s):
-    """A timeline in which rank 1's matmul takes `slow_s` longer, between two looks at the clock."""
+    """Return a timeline in which rank 1's matmul takes `slow_s` longer on a fake clock."""
     tensors = tensors_of(p, group.rank(), 0)
     with CpuSchedule(build(p, "shard"), comm_of(group)) as executor:
-        executor.run(tensors)  # which binds them
+        executor.run(tensors)  # this run binds the steps
         if group.rank() == 1:
             ranks.intercept(executor, "matmul y0", before=lambda: time.sleep(slow_s))
         timeline, before = Timeline(), time.monotonic_ns() / 1e3
@@ -195,7 +198,7 @@ def test_timelines_are_microseconds_of_the_clock_that_all_share(pool: Pool) -> N
 
 
 def wrong_tensors(p: AllGatherMatmul, rank: int) -> list[tuple[object, list[str]]]:
-    """Tensors of `rank` that will not do, and what the error must say."""
+    """Return tensors of `rank` that must be refused, and words of the error."""
     right = tensors_of(p, rank, 0)
     rows, k = right["x_shard"].shape
     return [
@@ -214,7 +217,7 @@ def wrong_tensors(p: AllGatherMatmul, rank: int) -> list[tuple[object, list[str]
 
 
 def refuse_then_run(group, p, builder, bad_ranks):
-    """Each wrong tensor on these ranks, and right ones in between; the errors."""
+    """Pass each wrong tensor on these ranks, and right tensors in between. Return the errors."""
     rank, errors = group.rank(), []
     with CpuSchedule(build(p, builder), comm_of(group)) as executor:
         for tensors, parts in wrong_tensors(p, rank):
@@ -258,7 +261,9 @@ def test_who_refuses_writes_nothing(pool: Pool) -> None:
 
 
 def struck_while_binding(group, p, builder):
-    """Memory runs out on one rank at each step that is pointed to new tensors; it calls again with the same ones. How often."""
+    """Let one rank run out of memory at each step that is bound to new tensors. It then calls again with the same
+    tensors. Return the number of errors.
+    """
     rank, held, struck = group.rank(), [], 0
     with CpuSchedule(build(p, builder), comm_of(group)) as executor:
         call = executor._program._call
@@ -280,7 +285,7 @@ def struck_while_binding(group, p, builder):
                 executor._program._call = call
             executor.run(tensors)
             assert_right(p, tensors, nth, f"struck at step {nth}")
-            held.append(tensors)  # so that each has another address
+            held.append(tensors)  # so that each tensor has another address
     return struck
 
 
@@ -290,7 +295,9 @@ def test_a_call_that_memory_ran_out_for_does_no_harm_to_the_next(pool: Pool, bui
 
 
 def different_schedules(group, p):
-    """Ranks that make different schedules, then (their numbers in another order on rank 1) run different ones."""
+    """Let ranks make different schedules. Then let them run different schedules, which rank 1 has made in another
+    order.
+    """
     comm, rank = comm_of(group), group.rank()
     other = AllGatherMatmul.even(p.m, p.n[0] + 1, p.k, p.world_size, p.dtype)
     errors = [
@@ -323,12 +330,12 @@ def test_ranks_with_different_schedules_are_told(pool: Pool) -> None:
 
 
 def in_a_group_of_its_own(group, function, *args):
-    """`function` on a group that may be spoilt."""
+    """Call `function` on a group that it may make fail."""
     return function(torch.distributed.new_group(list(range(group.size()))), *args)
 
 
 def relu_rows(world: int, rows: int, dtype: str = "fp32") -> Schedule:
-    """`rows` rows from the rank's on, of four."""
+    """Return a schedule that computes relu of `rows` of four rows, beginning with the row of the rank's number."""
     d = Draft("rows", world)
     x, y = d.buffer("x", 4, 3, dtype, "input"), d.buffer("y", 4, 3, dtype, "output")
     d.lane("compute").compute("relu", y.part(rows=(RANK, rows)), x.part(rows=(RANK, rows)))
@@ -363,11 +370,11 @@ def test_schedules_that_cannot_be_run_are_refused_on_every_rank(pool: Pool) -> N
             assert part in text, text
 
 
-# --- the end ---
+# --- leftovers ---
 
 
 def leave_nothing(group, p):
-    """Return how many threads and mappings there are before, during and after each way to end."""
+    """Return the numbers of threads and mappings before, during and after each way to end."""
     own = torch.distributed.new_group(list(range(group.size())))
     rank, comm = group.rank(), comm_of(own)
 
@@ -397,6 +404,6 @@ def leave_nothing(group, p):
 
 def test_nothing_is_left(pool: Pool) -> None:
     for (lanes, maps), *counts in pool.run(leave_nothing, THREE, ranks=3):
-        # Until the communicator closes, whatever is made on it. Two lanes beside the caller's; of three ranks buffers with
-        # signals, and what they agree with.
+        # They stay until the communicator closes. There are threads for two lanes besides the caller's. For each of
+        # three ranks there is a mapping of buffers with signals, and a mapping for the rendezvous.
         assert counts == [*[(lanes + 2, maps + 6)] * 5, (lanes, maps)]

@@ -1,7 +1,8 @@
-"""Schedules on CPU processes when a rank does not do its part: the others do not hang, and say who, what and since when.
+"""Schedules on CPU processes when a rank fails: the other ranks do not hang, and report which rank failed, how, and
+after how long.
 
-First ranks that are late, raise or leave, on groups of their own inside the shared pool; then ranks that are killed, in pools
-of their own. Deadlines are short where one is meant to be missed, and long where something else must end the wait.
+First ranks that are late, raise or leave, in groups of their own inside the shared pool; then ranks that are killed, in
+pools of their own. Deadlines are short if they must be missed, and long if another event must end the wait.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from weft.runtime.cpu.schedule import CpuSchedule
 BAD_RANK = 1
 THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")
 LONG_S = 30.0
-# A step of rank 1 on its own thread, one on the caller's, and one of gloo's collective.
+# Steps of rank 1: on a lane's own thread, on the caller's thread, and a collective of gloo.
 STEPS = [("shard", "copy x_shard -> box@2"), ("shard", "matmul y0"), ("serial", "all_gather x_shard -> gathered")]
 
 
 def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensors) -> tuple[str, str]:
-    """Return the error of the next run on a failed group. A new group works."""
+    """Return the error of the next run on a failed group. Check that a new group works."""
     error = error_of(lambda: executor.run(tensors))
     executor.close()
     fresh = comm_of(own_group(group))
@@ -44,7 +45,7 @@ def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensor
 
 
 def absent(group, builder):
-    """Rank 1 does not call a second time."""
+    """Let rank 1 skip the second call."""
     comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), comm)
     ranks.run_once(executor, tensors, BAD_RANK)
@@ -68,7 +69,9 @@ def test_a_rank_that_never_calls(pool: Pool, builder: str) -> None:
 
 
 def stuck(group, builder, step, doing):
-    """Rank 1 calls, and at one of its steps raises, gets Ctrl-C, leaves, or does nothing until the others have given up."""
+    """Let rank 1 call. At one of its steps it raises, gets Ctrl-C, leaves, or does nothing until the others have given
+    up.
+    """
     comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), comm)
     ranks.run_once(executor, tensors, BAD_RANK)
@@ -136,13 +139,13 @@ def test_a_rank_whose_communicator_is_closed_in_a_run(pool: Pool, builder: str, 
         if rank == BAD_RANK:
             assert kind in ("", "ValueError")
             assert not kind or "closed" in text
-        else:  # it may have had all that it needs
+        else:  # the rank may already have had all data that it needs
             assert kind in ("", "PeerLostError", "PoisonedGroupError")
-            assert not kind or re.search(r"rank 1 \(pid \d+\) closed its end of the group", text)
+            assert not kind or re.search(r"rank 1 \(pid \d+\) has left the group", text)
 
 
 def left(group, builder):
-    """Rank 1 closes its communicator instead of calling a second time."""
+    """Let rank 1 close its communicator instead of making the second call."""
     comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     with CpuSchedule(build(THREE, builder), comm) as executor:
         ranks.run_once(executor, tensors, BAD_RANK)
@@ -161,7 +164,7 @@ def test_a_rank_that_leaves_in_order(pool: Pool, builder: str) -> None:
 
 
 def killed(group, builder, step):
-    """Rank 1 is killed before its second run (no step) or in it."""
+    """Let rank 1 be killed before its second run (without a step) or at a step of it."""
     tensors = tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), comm_of(group))
     ranks.run_once(executor, tensors, BAD_RANK)
@@ -170,7 +173,7 @@ def killed(group, builder, step):
             os.kill(os.getpid(), signal.SIGKILL)
         ranks.intercept(executor, step, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
     errors = []
-    for _ in range(3):  # rank 1 may have done all its part before it dies: then the next run says so
+    for _ in range(3):  # rank 1 may have done its whole part before it dies; then the next run reports it
         with contextlib.suppress(AssertionError):
             errors.append(error_of(lambda: executor.run(tensors, deadline_s=LONG_S)))
     executor.close()

@@ -1,4 +1,4 @@
-"""Schedules of the combine, whose sizes only the run knows, on CPU processes."""
+"""Schedules of the combine, which have dynamic sizes, on CPU processes."""
 
 from __future__ import annotations
 

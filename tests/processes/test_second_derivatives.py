@@ -1,5 +1,8 @@
-"""Gradients of weft's operators are taken once, backward: others are refused, whichever way they are asked for, and never a number
-that lacks a term. What the first derivatives are is tested with each operator."""
+"""weft's operators support first derivatives by backward only. All other derivatives are refused, however they are
+requested, and never give a number that lacks a term.
+
+Tests of each operator check first derivatives.
+"""
 
 from __future__ import annotations
 
@@ -74,16 +77,18 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
     "matmul_all_to_all": combined,
 }
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    # Its gradient depends on the other operand alone, and not on the incoming gradient.
+    # The gradient depends only on the other operand, and not on the incoming gradient.
     "linear": torch.sum,
     "quadratic": lambda y: (y**2).sum(),
 }
 
 
 def twice(group: dist.ProcessGroup, name: str, compiled: bool) -> dict[str, str]:
-    """Return the errors if the penalty has a part beside the gradients, so that torch does not find out by itself."""
+    """Return the errors of double backward, if the penalty has a term besides the gradients, so that torch does not
+    detect the error itself.
+    """
     call, found = CALLS[name](group), {}
-    if compiled:  # a backend that runs the operators as they are: others refuse themselves
+    if compiled:  # a backend that runs the operators unchanged; other backends refuse double backward themselves
         call = torch.compile(call, backend="eager")
     for loss in LOSSES:
         for how in ("grad", "backward"):
@@ -120,7 +125,9 @@ def test_a_second_derivative_of_what_ranks_have_whole_is_refused(pool: Pool) -> 
 
 
 def first_with_graph(group: dist.ProcessGroup, name: str) -> bool:
-    """True if gradients are the same with create_graph=True, and the call after a refusal is as good as the one before."""
+    """True if gradients do not change with create_graph=True, and a call after a refusal gives the same result as
+    before.
+    """
     call, found = CALLS[name](group), []
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
     for create_graph in (False, True, False):
@@ -143,7 +150,7 @@ def tangent_of(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
 
 def otherwise(group: dist.ProcessGroup, name: str) -> tuple[list[str], list[str]]:
-    """Return the errors in forward mode, and inside transforms of torch.func; the group lives on."""
+    """Return the errors in forward mode, and inside transforms of torch.func. The group must stay usable."""
     of_two, x, w = CALLS[name](group), torch.randn(4, 8), torch.randn(1, 8, 3)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +193,7 @@ def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
 
 
 def first_inside(group: dist.ProcessGroup) -> list[str]:
-    """Return the errors of a new group's first call, on rank 1 inside a transform that wraps every new tensor."""
+    """Return the errors of a new group's first call. On rank 1 it is inside a transform that wraps every new tensor."""
     x, w = torch.randn(4, 8), torch.randn(1, 8, 3)
     own = [dist.new_group(list(range(group.size()))) for _ in range(2)]
     call, mlp = summed(own[0]), weft.nn.ParallelMLP(8, 16, group=own[1], sequence_dim=0)
@@ -227,7 +234,9 @@ def test_other_derivatives_of_layers_are_refused(pool: Pool) -> None:
 
 
 def several(group: dist.ProcessGroup, name: str) -> str:
-    """Return the error for several gradients in one backward; each alone is made, and the group lives on."""
+    """Return the error for several gradients in one backward. A single gradient must work, and the group must stay
+    usable.
+    """
     call = CALLS[name](group)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
     y = torch.nan_to_num(call(x, w))
@@ -248,7 +257,7 @@ def test_several_gradients_at_once_are_refused(pool: Pool, name: str) -> None:
 
 
 def made_for_inference(group: dist.ProcessGroup, name: str) -> list[str]:
-    """Return the errors for a tensor that autograd would not keep, in calls of a new and of a known shape."""
+    """Return the errors for a tensor that autograd cannot save, in calls of a new and of a known shape."""
     call, said = CALLS[name](group), []
     with torch.inference_mode():
         kept_by_none = torch.randn(4, 8)

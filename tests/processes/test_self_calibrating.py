@@ -1,4 +1,4 @@
-"""Self-calibration at the first call of a group, on CPU processes with a made-up measurer."""
+"""Self-calibration at the first call of a group, on CPU processes with invented measurements."""
 
 from support import self_calibration_ranks as ranks
 

@@ -1,7 +1,8 @@
-"""First calls of a shape, on CPU. If one rank alone fails, in or between exchanges, the group fails on all ranks, at once and
-with the cause. Errors that all ranks raise leave the group unchanged.
+"""Failures in first calls of a shape, on CPU.
 
-The functions with a `group` argument run on the ranks. Deadlines are long: no wait may end by them.
+If a single rank fails, in an exchange or between exchanges, the group fails on all ranks, at once and with the cause.
+Errors that all ranks raise leave the group unchanged. Functions with a `group` argument run on the ranks. Deadlines are
+long, because no wait may end by them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LONG_S = 50.0
 
 
 def call(group: dist.ProcessGroup, width: int = 3, **options: Any) -> torch.Tensor:
-    """Call the operator with ones."""
+    """Call the operator with operands of ones."""
     x, w = torch.ones(4, 8), torch.ones(8, width)
     return weft.all_gather_matmul(x, [w], 0, group, deadline_s=LONG_S, **options)[1][0]
 
@@ -45,8 +46,9 @@ def failure_of(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
-    """Press Ctrl-C on rank 1, which waits for the others in a set-up exchange. They arrive when it has been handled;
-    then all retry."""
+    """Interrupt rank 1 with Ctrl-C while it waits for the others in a set-up exchange. They arrive after rank 1 has
+    handled it; then all try again.
+    """
     own = dist.new_group(list(range(group.size())))
     comm = symm.communicator(own, "cpu")
     native, waiting, late = comm.all_gather_files, threading.Event(), where
@@ -85,7 +87,7 @@ def test_ctrl_c_in_an_exchange(where: str) -> None:
 
 
 def fails_alone(group: dist.ProcessGroup, error: str) -> list[tuple[str, str]]:
-    """Between two exchanges, on rank 1. Then all retry."""
+    """Let rank 1 fail between two exchanges. Then all try again."""
     own = dist.new_group(list(range(group.size())))
     native = plan.autotune
 
@@ -111,7 +113,7 @@ def test_an_error_of_one_rank_between_exchanges(pool: Pool, error: str, kind: st
 
 
 def picky(p: AllGatherMatmul) -> Schedule:
-    """It has no schedule for anything."""
+    """Refuse every problem."""
     raise weft.builders.NotApplicableError("on principle")
 
 
@@ -131,7 +133,7 @@ def test_what_all_raise_alike_ends_nothing(pool: Pool) -> None:
 
 
 def late_for_the_first_call(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Let rank 1 make its first call when the others have given it up and make their second."""
+    """Let rank 1 make its first call after the others have given up waiting for it, while they make their second call."""
     own, found = dist.new_group(list(range(group.size()))), []
     late = group.rank() == BAD_RANK
     for number in range(2):

@@ -1,8 +1,8 @@
-"""Waits of a collective set-up. They name the ranks that have not arrived and those that never will. They end early if
-a rank cannot arrive any more, or has no descriptor or thread left. A process that was stopped finds what arrived
-meanwhile.
+"""Waits of a collective set-up.
 
-The functions with a `group` argument run on the ranks. Where a deadline may not be what ends a wait it is LONG_S.
+Errors name the ranks that have not arrived and those that never will. Waits end early if a rank cannot arrive any more,
+or has no descriptor or thread left. A process that was stopped finds messages that arrived meanwhile. Functions with a
+`group` argument run on the ranks. Deadlines are LONG_S if a wait must not end by them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_S = 10.0  # far below LONG_S, and enough for a busy machine
 
 
 def timed(call: Callable[[], Any]) -> tuple[str, str, float]:
-    """The error that `call` raises, or ("", "") for none, and how long that took."""
+    """Return the error that `call` raises, ("", "") if none, and the duration."""
     start = time.monotonic()
     try:
         call()
@@ -46,7 +46,7 @@ def timed(call: Callable[[], Any]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - start
 
 
-# -- who has not come
+# -- missing ranks
 
 
 def two_do_not_come(group, how):
@@ -72,7 +72,7 @@ def test_everybody_who_has_not_come_is_named(pool: Pool, how: str) -> None:
 
 
 def one_leaves(group):
-    """Rank 2 says goodbye; rank 1 is only late, and waited for first."""
+    """Let rank 2 leave with a goodbye message. Rank 1 is only late, and is the first rank that rank 0 waits for."""
     comm = symm.communicator(own_group(group), "cpu")
     comm.all_gather(None, what="all are here")
     if group.rank() == 2:
@@ -88,14 +88,14 @@ def one_leaves(group):
 
 def test_who_has_left_ends_the_wait_though_another_is_late(pool: Pool) -> None:
     text, lost = pool.run(one_leaves, ranks=3, timeout_s=30)[0]
-    assert re.search(r"rank 2 \(pid \d+\) closed its end of the group \(close\(\) was called\)", text)
+    assert re.search(r"rank 2 \(pid \d+\) has left the group \(close\(\) was called\)", text)
     assert "rank 0 was waiting for the part of rank 1 " in text
     assert lost == 2
 
 
 def set_up_after_a_death(group):
-    """Rank 1 is killed after it made groups, and before anything is set up on the second one."""
-    others = dist.new_group([1, 2])  # in which it is rank 0
+    """Kill rank 1 after it has made groups, but before anything is set up on the second group."""
+    others = dist.new_group([1, 2])  # rank 1 is rank 0 of this group
     comm = symm.communicator(group, "cpu")
     comm.all_gather(None, what="all are here")
     if group.rank() == BAD_RANK:
@@ -113,7 +113,7 @@ def test_a_rank_that_another_group_saw_die_is_not_waited_for() -> None:
 
 
 def killed_in_set_up(group, method):
-    """Rank 1 has said where it can be reached, and is killed before it has met anybody."""
+    """Kill rank 1 after it has published its address, but before it is connected to any rank."""
     if group.rank() == BAD_RANK:
 
         def kill(*_: object) -> None:
@@ -154,7 +154,7 @@ def test_memory_of_all_ranks_of_one_host_is_mapped(pool: Pool) -> None:
     assert pool.run(on_this_host, ranks=3) == [(True,) * 3] * 3
 
 
-# -- how long
+# -- durations
 
 
 def wait_by_default(group, what):
@@ -196,7 +196,7 @@ def multiply(group: dist.ProcessGroup, deadline_s: float | None) -> None:
 
 
 def late_in(group, function, where, late_s, deadline_s, variables):
-    """Rank 1 is late in one of the set-ups of a first call."""
+    """Let rank 1 be late in one of the set-ups of a first call."""
     function(own_group(group), LONG_S)  # loads modules
     own, native = own_group(group), Communicator.all_gather_files
     symm.communicator(own, "cpu")
@@ -248,7 +248,9 @@ def test_where_ranks_compile_and_measure_the_deadline_of_calls_holds(pool: Pool,
 
 
 def stopped_past_its_deadline(group, rounds):
-    """Stop rank 0 while it waits; rank 1's part arrives meanwhile. Its watchdog is the last thread to continue."""
+    """Stop rank 0 while it waits. Rank 1's data arrive meanwhile. The watchdog is the last thread of rank 0 that
+    continues.
+    """
     native = Control._read
 
     def read_late(control: Control, rank: int) -> bool:
@@ -278,7 +280,7 @@ def test_a_process_that_was_stopped_finds_what_came_meanwhile(pool: Pool) -> Non
 
 
 def store_of_a_stopped_rank(group):
-    """Rank 0 keeps a store and is stopped; rank 1 waits for it, until its deadline or Ctrl-C."""
+    """Stop rank 0, which serves the store. Rank 1 waits for the store, until its deadline or Ctrl-C."""
     (pid, port), *_ = symm.communicator(group, "cpu").all_gather(
         (os.getpid(), keep_a_store() if group.rank() == 0 else 0)
     )
@@ -319,7 +321,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_wait_longer(pool: Pool) ->
 
 
 def set_while_stopped(group, wait):
-    """The process stands still between a look at the counter and one at the clock; the counter is raised meanwhile."""
+    """Pause the process between its check of the counter and its reading of the clock. The counter is set meanwhile."""
     native = _core.signal_wait
 
     def stand_still(address: int, wanted: int, *arguments: Any) -> tuple[int, int]:
@@ -345,7 +347,7 @@ def test_a_signal_that_came_while_the_process_stood_still_counts(pool: Pool) -> 
 
 @contextmanager
 def room_for(descriptors: int) -> Iterator[None]:
-    """This process can open so many more."""
+    """Limit this process to this many additional descriptors."""
     is_open = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
     limit, free = 0, 0
     while free < descriptors or limit in is_open:
@@ -393,7 +395,9 @@ def without_descriptors(group, function, rooms, late):
     ("function", "late"), [slow(set_all_up, False), (set_all_up, True), (call, False), slow(call, True)]
 )
 def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> None:
-    """However many there are: too few for the first socket, for a peer's, for what wakes the watchdog, for memory, or enough."""
+    """The number of descriptors is too small for the first socket, a peer's socket, the watchdog's wake-up or memory,
+    or it is large enough.
+    """
     with Pool(3) as pool:
         found = pool.run(without_descriptors, function, range(8), late, timeout_s=100)
     by_room = list(zip(*found, strict=True))
@@ -404,7 +408,7 @@ def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> N
         assert all(kind for kind, _, _ in firsts) or not any(kind for kind, _, _ in firsts), (
             f"room for {room}: {firsts}"
         )
-        # With room for all, the group works, or has ended for all.
+        # With enough descriptors the group works. Otherwise it has failed on all ranks.
         assert {kind for kind, _, _ in agains} in ({""}, {"PoisonedGroupError"}), f"room for {room}: {agains}"
         for kind, text, seconds in (*firsts, *agains):
             assert not kind or "Too many open files" in text, f"room for {room}: {kind}: {text}"

@@ -1,4 +1,6 @@
-"""Calls of many sizes on CPU processes: in random order they are right, and cost no more threads and mappings than a few."""
+"""Calls of many sizes on CPU processes: results are right in random order, and many sizes need no more threads and
+mappings than a few.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from weft.launch import Pool, RankDiedError
 
 @pytest.mark.parametrize(("world", "sizes"), [slow(2, 100), (3, 100), slow(4, 200)])
 def test_many_sizes_in_random_order(world: int, sizes: int) -> None:
-    """Schedules with other signals and other memory follow each other at random sizes; lanes are late; memory is poisoned."""
-    with Pool(world) as fresh:  # others' ranks may still give back the memory of tests before this one
+    """Schedules with different signals and memory follow each other at random sizes. Lanes are delayed, and memory is
+    poisoned.
+    """
+    with Pool(world) as fresh:  # ranks may still be freeing memory of earlier tests
         of_ranks = fresh.run(ranks.in_random_order, (20, sizes), timeout_s=200)
     for found in of_ranks:
         assert found["ways"] >= 4
@@ -38,7 +42,9 @@ def test_a_rank_that_is_killed_among_many_sizes_is_named() -> None:
 
 
 def test_schedules_are_measured_once_for_sizes_within_a_factor_of_two(pool: Pool) -> None:
-    """The usual ones at first; then, of sizes further away, serial and the two that were the fastest."""
+    """The first call measures the usual schedules. For sizes further away, only serial and the two fastest schedules
+    are measured.
+    """
     of_ranks = pool.run(ranks.measured_sizes, [64, 65, 50, 128, 33, 8, 9, 512, [60, 61], [70, 3], [8, 2]], ranks=2)
     assert of_ranks[0] == of_ranks[1]
     first, *near, far, near_far, farther, uneven, near_uneven, far_uneven, taken = of_ranks[0]

@@ -1,7 +1,7 @@
-"""Symmetric memory between processes, cheapest first: what one rank writes all see, waits are waits, groups keep apart,
-errors say what is wrong, and nothing is left behind. What happens when ranks die is in `test_failure.py`.
+"""Symmetric memory between processes, cheapest first: all ranks see the writes of a rank, waits wait, groups are
+independent, errors are clear, and nothing is left behind.
 
-The functions with a `group` argument run on the ranks.
+`test_failure.py` tests ranks that die. Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_every_rank_sees_what_each_peer_wrote(pool: Pool, size: int, dtype: torc
 
 
 def straggle(group):
-    """Rank 0 is late each round; without a real wait the others would read the round before."""
+    """Delay rank 0 in each round. Without a real wait, the others would read data of the previous round."""
     with symm.SymmetricBuffer((1000,), torch.int64, group=group) as buffer, symm.Signal(3, group=group) as signal:
         for epoch in range(1, 4):
             if group.rank() == 0:
@@ -100,13 +100,13 @@ def use_after_close(group):
         mine.fill_(rank)
         barrier(signal, 1)
         if rank == 0:
-            buffer.close()  # one rank's closing must not take the memory from under the others
+            buffer.close()  # when one rank closes, the others must keep the memory
         barrier(signal, 2)
         assert next_one.tolist() == [(rank + 1) % size] * 4
         barrier(signal, 3)
     signal.close()
     buffer.close()
-    # Tensors taken before stay, and stay shared.
+    # Earlier tensors stay valid, and stay shared.
     mine.add_(10)
     barrier(done, 1)
     assert next_one.tolist() == [(rank + 1) % size + 10] * 4
@@ -182,16 +182,18 @@ def test_a_missed_deadline_is_named_everywhere_and_spoils_the_group(pool: Pool) 
 
 
 def two_groups(group):
-    """{0, 2} and {1, 3} at once, and {0, 1, 2} across them, with their uses interleaved differently on each rank."""
+    """Use groups {0, 2} and {1, 3} at once, and {0, 1, 2} across them. Their uses are interleaved differently on each
+    rank.
+    """
     rank = group.rank()
     groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 2), (1, 3), (0, 1, 2)]}
     mine = [ranks for ranks in groups if rank in ranks]
     refused = [error_of(lambda g=g: symm.communicator(g, "cpu")) for ranks, g in groups.items() if rank not in ranks]
     buffers = {ranks: symm.SymmetricBuffer((8,), torch.int64, group=groups[ranks]) for ranks in mine}
-    # One signal for both would count who is done for one who has not published to this rank yet.
+    # With one signal for both purposes, a rank that has finished could be counted as a rank that has published.
     published, done = ({ranks: symm.Signal(group=groups[ranks]) for ranks in mine} for _ in range(2))
     for round_ in range(1, 6):
-        # All publish before any waits: groups overlap, so waiting in different orders must not matter.
+        # All ranks publish before any rank waits. Groups overlap, so the order of waits must not matter.
         for ranks in mine:
             for peer in range(len(ranks)):
                 buffers[ranks].peer(peer)[rank] = 1000 * round_ + rank
@@ -248,7 +250,7 @@ def disagree(group):
         error_of(lambda: symm.SymmetricBuffer((4, 1 + rank), torch.float32, group=group)),
         error_of(lambda: symm.communicator(group, "cpu").allocate(64 + rank, what="the same")),
     ]
-    with symm.SymmetricBuffer((4,), torch.float32, group=group) as buffer:  # no harm done
+    with symm.SymmetricBuffer((4,), torch.float32, group=group) as buffer:  # nothing has changed
         buffer.local.fill_(1)
     return errors
 
@@ -271,13 +273,14 @@ def run_out(group):
     errors.append(error_of(lambda: symm.SymmetricBuffer((1 << 20,), torch.float32, group=group)))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if group.rank() == 1:  # room for its own descriptor, but not for the others'
+    if group.rank() == 1:  # enough for its own descriptor, but not for those of peers
         spare = os.dup(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
         os.close(spare)
     errors.append(error_of(lambda: comm.allocate(64)))
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    with symm.SymmetricBuffer((1 << 20,), torch.float32, group=group) as buffer:  # nothing was kept, nothing is spoilt
+    # Nothing stays reserved, and the group stays usable.
+    with symm.SymmetricBuffer((1 << 20,), torch.float32, group=group) as buffer:
         buffer.local.fill_(1)
     return errors
 
@@ -318,8 +321,9 @@ def test_nothing_has_a_name_and_nothing_is_left(pool: Pool) -> None:
 
 
 def knock(group):
-    """Let rank 1 connect to rank 0's listener like a stranger before it takes part in the set-up. Some connections send
-    nothing and stay. Return the seconds of the set-up."""
+    """Let rank 1 connect to rank 0's listener like a stranger, before it takes part in the set-up. Some connections
+    send nothing and stay open. Return the seconds of the set-up.
+    """
     silent = []
     if group.rank() == 1:
         store = dist.PrefixStore("weft/cpu", distributed_c10d._get_process_group_store(group))
@@ -335,7 +339,7 @@ def knock(group):
             b"[" * 60_000,
             b"\xff" * 60_000,
             b"",
-            *[None] * 80,  # more than are kept
+            *[None] * 80,  # more connections than rank 0 keeps
         ]:
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.connect("\0" + entry["name"])
@@ -351,12 +355,12 @@ def knock(group):
 
 
 def test_strangers_are_turned_away(pool: Pool) -> None:
-    pool.run(add_from_all, 1, ranks=1)  # so that the next run's group is new, and has no communicator yet
+    pool.run(add_from_all, 1, ranks=1)  # so that the next test has a new group, without a communicator
     assert pool.run(knock, ranks=2)[1] < LONG_S / 5
 
 
 def gather_much(group):
-    """Longer than a message and than a socket's buffer, and of different lengths."""
+    """Gather objects of different sizes, which are larger than a message and than a socket's buffer."""
     rank, size = group.rank(), group.size()
     sent = [random.Random(writer).randbytes(300_000 * writer + 65_000) for writer in range(size)]
     for _ in range(3):
@@ -390,7 +394,7 @@ def test_exchange_hands_every_payload_to_everybody(pool: Pool, size: int) -> Non
 
 
 def gather_from_threads(group):
-    """A wait in one thread lets other threads of the process run."""
+    """Check that a wait in one thread lets other threads of the process run."""
     with symm.Signal(group=group) as signal:
         if group.rank() == 0:
             thread = threading.Thread(target=signal.wait, args=(1,))

@@ -44,7 +44,7 @@ def test_destroying_the_process_group_closes_its_communicator(pool: Pool) -> Non
 
 
 def fork_a_child(group):
-    """A forked child cannot use the communicator, and its end is not taken for the rank's."""
+    """Fork a child. It cannot use the communicator, and its exit is not mistaken for the rank's death."""
     comm = symm.communicator(group, "cpu")
     with symm.Signal(group=group) as signal:
         child = os.fork()
@@ -102,7 +102,7 @@ def pid_in_group(group: dist.ProcessGroup) -> int:
 
 
 def has_left(group: dist.ProcessGroup, pid: int) -> bool:
-    """Wait until that process has no symmetric memory mapped."""
+    """Wait until the process has no symmetric memory mapped."""
     until = time.monotonic() + 10
     while "memfd" in Path(f"/proc/{pid}/maps").read_text():
         if time.monotonic() > until:
@@ -112,7 +112,7 @@ def has_left(group: dist.ProcessGroup, pid: int) -> bool:
 
 
 def test_workers_that_a_run_leaves_out_leave_the_last_group() -> None:
-    """Otherwise NCCL waits for them when the others leave it."""
+    """Otherwise NCCL would wait for these workers when the others leave the group."""
     with Pool(3) as fresh:
         *_, pid = fresh.run(pid_in_group, timeout_s=60)
         assert fresh.run(has_left, pid, ranks=1, timeout_s=60) == [True]

@@ -50,7 +50,7 @@ def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None
 def test_a_residual_and_a_norm_that_follow(
     pool: Pool, world: int, sequence_dim: int | None, compiled: bool, own_norms: bool
 ) -> None:
-    """A norm is a part of the all-reduce if it is torch's own."""
+    """A norm is fused into the all-reduce only if it is torch's own class."""
     for had in pool.run(ranks.following, sequence_dim, compiled, own_norms, ranks=world, timeout_s=200):
         calls = 0 if sequence_dim is not None else 4
         assert had == [not own_norms] * calls
@@ -73,8 +73,9 @@ def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
 
 
 def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
-    """With norms; compiled or not, recomputed in backward or not. Gradients of replicated activations are equal on all
-    ranks."""
+    """The block has norms, and is eager or compiled, with or without recomputation. Gradients of replicated parameters
+    are equal on all ranks.
+    """
     (one,) = pool.run(ranks.block_gradients, False, False, ranks=1, timeout_s=100)
     ways = [(2, False, False), (2, True, False), (2, False, True), (4, False, True), (2, False, True, True)]
     for world, *how in ways:

@@ -1,8 +1,9 @@
-"""A call in which one rank alone meets an error, known shapes on CPU: the others are told, and no call pairs with another one.
+"""Errors on a single rank in a call of a known shape, on CPU: the others are notified, and no call pairs with another
+call.
 
-Cheapest first: errors before a rank has joined (refused, the group lives) and after it (the group fails). Then a
-training loop that one rank leaves in the middle, and pauses of a process, which are no error. Each result is compared
-with what this very step must give, so that a result of another step is noticed.
+Cheapest first: errors before a rank has joined (refused, and the group stays usable) and after it has joined (the group
+fails). Then a training loop that one rank leaves in the middle, and pauses of a process, which are no errors. Each
+result is compared with the result of its own step, so that a result of another step is noticed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def told(call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-# --- before a rank has said that it takes part ---
+# --- before a rank has joined the call ---
 
 
 def fails_early(group: dist.ProcessGroup, schedule: str, error: str) -> tuple[tuple[str, str], list[bool]]:
@@ -82,7 +83,7 @@ def test_an_error_before_anything_is_begun_is_a_refusal(pool: Pool, schedule: st
 
 
 def odd_input(group: dist.ProcessGroup, schedule: str) -> tuple[tuple[str, str], bool]:
-    """A sparse tensor on rank 1, of a shape that is known: many of its methods raise."""
+    """Pass a sparse tensor of a known shape on rank 1. Many of its methods raise errors."""
     own = own_group(group)
     assert right(own, 0, schedule)
     x = shard(group.rank(), 1)
@@ -103,7 +104,7 @@ def test_odd_input_of_a_known_shape_is_refused(pool: Pool, schedule: str) -> Non
 
 
 def interrupted(group: dist.ProcessGroup, schedule: str) -> list[tuple[str, str]]:
-    """Ctrl-C on rank 1 inside of a call, before it has said anything."""
+    """Interrupt rank 1 with Ctrl-C inside a call, before it has published anything."""
     own = own_group(group)
     assert right(own, 0, schedule)
     native = all_gather_matmul.contiguous
@@ -129,7 +130,7 @@ def test_ctrl_c_in_a_call_ends_the_group(pool: Pool, schedule: str) -> None:
 
 
 def interrupted_at_once(group: dist.ProcessGroup, module: str, function: str, is_first: bool) -> list[tuple[str, str]]:
-    """Ctrl-C comes on rank 1 before its call is counted. The program catches it and makes its next call."""
+    """Interrupt rank 1 with Ctrl-C before its call is counted. The program catches it and makes its next call."""
     own, where = own_group(group), importlib.import_module(module)
     assert is_first or right(own, 0, "serial")
     native = getattr(where, function)
@@ -140,7 +141,7 @@ def interrupted_at_once(group: dist.ProcessGroup, module: str, function: str, is
 
     if group.rank() == BAD_RANK:
         setattr(where, function, ctrl_c)
-    # A timeline: the call runs from its public function down, and is not replayed.
+    # With a timeline, the call runs through its public function, and is not replayed.
     return [told(lambda step=step: call(own, step, "serial", timeline=weft.Timeline())) for step in (1, 2)]
 
 
@@ -159,8 +160,9 @@ def test_ctrl_c_before_a_call_is_counted_ends_the_group(pool: Pool, module: str,
 
 
 def train(group: dist.ProcessGroup, operator: str, schedule: str) -> list[tuple[str, str]]:
-    """Train for some steps; rank 1 has an error between forward and backward of step 1. All ranks catch errors and
-    continue."""
+    """Train for some steps. Rank 1 has an error between forward and backward of step 1. All ranks catch errors and
+    continue.
+    """
     own, found, rank = own_group(group), [], group.rank()
     for step in range(4):
         try:
@@ -200,7 +202,7 @@ def test_no_step_pairs_with_another_one(pool: Pool, operator: str, schedule: str
 
 
 def paused(group: dist.ProcessGroup, schedule: str, seconds: float) -> int:
-    """Compare results while another process repeatedly stops this one for a moment."""
+    """Compare results while another process repeatedly stops this process for a moment."""
     own, end, count = own_group(group), threading.Event(), 0
     assert right(own, 0, schedule)
     if group.rank() == BAD_RANK:
@@ -224,6 +226,8 @@ def paused(group: dist.ProcessGroup, schedule: str, seconds: float) -> int:
 
 @pytest.mark.parametrize("schedule", mostly(SCHEDULES, "serial", SCHEDULES[-1]))
 def test_a_pause_is_no_failure(pool: Pool, schedule: str) -> None:
-    """A wait for gloo that has expired when the process continues is no error if the collective has ended meanwhile."""
+    """The wait for gloo may have timed out when the process continues. This is no error if the collective has ended
+    meanwhile.
+    """
     first, second = pool.run(paused, schedule, 1.5, ranks=2)
     assert first == second > 3

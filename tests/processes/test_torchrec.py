@@ -1,7 +1,7 @@
 """`weft.torchrec` inside TorchRec's own loops, on CPU processes with fbgemm-gpu-cpu and gloo.
 
-A loop with the sharder swapped, step by step beside the same loop with TorchRec's; its pipeline; state dicts and checkpoints both
-ways; then what is refused.
+Each step of a loop with weft's sharder is compared with the same loop with TorchRec's sharder. Then TorchRec's
+pipeline, state dicts and checkpoints in both directions, and refusals.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def test_a_loop_learns_as_with_torchrecs_sharder(pool: Pool, options: dict[str, 
         for stock, swapped in zip(theirs, ours, strict=True):
             assert swapped["names"] == stock["names"]
             assert swapped["losses"] == pytest.approx(stock["losses"], rel=tolerance)
-            # TorchRec has no rate on a rank without tables. In weft schedulers write one there, too: ranks compare rates.
+            # TorchRec has no learning rate on a rank without tables. With weft, schedulers also write a rate there,
+            # because ranks compare rates.
             assert all(one <= other for one, other in zip(stock["rates"], swapped["rates"], strict=True))
             assert swapped["tables"].keys() == stock["tables"].keys()
             for name, value in stock["tables"].items():
@@ -91,7 +92,9 @@ def test_a_loop_without_pooling_learns_as_with_torchrecs_sharder(pool: Pool, kin
 
 
 def test_a_loop_without_pooling_has_gradients(pool: Pool) -> None:
-    """Not beside TorchRec: with kernel "dense" its EmbeddingCollection corrupts memory on CPU, or pools rows."""
+    """This is not compared with TorchRec: with kernel "dense", its EmbeddingCollection corrupts memory on CPU, or pools
+    rows.
+    """
     for world in (1, 2, 3):
         first, *others = (
             pool.run(unpooled_loop, "weft", kind, "dense", ranks=world)
@@ -132,7 +135,7 @@ def test_a_pipeline_without_pooling_learns_the_same(pool: Pool) -> None:
 
 
 def planned(group: dist.ProcessGroup, by: str) -> tuple[set[tuple[str, str]], float]:
-    """Let TorchRec's planner decide, and keep the values of a module on meta."""
+    """Let TorchRec's planner place a module that is on meta, and keep its values."""
     from torchrec.distributed import collective_utils
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -236,7 +239,7 @@ def test_tables_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
 
 
 def of_nn(group: dist.ProcessGroup, placement: Any = None) -> nn.Module:
-    """Return a module of weft alone."""
+    """Return a module of weft.nn, without TorchRec."""
     tables = [weft.EmbeddingBagConfig(rows, dim, name, f, p.lower()) for rows, dim, name, f, p in TABLES]  # type: ignore[arg-type]
     ebc = weft.nn.ShardedEmbeddingBagCollection(
         tables, group=group, optimizer=weft.RowwiseAdagrad(lr=0.1, eps=1e-6), placement=placement
@@ -274,7 +277,9 @@ def test_each_loads_the_others_checkpoints(pool: Pool, tmp_path: Path, writer: s
 
 
 def by_columns(group: dist.ProcessGroup, writer: str, reader: str, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Save a model whose table "users" is cut by columns, load it into another, and return this rank's values of both."""
+    """Save a model whose table "users" is divided by columns, and load it into another model. Return this rank's values
+    of both.
+    """
     found = []
     for does, by in ((dcp.save, writer), (dcp.load, reader)):
         model: Any

@@ -1,4 +1,6 @@
-"""benchmarks/trips.py: calls stay short to read, and a schedule's road to GPUs never turns back to a higher layer."""
+"""benchmarks/trips.py: a call runs through few files, and the compilation of a schedule for GPUs never calls back into
+a higher layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "trips.py"
 
 
 def test_trips_are_short() -> None:
-    """The limits are a few files above what docs/architecture.md shows."""
+    """The limits are a few files above the numbers in docs/architecture.md."""
     pytest.importorskip("triton", reason="Triton is not installed here: modelled GPUs need it")
     shown = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     assert shown.returncode == 0, shown.stderr

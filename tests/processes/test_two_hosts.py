@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with a link between them, and ranks in both.
 
-The machine must allow namespaces, as root or in user namespaces. `test_hosts.py` pretends hosts, and needs nothing.
+The machine must allow namespaces, as root or in user namespaces. `test_hosts.py` only pretends hosts, and needs no
+namespaces.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from support.two_hosts import ADDRESSES, TwoHosts
 from weft import plan
 from weft.launch import Pool
 
-RANKS = 2  # on each host
+RANKS = 2  # ranks on each host
 END_S = 120.0
 MOST_S = 30.0
 
@@ -57,7 +58,7 @@ def test_examples_have_the_losses_of_one_host(pool: Pool, hosts: TwoHosts, tmp_p
     alpha, beta = [True, True, False, False], [False, False, True, True]
     assert [rank[:2] for rank in found["ranks"]] == [["alpha", alpha]] * 2 + [["beta", beta]] * 2
     assert [warnings for *_, warnings in found["ranks"]] == [[]] * 4
-    once = RANKS * 4096 // (2 * RANKS) * 512 * 4  # the rows of the other host
+    once = RANKS * 4096 // (2 * RANKS) * 512 * 4  # bytes of the rows that the other host owns
     for schedule, sent in found["sent"].items():
         times = 3 if schedule == "serial" else 1  # gloo's reduce-scatter is an all-reduce in a ring
         assert times * once < sent < 1.1 * times * once, (schedule, sent)
@@ -74,7 +75,7 @@ def test_examples_have_the_losses_of_one_host(pool: Pool, hosts: TwoHosts, tmp_p
 
 
 class Ranks:
-    """The first ranks of a group on alpha, the others on beta."""
+    """A group whose first ranks are on host alpha, and the others on host beta."""
 
     def __init__(self, hosts: TwoHosts, at: tuple[int, ...]) -> None:
         world, port = len(at), str(two_hosts.free_port())
@@ -82,7 +83,7 @@ class Ranks:
         self._ranks = [
             hosts.start(host, [*script, str(rank), str(world), ADDRESSES[0], port]) for rank, host in enumerate(at)
         ]
-        self._timer = threading.Timer(MOST_S, self.__exit__)  # a rank that hangs fails the test
+        self._timer = threading.Timer(MOST_S, self.__exit__)  # the test fails if a rank hangs
         self._timer.start()
         self.pids = [int(self.said(rank, "pid ").split()[1]) for rank in range(world)]
 
@@ -94,7 +95,7 @@ class Ranks:
             stdin.flush()
 
     def said(self, rank: int, *starts: str) -> str:
-        """Return the next line of a rank that begins so; others are torch's warnings."""
+        """Return the next line of a rank that begins with one of `starts`. Other lines are torch's warnings."""
         stdout, before = self._ranks[rank].stdout, []
         assert stdout is not None
         while line := stdout.readline():
@@ -116,14 +117,14 @@ class Ranks:
 
 
 def test_a_cut_link_a_dead_rank_and_a_link_cut_for_ever(hosts: TwoHosts) -> None:
-    """The same three ranks, one after the other: rank 0 on alpha, ranks 1 and 2 on beta."""
+    """The same three ranks meet one fault after the other: rank 0 on alpha, ranks 1 and 2 on beta."""
     with Ranks(hosts, (0, 1, 1)) as ranks:
         ranks.ask("all 60", 0, 1, 2)
         ranks.ask("two 60", 0, 1)
         assert ranks.answers(0, 1, 2) == ["sum [6.0]"] * 3
         assert ranks.answers(0, 1) == ["sum [3.0]"] * 2
 
-        hosts.link(1, "down")  # a link that is cut for a moment: the call goes on
+        hosts.link(1, "down")  # a link that is cut for a moment does not end the call
         ranks.ask("all 60", 0, 1, 2)
         time.sleep(1.0)
         hosts.link(1, "up")
@@ -135,7 +136,7 @@ def test_a_cut_link_a_dead_rank_and_a_link_cut_for_ever(hosts: TwoHosts) -> None
             died = rf"PeerLostError: rank 2 \(pid {ranks.pids[2]} on host beta\) died: its connection ended without a goodbye"
             assert re.match(died, said), said
 
-        hosts.link(0, "down")  # a link that is cut for ever
+        hosts.link(0, "down")  # a link that stays cut
         start = time.monotonic()
         ranks.ask("two 2", 0, 1)
         here, there = ranks.answers(0, 1)

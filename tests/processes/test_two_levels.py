@@ -1,11 +1,9 @@
-"""Collectives in two levels, of ranks that pretend to be on several hosts: results, the bytes between hosts, and a missing rank.
+"""Collectives in two levels, for ranks that pretend to be on several hosts: results, bytes between hosts, and a missing
+rank.
 
-1. `ranks_per_host`: which hosts have rails.
-2. Every collective for shapes that L divides and that it does not, on inputs whose sums are exact in every order.
-3. Each operator in chunks: each byte crosses once per host.
-4. A rank that does not take part.
-
-The functions with a `group` argument run on the ranks.
+1. `ranks_per_host`: which placements have rails. 2. Every collective, for shapes that the number of ranks per host
+divides and for others, on inputs whose sums are exact in every order. 3. Each operator in chunks: each byte is sent to
+each host once. 4. A rank that does not take part. Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def test_rails_need_as_many_consecutive_ranks_on_each_host(hosts: str, wanted: i
 
 
 def whole_numbers(rank, shape, dtype, seed):
-    """Sums of eight are exact in bf16."""
+    """Return small whole numbers. Sums of eight such numbers are exact in bf16."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(10 * seed + rank)).to(dtype)
 
 
@@ -65,7 +63,8 @@ def collectives(group, n_hosts):
             mine = levels.reduce_scatter(sources[rank].clone(), call)
             assert mine.dtype == dtype
             assert torch.equal(mine, total.split(n)[rank])
-            reduced = sources[rank].clone()[:-1].contiguous()  # a number of rows that ranks do not divide
+            # A number of rows that is not divisible by the number of ranks.
+            reduced = sources[rank].clone()[:-1].contiguous()
             levels.all_reduce(reduced, call)
             assert torch.equal(reduced, total[:-1])
     dist.destroy_process_group(own)
@@ -138,7 +137,9 @@ def crossing(group, chunks):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_each_byte_crosses_once_per_host(pool: Pool, chunks: int) -> None:
-    """Two hosts of two ranks: a host sends its shards, the other host's rows of its sum, and each sum of the all-reduce once."""
+    """On two hosts of two ranks, a host sends its shards once. It also sends its sums for the other host's rows, and
+    each sum of the all-reduce once.
+    """
     found = pool.run(crossing, chunks, ranks=4, timeout_s=60)
     for host in (found[:2], found[2:]):
         sent = {op: sum(one[op] for one in host) for op in found[0]}

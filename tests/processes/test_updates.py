@@ -1,7 +1,7 @@
-"""Steps that accumulate: copies, GEMMs into a peer's buffer, sums, and gloo's reductions. They run on CPU processes,
-against float64, with all ranks adding to one place at once. What `verify` says of them.
+"""Steps that accumulate: copies, GEMMs into a peer's buffer, sums, and gloo's reductions, against float64.
 
-The functions with a `group` argument run on the ranks.
+They run on CPU processes, with all ranks adding to one place at once. Also their verification. Functions with a `group`
+argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.symm import communicator
 from weft.timeline import Timeline
 
 M, K, N = 40, 48, 36
-"""Rows of a rank's part of the result, summed dimension of a rank, columns."""
+"""The rows of the result that a rank owns, the summed dimension on a rank, and the columns."""
 TILE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01, "fp64": 1e-13}
@@ -34,9 +34,12 @@ ON_CPU = DTYPES | {"fp64": torch.float64}
 
 
 def scattered(world: int, dtype: str, way: str) -> Schedule:
-    """y = this rank's rows of the sum of all ranks' x @ w. Write the schedule for a `way`: "copy" and "compute" into
-    each owner's buffer, "reduce" of peers' copies there, "remote" of peers' GEMMs there, or gloo's. "tracked" and
-    "tracked remote" do the same by one GEMM whose tiles set signals. "pulled[...]": the schedule of that name."""
+    """Return a schedule of y = this rank's rows of the sum of all ranks' x @ w.
+
+    way: "copy" and "compute" add into each owner's buffer. "reduce" adds peers' copies there, and "remote" peers'
+    GEMMs. "collective" uses gloo. "tracked" and "tracked remote" use one GEMM whose tiles set signals. "pulled[...]" is
+    the schedule of that name.
+    """
     if way.startswith("pulled"):
         return named(MatmulReduceScatter(world, world * M, N, K, dtype), way).build()
     d = Draft(f"matmul, reduce-scatter by {way}", world)
@@ -90,8 +93,11 @@ def scattered(world: int, dtype: str, way: str) -> Schedule:
 
 
 def tracked(d: Draft, x: Buffer, w: Buffer, y: Buffer, part: Buffer, *, remote: bool) -> Schedule:
-    """Compute one GEMM in tiles, the next rank's rows first and the own rows last. Complete chunks are sent while it
-    runs; or its tiles are stored at their owners, and set signals there."""
+    """Append one GEMM in tiles, with the next rank's rows first and own rows last. Complete chunks are sent while it
+    runs.
+
+    remote: True to store tiles in their owners' memory, and set signals there.
+    """
     world, t = d.world_size, Expr("t")
     down, across = -(-M // TILE), -(-N // TILE)
     per_rank = down * across
@@ -184,8 +190,11 @@ def test_the_library_adds_to_a_third_operand(pool: Pool) -> None:
 
 
 def contended(group: dist.ProcessGroup) -> None:
-    """All ranks add ones to the same elements of rank 0, again and again: none is lost. A run takes milliseconds, and there are
-    many: on a busy machine few ranks add at the same time, and most runs would lose nothing though they could."""
+    """Let all ranks repeatedly add ones to the same elements of rank 0. No addition may be lost.
+
+    A run takes milliseconds, and there are many runs: on a busy machine few ranks add at the same time, so a faulty
+    implementation would pass most runs.
+    """
     world, times, rows = group.size(), 100, 256
     d = Draft("adds", world)
     one, y = d.buffer("one", rows, 64, "fp32", "input"), d.buffer("y", rows, 64, "fp32", "output")
@@ -252,11 +261,11 @@ def test_a_reduce_scatter_of_uneven_parts(pool: Pool) -> None:
     pool.run(uneven, ranks=3)
 
 
-# --- what verify says ---
+# --- verification ---
 
 
 def adding(*, first: bool = True, read_between: bool = False) -> Schedule:
-    """Two lanes add to `total`, which the first of them has written."""
+    """Return a schedule in which two lanes add to `total`, which the first lane has written."""
     d = Draft("adding", 1)
     x, y = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("y", 2, 2, "fp32", "output")
     total = d.buffer("total", 2, 2, "fp32", "scratch")
@@ -285,7 +294,7 @@ def test_a_read_among_updates_is_a_race() -> None:
 
 
 def test_updates_of_nothing_are_found() -> None:
-    """Though each of them might come after the other."""
+    """Each of two unordered updates might come first, so neither counts as the earlier write that the other needs."""
     with pytest.raises(
         ScheduleError,
         match=(
@@ -296,7 +305,7 @@ def test_updates_of_nothing_are_found() -> None:
         verify(adding(first=False))
 
 
-# --- what GPUs do not do ---
+# --- unsupported on GPUs ---
 
 
 def test_gpus_refuse_gemms_that_add_to_a_peers_buffer() -> None:
@@ -321,7 +330,7 @@ def test_gpus_take_the_others(way: str) -> None:
 
 
 def test_gpus_refuse_what_loses_a_peers_addition() -> None:
-    """A peer's copy adds item by item; this rank's GEMM reads, adds and writes back."""
+    """A peer's copy adds item by item, while this rank's GEMM reads, adds and writes back."""
     d = Draft("two ways", 2)
     x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "symmetric")
     d.lane("compute").compute("silu", total.part(), x.part(), accumulate=True)

@@ -1,4 +1,6 @@
-"""Warnings point at the line that called weft: by an operator, an autograd Function, a backward, a module, a compiled program."""
+"""Warnings point to the line that called weft, whether it calls an operator, an autograd Function, a backward, a module
+or a compiled program.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ TABLE = weft.EmbeddingBagConfig(4, 2, "t", ("f",))
 
 
 def tall(columns: int) -> torch.Tensor:
-    """[8, columns] of which neither rows nor columns are in one piece."""
+    """Return a matrix [8, columns] whose rows and columns are not contiguous."""
     return torch.randn(16, 2 * columns)[::2, ::2]
 
 
@@ -47,7 +49,7 @@ def compiled(group: dist.ProcessGroup) -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return weft.all_gather_matmul(x, [w], 0, name)[1][0] * 2
 
-    call(torch.randn(4, 8), tall(6))  # of the compiled program only the first line is known any more
+    call(torch.randn(4, 8), tall(6))  # for a compiled program, only its first line is known
 
 
 def scaled(group: dist.ProcessGroup) -> None:
@@ -62,9 +64,10 @@ def all_to_all_matmul(group: dist.ProcessGroup) -> None:
 
 
 def without_overlap(group: dist.ProcessGroup) -> None:
-    os.environ["WEFT_QUIET"], select.warn_once.__globals__["_warned"] = "0", False  # other tests may have been warned
-    needed, select._CLEARLY_US["cpu"] = select._CLEARLY_US["cpu"], 1e9  # nothing is that much faster than serial
-    x, w = torch.randn(2, 37), torch.randn(37, 29)  # for which no other test has chosen
+    # Earlier tests may have triggered the warning.
+    os.environ["WEFT_QUIET"], select.warn_once.__globals__["_warned"] = "0", False
+    needed, select._CLEARLY_US["cpu"] = select._CLEARLY_US["cpu"], 1e9  # no schedule is that much faster than serial
+    x, w = torch.randn(2, 37), torch.randn(37, 29)  # a shape for which no other test has chosen a schedule
     try:
         weft.all_gather_matmul(x, [w], 0, group)  # the line
     finally:
@@ -97,7 +100,7 @@ def module(group: dist.ProcessGroup) -> None:
     model(weft.KeyedJaggedTensor(["f"], torch.tensor([1, 9]), lengths=torch.tensor([2])))  # the line
 
 
-# What calls, and words of its warning. Tables are on rank 0.
+# (function that calls weft, words of its warning). Tables are on rank 0.
 CALLS: dict[Callable[[dist.ProcessGroup], None], str] = {
     all_gather_matmul: "Bs[0] is copied",
     all_gather_matmul_rows: "A_shard is copied",
@@ -114,7 +117,7 @@ CALLS: dict[Callable[[dist.ProcessGroup], None], str] = {
 
 
 def warned(group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], None]) -> list[tuple[str, str, str]]:
-    """(text, file, line) of each warning of weft's."""
+    """Return (text, file, line) of each warning of weft."""
     layout._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,7 +1,8 @@
-"""A wheel is all that a user needs: it is built, and works with only torch and numpy installed.
+"""A wheel is self-contained: it can be built, and works with only torch and numpy installed.
 
-`pip wheel` builds this tree in a copy of its build folder and compiles only what has changed since the last build. The wheel is
-installed into a new environment, which sees only torch, numpy and their dependencies of this environment. Nothing is downloaded.
+`pip wheel` builds this tree in a copy of its build folder, and compiles only files that have changed since the last
+build. The wheel is installed into a new environment, which has only torch, numpy and their dependencies from this
+environment. Nothing is downloaded.
 """
 
 import importlib.metadata
@@ -52,9 +53,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tool in ("pip", "scikit_build_core", "nanobind"):
         pytest.importorskip(tool, reason=f"{tool} is not installed, so no wheel can be built here: make setup")
     folder = tmp_path_factory.mktemp("wheel")
-    for cache in ROOT.glob("build/*/CMakeCache.txt"):  # none: all is compiled
+    for cache in ROOT.glob("build/*/CMakeCache.txt"):  # without a build folder, everything is compiled
         shutil.copytree(cache.parent, folder / "build")
-        # CMake refuses a cache from elsewhere.
+        # CMake refuses a cache of another folder.
         moved = cache.read_text().replace(str(cache.parent), str(folder / "build"))
         (folder / "build" / cache.name).write_text(moved)
         break
@@ -65,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _needed(*names: str) -> Iterator[importlib.metadata.Distribution]:
-    """These distributions and all that they need, without extras."""
+    """Return these distributions and all their dependencies, without extras."""
     wanted, seen = list(names), set()
     while wanted:
         name = wanted.pop().lower().replace("_", "-")
@@ -80,7 +81,7 @@ def _needed(*names: str) -> Iterator[importlib.metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the wheel, torch and numpy."""
+    """Return the Python of an environment with the wheel, torch and numpy."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -89,7 +90,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(distribution.locate_file(top))  # type: ignore[arg-type]
-    # No --no-deps: pip refuses here any requirement beyond the installed packages.
+    # Without --no-deps, pip fails if the wheel requires more than the installed packages.
     pip("--python", folder / "bin" / "python", "install", "--no-index", wheel, cwd=folder)
     return folder / "bin" / "python"
 

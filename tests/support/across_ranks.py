@@ -33,8 +33,11 @@ def compared_by(operator: str) -> set[str]:
 def rows_that_nobody_expects(
     group: dist.ProcessGroup, device: str, schedule: str, by: int, known: bool
 ) -> tuple[tuple[str, str], bool]:
-    """Return the error text for rank 0's `received` with `by` more rows from rank 1, or with as many rows for other
-    experts if by is 0."""
+    """Return rank 0's error for a wrong `received`, and True if a good call after it succeeds.
+
+    by: how many rows too many `received` claims from rank 1. 0: as many rows as rank 1 sends, but for other experts.
+    known: True to make a good call first.
+    """
     own = dist.new_group([0, 1])
     splits, received = torch.tensor([2, 2, 2, 2], device=device), torch.full((2, 2), 2, device=device)
     w, rows = torch.ones(2, 16, 12, device=device), None if "dma" in schedule else 8
@@ -63,7 +66,7 @@ def said_of_tables(by: int) -> str:
 
 
 def called_by_two_threads(group: dist.ProcessGroup, device: str, known: bool) -> list[tuple[str, str]]:
-    """Let rank 0's second thread call while its first waits in a call, which rank 1 does not make before."""
+    """Call on a second thread of rank 0, while its first thread waits in a call that rank 1 has not made yet."""
     own, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     x, w = torch.ones(4, 8, device=device), torch.ones(8, 6, device=device)
     call = partial(weft.matmul_all_reduce, x, w, own, deadline_s=20.0)
@@ -89,7 +92,7 @@ def called_by_two_threads(group: dist.ProcessGroup, device: str, known: bool) ->
 
 
 def calls_running(group: dist.ProcessGroup) -> Callable[[], None]:
-    """Return a function that returns when another thread is in a call of `group`."""
+    """Return a function that waits until another thread is in a call of `group`."""
     running = calls_of(group).running
 
     def wait() -> None:

@@ -1,6 +1,9 @@
-"""Sums by `weft.runtime.cuda.add_up`, under Triton's interpreter and on a GPU. They have the bits of a sum in fp32,
-part by part (the interpreter rounds to bf16 by truncation). Parts are the schedule's own or the caller's, which change
-their address in each launch. Nothing around them is written."""
+"""Cases for sums by `weft.runtime.cuda.add_up`, under Triton's interpreter and on a GPU.
+
+A sum must have the bits of an fp32 sum of the parts in order. (The interpreter rounds to bf16 by truncation.) Parts are
+memory of the schedule, or tensors of the caller, whose addresses change in each launch. Memory around the parts and the
+sum must stay unchanged.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """parts: "own" or "given", with "row" after it if one row is added to all. "out" is the result's own memory, "gap"
-    has gaps between rows, and "odd" begins at an odd address. out: likewise."""
+    """A sum. parts: for each part, words that describe its memory; out: the same for the result.
+
+    "own" is memory of the schedule, "given" a tensor of the caller. "row": one row is added to all rows. "out": the
+    part is the result's own memory. "gap": there are gaps between rows. "odd": the memory begins at an odd address.
+    """
 
     rows: int
     cols: int
@@ -48,7 +54,7 @@ CASES = {
 
 
 class Memory:
-    """A tensor of a case, with NaN around it. Addresses are its number's in the list of bases."""
+    """A tensor of a case, surrounded by NaN."""
 
     def __init__(self, how: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
         rows = 1 if "row" in how else rows
@@ -77,7 +83,7 @@ def play(name: str, device: torch.device) -> None:
                 for how in case.parts
             ]
             normed, weight = (Memory(how, case.rows, case.cols, case.dtype, device) for how in ("given", "given row"))
-        else:  # the caller's tensors have other addresses
+        else:  # the caller's tensors have new addresses in each launch
             anew = {
                 id(m): Memory(how, case.rows, case.cols, case.dtype, device)
                 for m, how in [*zip(parts, case.parts, strict=True), (out, case.out)]

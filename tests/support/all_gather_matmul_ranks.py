@@ -1,4 +1,4 @@
-"""all_gather_matmul by FiCCO's heuristic, on CPU processes and on GPUs: the code that runs on the ranks."""
+"""all_gather_matmul with FiCCO's heuristic, on CPU processes and on GPUs. These functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import weft
 
 
 def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return (schedules of calls: pinned, and inside `use`; warnings), for M > K, M < K, and an unsupported shape."""
+    """Return (for each shape, the schedules of a pinned call and of a call inside `use`; warnings). The shapes have M >
+    K, M < K, and two shapes that FiCCO does not support.
+    """
     from weft.operator import calls, select
 
     found = []

@@ -1,4 +1,6 @@
-"""Gradients of all_to_all_matmul by its dual, on CPU processes and on GPUs: the code that runs on the ranks."""
+"""Gradients of all_to_all_matmul, computed by matmul_all_to_all, on CPU processes and on GPUs. These functions run on
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from weft.runtime.unfused import experts
 
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
-    """Let backward's calls of `dual` take this schedule for new shapes; yield the names of unfused exchanges."""
+    """Let the operator `dual` take schedule `name` for new shapes in backward. Yield a list of the exchanges that
+    unfused calls make.
+    """
     choose, send, sent = select.choose, experts.send, list[str]()
 
     def chosen(p: Any, comm: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
@@ -35,8 +39,10 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
 
 
 def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
-    """Compare the tokens' gradient, which the combine computes, with float64; y is longer than the arrived rows. Return
-    the number of its shapes."""
+    """Compare the gradient of the tokens with float64, if only the tokens want one. matmul_all_to_all computes it.
+
+    With `max_rows`, y has more rows than have arrived. Return the number of compiled shapes of matmul_all_to_all.
+    """
     for seed in range(3):
         call = AllToAllMatmulCall(Experts(exact=not max_rows, k=8, n=6), group, seed)
         exact = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]

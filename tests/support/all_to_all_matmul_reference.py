@@ -22,7 +22,7 @@ def random_splits(world: int, experts: int, rows: Sequence[int], seed: int) -> S
 
 
 def inputs(p: AllToAllMatmul, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return every rank's tokens, and the weights [experts of all ranks, k, n]; the same on all ranks."""
+    """Return every rank's tokens, and the weights [experts of all ranks, k, n]. All ranks get the same values."""
     generator, dtype = torch.Generator().manual_seed(seed), TORCH_DTYPE[p.dtype]
     tokens = [torch.randn(count, p.k, generator=generator).to(dtype) for count in p.rows]
     return tokens, torch.randn(p.world_size * p.experts, p.k, p.n, generator=generator).to(dtype)
@@ -41,18 +41,20 @@ def expected(
 
 
 def added_to(candidate: Candidate, p: AllToAllMatmul) -> int:
-    """Return how often a schedule accumulates into an element of its result, which is rounded each time: FiCCO's by columns."""
+    """Return the number of times that a schedule accumulates into an element of its result, with a rounding each time.
+    Only FiCCO's schedules by columns accumulate.
+    """
     return (dict(candidate.parameters)["steps"] or p.world_size) - 1 if candidate.builder == "ficco_2d" else 0
 
 
 def assert_rows(
     found: torch.Tensor, rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor, what: str, added: int = 0
 ) -> None:  # fmt: skip
-    """Check that each element of `found` is rank `rank`'s result, except for rounding to its dtype, `added` times more, and sums
-    in fp32.
+    """Check that each element of `found` is rank `rank`'s result, except for rounding errors.
 
-    The check is per element, because a wrong row or column is small relative to the norm of all. A sum of k products in fp32, in
-    any order, errs by at most k roundings of the sum of their magnitudes.
+    The bound allows one rounding to the dtype of `found`, `added` more such roundings, and the errors of sums in fp32.
+    The check is per element, because a wrong row or column hardly changes the norm of the whole. A sum of k products in
+    fp32, in any order, errs by at most k roundings of the sum of their magnitudes.
     """
     wanted, _ = expected(rank, splits, tokens, weights)
     magnitudes, _ = expected(rank, splits, [part.abs() for part in tokens], weights.abs())

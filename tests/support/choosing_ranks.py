@@ -1,4 +1,4 @@
-"""Functions that run on the ranks: the schedule that a call of all_to_all_matmul takes."""
+"""The schedule that a call of all_to_all_matmul takes. These functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.sim import model_of
 
 
 def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> tuple[str, str]:
-    """Return the schedules of calls and of captured calls, "" for serial's. known: True if this machine has a model."""
+    """Return the schedule of a call, and of a captured call; "" for serial. known: True if this machine has a model."""
     rank, world, experts, most = group.rank(), group.size(), 4, 4096
     splits = random_splits(world, experts, [30 + rank for rank in range(world)], seed=3)
     given = AllToAllMatmul(world, experts, tuple(map(sum, splits)), 8, 16, "fp32", most, splits=splits)

@@ -1,4 +1,4 @@
-"""Ranks that train tables, save them with `torch.distributed.checkpoint` and load them, on CPU processes and on GPUs."""
+"""Ranks train tables, save them with `torch.distributed.checkpoint`, and load them, on CPU processes and on GPUs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def values(model: Model) -> dict[str, torch.Tensor]:
 
 
 def saves(group: dist.ProcessGroup, folder: str, optimizer: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Train, save, train on. Return the tables and states at the end."""
+    """Train and save, then train further. Return the tables and states at the end."""
     model = Model(group, tables(dtype), optimizer=optimizer)
     for seed in range(2):
         step(model, seed, group)

@@ -1,4 +1,4 @@
-"""Unpooled embeddings: what ranks run, and the same in one process with torch's embedding in any dtype."""
+"""Training of unpooled embeddings: the code that runs on the ranks, and the same training in one process with torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def placements(world: int) -> dict[str, Any]:
 
 
 def columns(world: int, parts: int) -> dict[str, ColumnWise]:
-    """Cut all tables into parts of the columns, on other ranks each."""
+    """Divide all tables into `parts` blocks of columns. The first parts of different tables are on different ranks."""
     names = ("users", "items", "pairs")
     return {name: ColumnWise(tuple((n + k) % world for k in range(parts))) for n, name in enumerate(names)}
 
@@ -63,7 +63,7 @@ def batch(
 def train(
     group: dist.ProcessGroup, placement: Any, dtype: torch.dtype, steps: int, options: dict[str, Any], accumulates: bool = False
 ) -> list[Any]:  # fmt: skip
-    """Train, and return this rank's parts and its outputs of the first step."""
+    """Train. Return this rank's parts, and its outputs of the first step."""
     tables, options, device = tables_of(dtype), dict(options), device_of(group)
     by_torch = options.pop("torchs", False)
     module = ShardedEmbeddingCollection(tables, group=group, placement=placement, deadline_s=30.0, **options)
@@ -99,7 +99,7 @@ def train(
 def by_torch(
     world: int, steps: int, optimizer: Any, scale: float, hash: bool, dtype: torch.dtype, accumulates: bool
 ) -> tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]:
-    """The same in one process in float64: tables, and each rank's outputs of the first step."""
+    """Train in one process in float64. Return the tables, and each rank's outputs of the first step."""
     tables = tables_of(dtype)
     weights = {name: weight.double() for name, weight in full_weights(tables).items()}
     rules = {name: Rule(optimizer, weight) for name, weight in weights.items()}

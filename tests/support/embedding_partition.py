@@ -1,4 +1,8 @@
-"""Tables in parts: what ranks run, and the same tables in one process with torch in any dtype. A rank's device is its group's."""
+"""Training of tables that are divided into parts: the code that runs on the ranks, and the same training in one process
+with torch in any dtype.
+
+A rank uses a GPU if its group uses NCCL.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ def full_weights(tables: tuple[EmbeddingBagConfig, ...]) -> dict[str, torch.Tens
 
 
 def batch(seed: int, samples: int, rank: int = 0, world: int = 1, hash: bool = False, longest: int = 4) -> Any:
-    """Return a rank's part of the global batch number `seed`, its bags without the KeyedJaggedTensor, and its upstream gradient."""
+    """Return a rank's part of global batch number `seed`: its features and its upstream gradient."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (3, samples), generator=generator)
     upstream = torch.randn(samples, COLUMNS, generator=generator)
@@ -71,7 +75,7 @@ def batch(seed: int, samples: int, rank: int = 0, world: int = 1, hash: bool = F
 
 
 def whole(per_rank: list[Any]) -> dict[str, torch.Tensor]:
-    """Put the parts of all ranks together. per_rank: (part, weight) of each rank."""
+    """Return the whole tables, assembled from the parts of all ranks. per_rank: the `named_parts` of each rank."""
     found = {}
     for parts in per_rank:
         for part, name, shape, weight in parts:
@@ -84,7 +88,7 @@ def whole(per_rank: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def named_parts(parts: list[Any], tables: Any) -> list[Any]:
-    """Return parts with the name and the shape of their tables."""
+    """Return the parts, each with the name and the shape of its table."""
     found = []
     for part, weight in parts:
         t = tables[part.table]
@@ -96,7 +100,7 @@ def train(
     group: dist.ProcessGroup, placement: Mapping[str, Any], dtype: torch.dtype, steps: int, samples: int, options: dict[str, Any],
     accumulates: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Train, and return this rank's parts, and its output of the last step."""
+    """Train. Return this rank's parts, and its output of the last step."""
     tables, options, device = TABLES[dtype], dict(options), device_of(group)
     by_torch = options.pop("torchs", False)
     module = ShardedEmbeddingBagCollection(tables, group=group, placement=dict(placement), deadline_s=30.0, **options)
@@ -133,7 +137,7 @@ def by_torch(
     dtype: torch.dtype, steps: int, samples: int, optimizer: Any, scale: float, in_dtype: torch.dtype, is_weighted: bool,
     hash: bool, accumulates: bool = False,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
-    """The same in one process, in `in_dtype`: tables, and the output of the last step."""
+    """Train in one process, in `in_dtype`. Return the tables, and the output of the last step."""
     tables = TABLES[dtype]
     weights = {name: weight.to(in_dtype) for name, weight in full_weights(tables).items()}
     rules = {name: Rule(optimizer, weight) for name, weight in weights.items()}

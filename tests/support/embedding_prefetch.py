@@ -1,4 +1,4 @@
-"""Modules that are called with and without `prefetch`, on CPU processes and GPUs."""
+"""Modules that are called with and without `prefetch`, on CPU processes and on GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = ("u", "friend", "i")
 
 
 def batch(seed: int, rank: int, device: torch.device, samples: int = 7) -> KeyedJaggedTensor:
-    """A rank's samples with up to 4 weighted ids a bag."""
+    """Return a rank's samples. A bag has up to 4 weighted ids."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     lengths = torch.randint(0, 5, (len(KEYS) * (samples + rank),), generator=generator)
     ids = torch.randint(0, 9, (int(lengths.sum()),), generator=generator)
@@ -40,7 +40,11 @@ def module_on(group: dist.ProcessGroup, device: torch.device, **options: Any) ->
 def learned(
     group: dist.ProcessGroup, device: torch.device, ahead: bool, steps: int = 4, **options: Any
 ) -> list[torch.Tensor]:
-    """Return the vectors, gradients of weights and tables of some steps, with every second batch prefetched, or none."""
+    """Train for some steps. Return the pooled vectors and the gradients of weights of each step, and the tables at the
+    end.
+
+    ahead: True to prefetch all batches except the first and the third.
+    """
     module, found = module_on(group, device, max_ids=1000, **options), list[torch.Tensor]()
     batches = [batch(step, group.rank(), device) for step in range(steps)]
     for number, one in enumerate(batches):

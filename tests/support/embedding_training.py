@@ -1,7 +1,8 @@
-"""Training of embedding tables: what ranks run, and the same in one process with torch in any dtype.
+"""Training of embedding tables: the code that runs on the ranks, and the same training in one process with torch in any
+dtype.
 
-A rank's device is its group's. The reference applies `torch.optim` where torch has the rule, to sparse gradients if only rows
-that a batch reads may change. It states the rules that torch does not have.
+A rank uses a GPU if its group uses NCCL. The reference applies `torch.optim` if torch has the optimizer's rule, with
+sparse gradients if only rows that a batch reads may change. It implements the other rules itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
 
 @dataclass(frozen=True)
 class Steps:
-    """`count` training steps on batches like those of `p`, each with other ids and another upstream gradient."""
+    """`count` training steps. Each step has a batch like that of `p`, with new ids and a new upstream gradient.
+
+    is_hot: True to give almost all ids the same value.
+    """
 
     p: Problem
     count: int = 3
@@ -62,7 +66,7 @@ def trained(
     group: dist.ProcessGroup, steps: Steps, optimizer: EmbeddingOptimizer, delay_s: float = 0.0, threads: int = 1,
     deterministic: bool = True, **options: Any,
 ) -> list[list[torch.Tensor]]:  # fmt: skip
-    """Return this rank's tables after the steps, each with its states."""
+    """Train. Return this rank's tables with their optimizer states."""
     p, rank, device = steps.p, group.rank(), device_of(group)
     weights = [weight.clone() for weight in on(device, p.local_weights(rank))]
     update = FusedUpdate(optimizer, weights, deterministic=deterministic, device=device)
@@ -84,7 +88,7 @@ def trained(
 
 
 def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype) -> bool:
-    """Gradients that travel in 16 bits leave the bits that rounded gradients leave."""
+    """True if gradients that are sent in 16 bits train the same bits as gradients that are rounded to 16 bits before."""
     device, found = device_of(group), []
     generator = torch.Generator().manual_seed(5)
     upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)[p.rows_of(group.rank())]
@@ -102,7 +106,9 @@ def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: t
 
 
 def narrowed(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype, transport: str) -> torch.Tensor:
-    """Return this rank's pooled vectors with `output_dtype=name`. Backward leaves the bits that float32 vectors leave."""
+    """Return this rank's pooled vectors with `output_dtype=name`. Check that backward trains the same bits as with
+    float32 vectors.
+    """
     device, found, out = device_of(group), [], torch.empty(0)
     generator = torch.Generator().manual_seed(5)
     upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)[p.rows_of(group.rank())]
@@ -127,7 +133,7 @@ def narrowed(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype
 def gradients(
     group: dist.ProcessGroup, steps: Steps, sparse: bool = False, of_per_sample: bool = False, **options: Any
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Return this rank's gradients of one step: of its tables, and of per-sample weights."""
+    """Return this rank's gradients of the first step: of its tables, and of per-sample weights."""
     p, rank, device = steps.p, group.rank(), device_of(group)
     weights = [weight.clone().requires_grad_() for weight in on(device, p.local_weights(rank))]
     step, upstream = next(iter(steps))
@@ -146,7 +152,7 @@ def gradients(
 
 
 def of_tables(p: Problem, per_rank: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what the ranks have for each of their tables, in the order of all tables."""
+    """Merge lists that each have an entry for every table of a rank. Return the entries in the order of all tables."""
     by_table = {
         table: one
         for rank, found in enumerate(per_rank)
@@ -183,7 +189,7 @@ def trained_by_torch(steps: Steps, optimizer: EmbeddingOptimizer, dtype: torch.d
 
 
 def clipped(optimizer: EmbeddingOptimizer, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of all tables as torch.nn.utils clips them."""
+    """Return the gradients of all tables, clipped as torch.nn.utils does it."""
     leaves = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for leaf, grad in zip(leaves, grads, strict=True):
         leaf.grad = grad.clone()
@@ -233,14 +239,16 @@ class Rule:
 
 
 def assert_as_exact_as_torch(found: torch.Tensor, in_fp32: torch.Tensor, exact: torch.Tensor) -> None:
-    """Check that the error against float64 is at most twice that of torch in float32, plus one rounding to the dtype of `found`."""
+    """Check the error against float64. It may be twice torch's error in float32, plus one rounding to the dtype of
+    `found`.
+    """
     error, torchs = float((found.double() - exact).norm()), float((in_fp32.double() - exact).norm())
     rounding = torch.finfo(found.dtype).eps / 2 * float(exact.norm())
     assert error <= 2 * torchs + rounding, f"off by {error:.3g} where torch in float32 is off by {torchs:.3g}"
 
 
 def hot(p: Problem) -> Problem:
-    """Return `p` with ids that are the same row, except for a few."""
+    """Give almost all ids of `p` the same value. Return `p`."""
     for bags in p.bags.values():
         bags.values[torch.arange(len(bags.values)) % 97 != 0] = 3
     return p

@@ -1,6 +1,6 @@
-"""A job of four ranks, on one host or on two: the examples with few steps, and `weft doctor --group`.
+"""A job of four ranks, on one host or on two. It runs the examples with few steps, and `weft doctor --group`.
 
-torchrun ... tests/support/examples_job.py FILE     rank 0 writes what it found
+torchrun ... tests/support/examples_job.py FILE rank 0 writes the results to FILE
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def printed(name: str) -> str:
 
 
 def losses() -> dict[str, list[float]]:
-    """Return the losses that rank 0 prints, by example; other ranks print none."""
+    """Return the losses that rank 0 prints, by example. Other ranks print no losses."""
     found = {name: re.findall(LOSSES[name], printed(name), re.MULTILINE) for name in ARGUMENTS}
     return {
         name: [float(x) for line in lines for x in ([line] if isinstance(line, str) else line)]
@@ -57,18 +57,18 @@ def losses() -> dict[str, list[float]]:
 
 
 def bytes_sent() -> int:
-    """Return the bytes that this host has sent to the other one, headers included."""
+    """Return the bytes that this host has sent to the other host, headers included."""
     (line,) = (one for one in Path("/proc/net/dev").read_text().splitlines() if one.strip().startswith("weft0:"))
     return int(line.split(":")[1].split()[8])
 
 
 def crossing(group: dist.ProcessGroup) -> dict[str, int]:
-    """Return the bytes that this host sends in a reduce-scatter of fp32 [4096, 512], by schedule."""
+    """Return {schedule: bytes that this host sends to the other host in a reduce-scatter of fp32 [4096, 512]}."""
     import weft
 
     found, x, w = {}, torch.ones(4096, 8), torch.ones(8, 512)
     for schedule in ("serial", "collective[chunks=1]", "collective[chunks=2]"):
-        for _ in range(2):  # the first call connects ranks
+        for _ in range(2):  # the first call also opens connections
             dist.barrier()
             before = bytes_sent()
             y = weft.matmul_reduce_scatter(x, w, "sum", 0, group, schedule=schedule)

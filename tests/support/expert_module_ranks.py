@@ -1,6 +1,7 @@
-"""weft.nn.ExpertParallelMLP in tests, on CPU processes and on GPUs: what runs on the ranks.
+"""Tests of weft.nn.ExpertParallelMLP on CPU processes and on GPUs. These functions run on the ranks.
 
-Every rank draws all ranks' tokens and routing, and the whole layer."""
+Every rank draws the tokens and the routing of all ranks, and the parameters of the whole layer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def layer(
 
 
 def whole(experts: int, gated: bool, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return the parameters of all experts, as ranks with that seed draw them."""
+    """Return the parameters of all experts, with the values that `layer` draws."""
     torch.manual_seed(5)
     first, down = [], []
     for _ in range(experts):
@@ -38,7 +39,9 @@ def whole(experts: int, gated: bool, dtype: torch.dtype = torch.float32) -> dict
 
 
 def routed(rank: int, experts: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a rank's tokens, their experts, which are very unequally popular, and their weights."""
+    """Return a rank's tokens, the experts of each token, and their weights. Some experts get far more tokens than
+    others.
+    """
     generator = torch.Generator().manual_seed(100 * seed + rank)
     x = torch.randn(tokens, HIDDEN, generator=generator)
     scores = torch.randn(tokens, experts, generator=generator) + 2.0 * torch.arange(experts).flip(0).sqrt()
@@ -49,7 +52,7 @@ def routed(rank: int, experts: int, tokens: int, seed: int) -> tuple[torch.Tenso
 def dense(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, parameters: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the result computed expert by expert, without communication and sorting."""
+    """Compute the layer's result expert by expert, without communication or sorting."""
     first, down = parameters.get("gate_up_proj", parameters.get("up_proj")), parameters["down_proj"]
     assert first is not None
     y = torch.zeros_like(x)
@@ -66,12 +69,14 @@ def dense(
 
 
 def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, compiled: bool) -> None:
-    """Compare results and all gradients with a dense layer in float64 on all ranks' tokens. A rank may have no tokens.
-    Results repeat bit by bit."""
+    """Compare results and all gradients with a dense layer in float64 that gets all ranks' tokens.
+
+    A rank may have no tokens. Repeated calls must have equal bits.
+    """
     rank, world = group.rank(), group.size()
     room = 40 * TOP_K * world if bounded else None
     pinned: tuple[str | None, str | None] = (None, None)
-    if world > 2 or (world > 1 and (bounded or not gated)):  # measuring schedules costs a first call a second
+    if world > 2 or (world > 1 and (bounded or not gated)):  # a first call that measures schedules takes a second
         pinned = "dispatch[by=kernel,rest=each]", "combine[chunks=1,by=store]"
     mlp: Any = layer(group, experts, gated=gated, max_rows=room, capacity=40 * TOP_K, schedules=pinned)
     exact = {name: w.double().requires_grad_() for name, w in whole(experts, gated).items()}
@@ -106,7 +111,7 @@ def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, c
 
 
 def trains(group: dist.ProcessGroup, steps: int) -> tuple[list[float], list[float]]:
-    """Return losses of some steps of Adam on all ranks' tokens: of the layer, and of a dense layer in one process."""
+    """Train with Adam on all ranks' tokens. Return the losses of the layer, and of a dense layer in one process."""
     rank, world, experts = group.rank(), group.size(), 4
     given = [routed(r, experts, 24, 3) for r in range(world)]
     targets = [torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(r)) for r in range(world)]
@@ -133,7 +138,7 @@ def trains(group: dist.ProcessGroup, steps: int) -> tuple[list[float], list[floa
 
 
 def handled(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return copies, pickles, state dicts in all forms, and the errors for bad arguments."""
+    """Check copies, pickles, and all forms of state dicts. Return the errors for bad arguments, and the layer's repr."""
     rank, world, experts = group.rank(), group.size(), 4
     mlp, stock = layer(group, experts), whole(experts, True)
     x, index, by = (t.to(device()) for t in routed(rank, experts, 6, 1))
@@ -171,7 +176,7 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def misrouted(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return each rank's errors for input that rank 1 alone passes; the next call is as good as the one before."""
+    """Return each rank's errors for calls with bad input on rank 1 only. Check that the next call works."""
     rank, experts = group.rank(), 4
     mlp = layer(group, experts)
     x, index, by = (t.to(device()) for t in routed(rank, experts, 6, 1))
@@ -196,7 +201,7 @@ def rows_lost(group: dist.ProcessGroup) -> str:
 
 
 def captured(group: dist.ProcessGroup) -> None:
-    """Replay a layer that waits for nothing in a graph on GPUs, with other routing at every replay."""
+    """Replay a layer in a CUDA graph, with other routing at every replay. The CPU waits for no sizes."""
     rank, experts, tokens = group.rank(), 4, 64
     exact = {name: w.double() for name, w in whole(experts, True).items()}
     mlp = layer(

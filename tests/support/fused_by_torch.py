@@ -1,4 +1,4 @@
-"""torch's fused operators of fp8 GEMMs, called with weft's arguments, on GPUs: the code that runs on the ranks."""
+"""torch's fused operators of fp8 GEMMs, called with weft's arguments, on GPUs. These functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _enabled(group: dist.ProcessGroup) -> Any:
 
 
 def _nearly_the_bits(y: torch.Tensor, other: torch.Tensor) -> None:
-    """GEMMs of other parts of the rows may round otherwise."""
+    """Check that at most 2% of the elements differ: a GEMM of other rows may round differently."""
     different = (y.float() != other.float()).float().mean().item()
     assert different < 0.02, f"{different:.1%} of the elements differ"
 

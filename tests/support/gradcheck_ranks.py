@@ -1,8 +1,8 @@
-"""Gradients against differences (`torch.autograd.gradcheck`): what runs on the ranks.
+"""Checks of gradients by finite differences (`torch.autograd.gradcheck`). These functions run on the ranks.
 
-gradcheck moves one number at a time, and asks for the gradient of one number of the result. So an operator becomes a
-function of all ranks' tensors and of nothing else, which every rank computes alike. Each rank takes its own part of the
-numbers (`_Own`), makes the call, and joins the results (`_Joined`).
+gradcheck changes one number at a time, and asks for the gradient of one number of the result. So each operator becomes
+a function of the tensors of all ranks, which every rank evaluates with the same arguments. Each rank takes its own part
+of the arguments (`_Own`), makes the call, and gathers the results of all ranks (`_Joined`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = list[torch.Tensor]
 
 
 def _from_all(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensors:
-    """Return each rank's tensor, in one dimension and with so many numbers."""
+    """Gather the tensor `x` of each rank, flattened. sizes: the number of elements of each rank."""
     mine = x.new_zeros(max(sizes))
     mine[: x.numel()] = x.detach().flatten()
     found = [torch.empty_like(mine) for _ in sizes]
@@ -34,7 +34,7 @@ def _from_all(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -
 
 
 class _Own(torch.autograd.Function):
-    """Map [numbers of all ranks, so many of each] to this rank's numbers, as a tensor of `shape`."""
+    """A function from the concatenated tensors of all ranks, of `sizes` elements, to this rank's tensor of `shape`."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Map a result to [numbers of all ranks' results, so many of each]."""
+    """A function from this rank's result to the concatenated results of all ranks, of `sizes` elements."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -62,7 +62,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor that is equal on all ranks: its gradient is the sum of the ranks' gradients."""
+    """A tensor that is equal on all ranks. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -77,8 +77,12 @@ class _Shared(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Case:
-    """A call for gradcheck. own: the shapes, on each rank, of each tensor that differs between ranks. shared: of each
-    tensor that is equal. call: of this rank, on its tensors; returns the results that can be differentiated."""
+    """A call for gradcheck.
+
+    own: for each tensor that differs between ranks, its shape on each rank.
+    shared: the shapes of the tensors that are equal on all ranks.
+    call: makes this rank's call on its tensors, and returns the differentiable results.
+    """
 
     own: Sequence[Sequence[Shape]]
     call: Callable[[Tensors, dict[str, Any]], Tensors]
@@ -86,8 +90,7 @@ class Case:
 
 
 def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
-    """Return a small case of each operator, with `by` times the rows. Splits are uneven, and an expert has no
-    tokens."""
+    """Return a small case of an operator, with `by` times as many rows. Splits are uneven, and an expert has no tokens."""
     rank, world = group.rank(), group.size()
 
     def alike(*shapes: Shape) -> list[list[Shape]]:
@@ -100,7 +103,7 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
             return [A, *ys]
 
         return Case(alike((3 * by, 4), (4, 2), (4, 1)), gathered)
-    if name == "all_gather_matmul_gradients":  # as backward calls it: the gathered x is not returned
+    if name == "all_gather_matmul_gradients":  # like backward, this call does not return the gathered x
 
         def multiplied(t: Tensors, options: dict[str, Any]) -> Tensors:
             return weft.all_gather_matmul(t[0], t[1:], 0, group, return_A=False, **options)[1]
@@ -119,7 +122,7 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
         return Case(
             alike((3 * by, 4), (4, 2)), lambda t, o: [weft.matmul_all_gather(*t, gather_dim=1, group=group, **o)]
         )
-    splits = by * torch.tensor([[2, 0, 1, 1], [1, 0, 0, 2]])  # of each rank, for the experts of all
+    splits = by * torch.tensor([[2, 0, 1, 1], [1, 0, 0, 2]])  # the splits of each rank
     received = splits.view(world, world, -1)[:, rank].contiguous()
     weights = alike((2, 3, 2))
     if name == "all_to_all_matmul":
@@ -136,7 +139,9 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
 
 
 def checked(group: dist.ProcessGroup, name: str, schedule: str | None, doubled: bool) -> str:
-    """Return gradcheck's complaint, if it has one. doubled: use gradients that are twice the right ones."""
+    """Return the error text of gradcheck, "" if there is none. doubled: multiply gradients by 2, so that gradcheck must
+    fail.
+    """
     one, generator = case(name, group), torch.Generator().manual_seed(3)
     options = {"schedule": schedule}
 
@@ -145,7 +150,7 @@ def checked(group: dist.ProcessGroup, name: str, schedule: str | None, doubled: 
 
     sizes = [[torch.Size(shape).numel() for shape in of_ranks] for of_ranks in one.own]
     inputs = [random(sum(of_ranks)) for of_ranks in sizes]
-    results: list[Any] = [None] * group.size()  # how many numbers each rank's have
+    results: list[Any] = [None] * group.size()  # for each rank, the numbers of elements of its results
     given = [torch.zeros(shapes[group.rank()], dtype=torch.float64) for shapes in one.own]
     given += [torch.zeros(shape, dtype=torch.float64) for shape in one.shared]
     dist.all_gather_object(results, [y.numel() for y in one.call(given, options)], group=group)
@@ -176,7 +181,7 @@ def checked(group: dist.ProcessGroup, name: str, schedule: str | None, doubled: 
 
 
 def every_schedule(group: dist.ProcessGroup, name: str) -> tuple[int, list[str]]:
-    """Return how many schedules compute the same in float64 as NCCL and cuBLAS calls, and those that do not."""
+    """Compare every schedule with serial in float64. Return the number of schedules, and the schedules that differ."""
     own = dist.new_group(list(range(group.size())))
     one, generator, rank = case(name, own, by=8), torch.Generator().manual_seed(4), group.rank()
 

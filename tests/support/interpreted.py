@@ -1,5 +1,8 @@
-"""GPU kernels under Triton's interpreter. It has to be chosen before Triton is imported. So a test file runs itself, once, in a
-fork of a process with TRITON_INTERPRET=1. There it plays its cases (`play_all`) and prints the errors of each (`wrong_in`)."""
+"""GPU kernels under Triton's interpreter, which must be selected before Triton is imported.
+
+So a test file is also a script: a process with TRITON_INTERPRET=1 forks and runs the file once. The script runs its
+cases (`play_all`) and prints the error of each case, which `wrong_in` returns.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ import torch
 
 
 def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
-    """Return the errors, by case."""
+    """Run the cases `names` of `file`. Return {case: error} for the cases that failed."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
     names, server = list(names), _server()
@@ -40,14 +43,16 @@ def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
         status = server.stdout.readline().strip()
         said, error = (Path(folder, name).read_text() for name in ("said", "error"))
     answers = dict(json.loads(line) for line in said.splitlines())
-    # Wild stores end the process: the first case without an answer caused it.
+    # A store outside of valid memory ends the process. The first case without an answer caused it.
     crashed = f"the process ended with exit code {status} here, or before: {error}"
     return {name: text for name, text in (dict.fromkeys(names, crashed) | answers).items() if text}
 
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    """Start the process that forks for each file: imports of torch and Triton take longer than the cases of most files."""
+    """Start a process that imports torch and Triton once, and forks for each file. The imports take longer than the
+    cases of most files.
+    """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -77,7 +82,7 @@ def _serve() -> None:
 
 
 def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
-    """Play the runs that the command line names."""
+    """Run the cases that the command line names, and print the error of each."""
     torch.set_num_threads(1)
     _mend()
     for name in sys.argv[1:]:
@@ -90,9 +95,14 @@ def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
 
 
 def _mend() -> None:
-    """Work around Triton 3.6. It takes a loop's bounds from arrays of one element in a way that numpy refuses from 2.4 on. It
-    multiplies the bits of bf16 as integers. The rest saves time. Triton patches its own functions into the language at every
-    call of a function, and makes a dict for every look at a dtype. It computes conditions of overflow that it then ignores."""
+    """Replace parts of Triton 3.6's interpreter that are wrong or slow.
+
+    Wrong: it converts the bounds of a loop from one-element arrays, which numpy refuses from version 2.4 on. Its `dot`
+    multiplies the bits of bf16 numbers as integers.
+
+    Slow: it patches the language at every call of a function, builds a dict at every look-up of a dtype, and computes
+    overflow conditions that it does not use.
+    """
     from triton.runtime import interpreter
 
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
@@ -118,7 +128,7 @@ def _mend() -> None:
     @cache
     def patch_once(function: Any) -> Any:
         patch_language(function)
-        return interpreter._LangPatchScope()  # which restores nothing
+        return interpreter._LangPatchScope()  # a scope that has nothing to restore
 
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = get_np_dtype

@@ -1,6 +1,6 @@
-"""A schedule that somebody made up: one builder, and nothing else in the house knows of it.
+"""A user's own schedule: a builder that nothing in weft refers to.
 
-Tests register it for as long as they need it (`registered`), and run, simulate, verify, trace and plan with it.
+Tests register it temporarily (`registered`), and run, simulate, verify, trace and plan with it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from weft.schedule.kernels import TileKernel
 
 @dataclass(frozen=True, slots=True)
 class Kernel(TileKernel):
-    """A kernel that no executor has an entry for."""
+    """A kernel that no executor implements."""
 
     kind: ClassVar[str] = "made_up"
     name: str = "made_up"
 
 
 def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
-    """Everybody loads from the left neighbour only, what that has just got itself: W - 1 hops, a signal for each.
+    """Return an all-gather in a ring. Each rank copies shards from its left neighbour only, in W - 1 hops with a signal
+    each.
 
-        pull:     own shard into the own box; at each hop, when the left one has the next shard, load it; tell the right one
-        compute:  own rows of y; then the rows of each shard that has come
+        pull:     copy this rank's shard into its box; at each hop, wait until the left rank has the next shard, copy
+        it, and signal to the right rank compute:  the rows of y from this rank's shard; then the rows from each shard
+        when it has arrived
 
-    Only its owner writes a box, and the rank on the right reads it too: it says when it is done (`credit`).
+    Only its owner writes a box. The rank on the right reads it, and signals when it has finished (`credit`).
     """
     world = p.world_size
     if world == 1:
@@ -65,7 +67,7 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
 
 
 def hasty(p: AllGatherMatmul) -> Schedule:
-    """Build `ring` without waiting until the box has been read in the run before: a race."""
+    """Return `ring` without the waits for reads of the previous run, which is a race."""
     made = ring(p, by="dma")
     lanes = [
         replace(lane, steps=tuple(s for s in lane.steps if not (isinstance(s, Wait) and s.previous)))
@@ -76,7 +78,10 @@ def hasty(p: AllGatherMatmul) -> Schedule:
 
 @contextmanager
 def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
-    """Register the builder as a user does for good, with `@builder(AllGatherMatmul, by=("dma", "kernel"))` above the function."""
+    """Register the builder while the context is open.
+
+    A user registers it permanently, by `@builder(AllGatherMatmul, by=("dma", "kernel"))` above the function.
+    """
     builder(AllGatherMatmul, **(parameters or ({"by": ("dma", "kernel")} if function is ring else {})))(function)
     try:
         yield
@@ -85,7 +90,7 @@ def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """Run the first check of the GPU executor, without a GPU."""
+    """Run the GPU executor's checks of a schedule, without a GPU."""
     pytest.importorskip("triton", reason="Triton is not installed here, and the GPU executor needs it")
     from weft.runtime.cuda import flags, runnable
 

@@ -1,6 +1,8 @@
-"""Both gradients of matmul_all_gather as an operator of their own, on CPU processes and on GPUs: what runs on the ranks.
+"""Both gradients of matmul_all_gather by their own operator, on CPU processes and on GPUs. These functions run on the
+ranks.
 
-The public function takes the schedule that is chosen for them, so `taking` has it take another one."""
+The public function selects the schedule of backward, so tests replace its choice by `taking`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from weft.ops.matmul_all_gather_gradients import OPERATOR
 
 @contextlib.contextmanager
 def taking(schedule: str) -> Iterator[None]:
-    """Let backward take this schedule, and call its operator."""
+    """Let backward call the operator of both gradients, with this schedule."""
     native, called = public.within, []
 
     def within(op: Any, call: Any, group: dist.ProcessGroup, turn: Any) -> list[torch.Tensor]:
@@ -42,8 +44,11 @@ def taking(schedule: str) -> Iterator[None]:
 
 
 def chosen(group: dist.ProcessGroup) -> list[str]:
-    """Return the schedules of calls that pin nothing, of a size for which overlap is predicted to be faster; and then, if the
-    problem counts as tried on GPUs."""
+    """Return the schedules of two calls without a pinned schedule, of a size for which overlap is predicted to be
+    faster.
+
+    For the second call the problem counts as tried on GPUs.
+    """
     taken, usual = [], MatmulAllGatherGradients.tried_on_gpus
     for tried in (False, True):
         own, call = own_group(group), MatmulAllGatherGradientsCall(Gemm((4096, 4096), 8192, BF16, -1), group, 1)
@@ -67,14 +72,14 @@ def gradcheck(group: dist.ProcessGroup, schedule: str) -> str:
 
 
 def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
-    """Return the warnings of calls with x, g and w in other layouts; w's gradient has w's layout."""
+    """Call with x, g and w in several layouts. Check that w's gradient has w's layout. Return the warnings."""
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(8):
             case = Gemm((17, 24), 8, dim=-1 if seed % 2 else 0, schedule=schedule)
             call = MatmulAllGatherGradientsCall(case, group, seed)
-            if seed == 7:  # as the gradient of a sum: one element, expanded
+            if seed == 7:  # one expanded element, like the gradient of `sum()`
                 call.inputs = [[x, w, g[:1, :1].expand_as(g)] for x, w, g in call.inputs]
             x, w, g = call.mine
             if seed & 2:
@@ -90,7 +95,7 @@ def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
 
 
 def empty(group: dist.ProcessGroup, m: int, n: int, k: int) -> None:
-    """Call the public function with empty operands, for each way of joining."""
+    """Call the public function with empty operands, with rows and with columns concatenated."""
     for dim in (0, -1):
         x, w = torch.ones(m, k, device=device()), torch.ones(k, n, device=device())
         x, w = x.requires_grad_(), w.requires_grad_()
@@ -105,8 +110,7 @@ def empty(group: dist.ProcessGroup, m: int, n: int, k: int) -> None:
 
 
 def called_by_backward(group: dist.ProcessGroup, dim: int, wanted: Sequence[bool]) -> tuple[set[str], bool]:
-    """Return (operators that backward calls, True if gradients of equal calls have equal bits). The first call
-    chooses."""
+    """Return (operators that backward calls, True if the gradients of equal calls have equal bits)."""
     own = own_group(group)
     given = data(group.rank(), (24, 16), torch.float32, 1), data(group.rank(), (16, 12), torch.float32, 2)
     tensors = [t.requires_grad_(want) for t, want in zip(given, wanted, strict=True)]

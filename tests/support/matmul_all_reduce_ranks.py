@@ -1,4 +1,4 @@
-"""Norms of matmul_all_reduce in tiny shapes, on CPU processes and on GPUs: the code that runs on the ranks."""
+"""Norms of matmul_all_reduce for tiny shapes, on CPU processes and on GPUs. This function runs on the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.operators.gemms import Following, MatmulAllReduceCall
 
 
 def normed_alike(group: dist.ProcessGroup) -> None:
-    """Compare norms in tiny shapes, compiled, and with weights in other layouts."""
+    """Check norms for tiny shapes, eager and compiled, with a non-contiguous weight of the norm."""
     for shape, n in (((6, 8), 5), ((0, 8), 5), ((6, 0), 5), ((6, 8), 0), ((2, 3, 8), 1)):
         torch._dynamo.reset()
         for eps in (1e-6, 0.5):

@@ -1,5 +1,6 @@
-"""matmul_all_to_all on CPU processes and on GPUs: gradients by its dual, the way there and back, a dense GEMM before an all-to-all.
-What runs on the ranks."""
+"""matmul_all_to_all on CPU processes and on GPUs: its gradients, a dispatch followed by a combine, and a single expert.
+These functions run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ import weft
 
 
 def gradients_by_dual(group: dist.ProcessGroup, dual: str) -> list[torch.Tensor]:
-    """Compare all wanted gradients with float64, for every kind of traffic. Bits repeat, whatever else is wanted, and
-    rows travel once. Return the gradients of weights, which do not depend on the dual's order of GEMMs."""
+    """Compare gradients with float64, for every kind of traffic and every set of wanted gradients. Return the gradients
+    of weights.
+
+    all_to_all_matmul, with schedule `dual`, computes the gradients of the rows. Equal calls must give equal bits, for
+    any wanted gradients, and rows must be sent only once. Gradients of weights do not depend on the order of GEMMs in
+    `dual`.
+    """
     own, found = own_group(group), list[torch.Tensor]()
     kinds: list[Traffic] = ["uneven", "all to one", "one has nothing", "nothing", "uneven"]
     for seed, kind in enumerate(kinds):
@@ -53,8 +59,7 @@ def weighing(rank: int, rows: int, n: int, seed: int) -> torch.Tensor:
 
 
 def round_trip(group: dist.ProcessGroup, schedules: tuple[str | None, str | None]) -> None:
-    """Compare dispatch, experts of two GEMMs, and combine, forward and backward, with float64, as one function of the
-    tokens."""
+    """Compare a layer of experts with float64, forward and backward: dispatch, two GEMMs for each expert, combine."""
     rank, world, experts, k, width = group.rank(), group.size(), 2, 8, 6
     for seed in range(3):
         splits = traffic("uneven", world, experts, seed)
@@ -90,7 +95,7 @@ def round_trip(group: dist.ProcessGroup, schedules: tuple[str | None, str | None
 
 
 def dense(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype = F32) -> None:
-    """Compare one expert with even splits with a GEMM before all_to_all_single."""
+    """Compare a call with one expert per rank and even splits with a GEMM followed by all_to_all_single."""
     world, rank, rows, k, n = group.size(), group.rank(), 6, 8, 4
     xs = [torch.randn(world * rows, k, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
     ws = [torch.randn(k, n, generator=torch.Generator().manual_seed(50 + r)).to(dtype) for r in range(world)]

@@ -1,5 +1,4 @@
-"""The combine of a mixture of experts for tests: random rows at the ranks of their experts, and the expected results in
-float64."""
+"""The MoE combine for tests: random rows on the ranks of their experts, and the expected results in float64."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 
 
 def received_of(rank: int, splits: Splits) -> torch.Tensor:
-    """Return [ranks, experts]: the number of each rank's rows at `rank`, for each of its experts."""
+    """Return [ranks, experts]: the number of rows on `rank` from each rank, for each local expert."""
     experts = len(splits[0]) // len(splits)
     return torch.tensor([of_rank[rank * experts : (rank + 1) * experts] for of_rank in splits])
 
 
 def inputs(splits: Splits, k: int, n: int, dtype: str, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return every rank's h, and the weights [experts of all ranks, k, n]; the same on all ranks."""
+    """Return every rank's h, and the weights [experts of all ranks, k, n]. All ranks get the same values."""
     generator, world = torch.Generator().manual_seed(seed), len(splits)
     came = [int(received_of(rank, splits).sum()) for rank in range(world)]
     h = [torch.randn(count, k, generator=generator).to(TORCH_DTYPE[dtype]) for count in came]
@@ -26,7 +25,7 @@ def inputs(splits: Splits, k: int, n: int, dtype: str, seed: int) -> tuple[list[
 
 
 def segments(rank: int, splits: Splits, h: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
-    """Return the rows of the h of `rank`, by (source, expert of all ranks)."""
+    """Return {(source rank, global expert): rows} of the `h` of `rank`."""
     world, received = len(splits), received_of(rank, splits)
     experts = received.shape[1]
     parts = iter(h[: int(received.sum())].split(received.t().flatten().tolist()))
@@ -34,7 +33,9 @@ def segments(rank: int, splits: Splits, h: torch.Tensor) -> dict[tuple[int, int]
 
 
 def expected(rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Return the expected result of rank `rank`: its tokens by expert of all, in the arithmetic of `h` and `weights`."""
+    """Return the expected result of `rank`: its tokens, sorted by global expert. It is computed in the dtype of `h` and
+    `weights`.
+    """
     world = len(splits)
     of_ranks = [segments(r, splits, h[r]) for r in range(world)]
     experts = weights.shape[0] // world
@@ -44,8 +45,11 @@ def expected(rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torc
 def assert_rows(
     found: torch.Tensor, rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor, what: str
 ) -> None:
-    """Check that each element is rank `rank`'s result, except for rounding to its dtype and sums in fp32: see `assert_rows` of
-    `all_to_all_matmul_reference`."""
+    """Check that each element is rank `rank`'s result, except for a rounding to its dtype and the errors of sums in
+    fp32.
+
+    `assert_rows` of `all_to_all_matmul_reference` explains the bound.
+    """
     wanted = expected(rank, splits, [part.double() for part in h], weights.double())
     magnitudes = expected(rank, splits, [part.double().abs() for part in h], weights.double().abs())
     limit = torch.finfo(found.dtype).eps * wanted.abs() + weights.shape[1] * 2.0**-24 * magnitudes

@@ -1,5 +1,7 @@
-"""Schedules selected by measurement, on CPU processes and on GPUs: the code that runs on the ranks. No other test has
-these shapes, because times are cached."""
+"""Schedules that are selected by measurement, on CPU processes and on GPUs. These functions run on the ranks.
+
+Measured times are cached, so no other test uses these shapes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ K, N = 24, 20
 
 @contextmanager
 def instead(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of a module for a while."""
+    """Set attributes of a module while the context is open."""
     before = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -53,7 +55,7 @@ def instead(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def on_h200s(world: int) -> Iterator[None]:
-    """Let the planner take CPU processes for H200s."""
+    """Let the planner treat CPU processes as H200s."""
     if device().type == "cuda":
         yield
         return
@@ -63,12 +65,12 @@ def on_h200s(world: int) -> Iterator[None]:
 
 
 def this_file() -> str | None:
-    """Return the machine under whose name times are kept: that of `on_h200s` on CPU, this one on GPUs."""
+    """Return the machine file by which the cache identifies this machine: "h200" on CPU (see `on_h200s`), None on GPUs."""
     return "h200" if device().type == "cpu" else None
 
 
 def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
-    """Call with [m, K] of each rank @ [K, N], check the result, and return the schedule."""
+    """Call with [m, K] on each rank @ [K, N], and check the result. Return the schedule."""
     call = AllGatherMatmulCall(Gathered((m, K), N), group, 1)
     call.check(group, call(group, **options))
     p, pinned = described(group, m), options.get("schedule", weft.plan.pinned())
@@ -77,7 +79,7 @@ def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
 
 
 def again(group: dist.ProcessGroup) -> None:
-    """Drop compiled operators: the next call chooses anew."""
+    """Drop the compiled operators, so that the next call selects a schedule anew."""
     symm.communicator(group, device()).close()
 
 
@@ -86,7 +88,7 @@ def described(group: dist.ProcessGroup, m: int) -> AllGatherMatmul:
 
 
 def kept(p: AllGatherMatmul, mode: str) -> list[str]:
-    """Return the names of timed candidates, from the disk."""
+    """Return the names of the candidates whose times are cached on disk."""
     found = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
     (times,) = [one["times_us"] for one in found if str(p.rows) in one["key"]["problem"] and one["key"]["mode"] == mode]
     return sorted(times)
@@ -107,9 +109,11 @@ BREAKS: dict[str, Callable[[Path], object]] = {
 def broken_caches(
     group: dist.ProcessGroup, directory: str, breaks: list[str]
 ) -> dict[str, tuple[list[str], list[str], str]]:
-    """Give each rank its own cache with a calibration and measured times, and break rank 1's in several ways. For each,
-    return the schedules taken with "autotune" and without, warnings about the cache, and the source of the rank's
-    model."""
+    """Give each rank its own cache, with a calibration and measured times, and break rank 1's cache in several ways.
+
+    Return for each way: the schedules of a call with "autotune" and of a call without, the warnings about the cache,
+    and the source of the rank's model.
+    """
     kept_dir, tempfile.tempdir, found = os.environ["WEFT_CACHE_DIR"], directory, {}
     h200, world, in_memory = load_machine("h200"), group.size(), plan.autotune.__globals__["_known"]
     model = lambda device, size: plan.calibrated(h200, size).model  # noqa: E731
@@ -136,7 +140,9 @@ def broken_caches(
 
 
 def warnings_of(group: dist.ProcessGroup) -> list[str]:
-    """Return the warnings for two shapes whose choices are measured, where nothing can be clearly faster."""
+    """Return the warnings of two shapes for which schedules are measured, and no schedule is clearly faster than
+    serial.
+    """
     module = select.warn_once.__globals__
     before, module["_warned"] = module["_warned"], False
     quiet, os.environ["WEFT_QUIET"] = os.environ["WEFT_QUIET"], "0"
@@ -151,7 +157,9 @@ def warnings_of(group: dist.ProcessGroup) -> list[str]:
 
 
 def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
-    """Pin the name for all operators, and in a block. Return the timed candidates of one of them."""
+    """Select "autotune" for several operators, by argument and by `use`. Return the timed candidates of
+    all_gather_matmul.
+    """
     others = {
         "all_to_all_matmul": Experts(traffic="two each", k=48, n=3, schedule="autotune"),
         "all_gather_scaled_matmul": ScaledGathered((7, 48), schedule="autotune"),
@@ -167,7 +175,11 @@ def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
 
 
 def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any]:
-    """Return what was timed at the first call, how often at later ones, the schedules of these, and the explanation of them."""
+    """Autotune on a machine with a model.
+
+    Return the timed candidates, the number of timings in the first call and in two later calls, the schedules of the
+    later calls, and the explained choice.
+    """
     m, timed = 16 + use, []
     original = measure._queued_us
 
@@ -186,7 +198,7 @@ def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any
         taken = [
             multiply(group, m, schedule="autotune"),
             multiply(group, m),
-        ]  # another shape: one pins and one does not
+        ]  # the first call asks for autotuning, the second does not
         p = described(group, m)
         found = plan.explanation(
             p.name, M=p.m, N=N, K=K, ranks=group.size(), hw=this_file(), dtype="fp32", mode="queued"
@@ -203,7 +215,9 @@ def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any
 
 
 def remembered_times_decide(group: dist.ProcessGroup) -> tuple[str, str, str]:
-    """Return the schedule by prediction, the schedule after another one was measured to be faster, and the explanation then."""
+    """Return the predicted schedule, the schedule after another candidate was measured to be faster, and the explained
+    schedule.
+    """
     m = 18
     p = described(group, m)
     with on_h200s(group.size()):
@@ -230,7 +244,7 @@ def on_demand_and_captured(group: dist.ProcessGroup) -> str:
 
 
 def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
-    """Return what was timed, and how many schedules were verified in three calls."""
+    """Return the timed candidates, and the number of schedules that were verified in three calls."""
     verified: list[Schedule] = []
     select.verify_once.cache_clear()
     with made_up.registered(), instead(select, verify=verified.append):
@@ -242,7 +256,7 @@ def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
 
 
 def hasty_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
-    """Pin and tune a racy builder among others. The group must live on without it."""
+    """Pin a builder with a race, and autotune it among others. Return the errors. The group must stay usable."""
     with made_up.registered(made_up.hasty):
         found = {
             "pinned": told(lambda: multiply(group, 21, schedule="hasty")),

@@ -1,5 +1,8 @@
-"""Helpers of functions that run on the ranks, on CPU processes and on GPUs: data, tolerances, poisoned results, late
-ranks. Data are made from seeds, so every rank knows all ranks' data."""
+"""Helpers for functions that run on the ranks, on CPU processes and on GPUs: data, tolerances, poisoned results,
+delays.
+
+Random data depend only on seeds, so every rank knows the data of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", F64: "fp64", FP8: "fp8"}
 
 
 def device() -> torch.device:
-    """Return this rank's device: a GPU where the group is of GPUs."""
+    """Return this rank's device: its GPU if the default group uses NCCL, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -28,7 +31,10 @@ def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> to
 
 
 def resized(x: torch.Tensor, *, keep: float = 0, before: int = 0) -> torch.Tensor:
-    """Return a copy whose storage was resized to the fraction `keep`. before: elements of another tensor in front of it."""
+    """Return a copy of `x`, whose storage was then resized to the fraction `keep`.
+
+    before: the number of elements in the storage before the copy.
+    """
     flat = torch.empty(before + x.numel(), dtype=x.dtype, device=x.device)
     copy = flat.as_strided(x.shape, x.stride(), before).copy_(x)
     storage = copy.untyped_storage()
@@ -63,20 +69,20 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks, which may fail."""
+    """Return a new group of the same ranks, for tests that make a group fail."""
     return dist.new_group(list(range(group.size())))
 
 
 def late(seconds: float) -> None:
-    """Delay this rank's next call, on the host or on its GPU."""
+    """Delay this rank's next call, on the CPU or on its GPU."""
     if device().type == "cuda":
-        torch.cuda._sleep(int(seconds * 1e9))  # about as many cycles per second
+        torch.cuda._sleep(int(seconds * 1e9))  # a GPU has about 1e9 cycles per second
     else:
         time.sleep(seconds)
 
 
 def same_everywhere(group: dist.ProcessGroup, *ys: torch.Tensor) -> bool:
-    """True if all ranks have the same bits."""
+    """True if the tensors have equal bits on all ranks."""
     flat = torch.cat([y.contiguous().view(-1).view(torch.uint8) for y in ys])
     others = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(others, flat, group=group)
@@ -85,7 +91,7 @@ def same_everywhere(group: dist.ProcessGroup, *ys: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def poisoned_outputs(operator: Operator[Any]) -> Iterator[None]:
-    """Fill new results of `operator` with NaN."""
+    """Fill new results of `operator` with NaN while the context is open."""
     native = operator.outputs
 
     def outputs(call: Any, world: int) -> dict[str, Any]:
@@ -100,7 +106,7 @@ def poisoned_outputs(operator: Operator[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN."""
+    """Let torch fill new memory with NaN while the context is open."""
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch's compiler
     try:
         yield
@@ -119,7 +125,9 @@ def applicable(p: Problem) -> list[Candidate]:
 
 
 def each_option(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return fewer candidates: each value of each option of a builder is in one of them, with others than in the last."""
+    """Return a subset of the candidates that contains each value of each parameter of each builder. Candidates that add
+    the most values come first.
+    """
     rest, kept, seen = list(found), list[Candidate](), set[Any]()
 
     def new(candidate: Candidate) -> int:

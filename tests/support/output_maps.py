@@ -1,4 +1,6 @@
-"""Output maps in tests: weft's and random maps, and the code that runs on the ranks, of CPU processes and of GPUs."""
+"""Output maps for tests: weft's maps and random maps, and the code that runs on the ranks, on CPU processes and on
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from weft.schedule.expr import RANK
 
 
 class Mapped(NamedTuple):
-    """The output maps of a collective, one per rank, and the options of the schedule that is made from them."""
+    """The output maps of a collective, one per rank, and options for the schedule that is built from them."""
 
     collective: Any
     maps: list[OutputMap]
@@ -34,12 +36,15 @@ class Mapped(NamedTuple):
 
 
 LARGEST_TILE = 128
-"""Rows of a tracked GEMM's."""
+"""The largest number of rows of a tracked GEMM's tile."""
 
 
 def library(world: int, rows: int) -> dict[str, Mapped]:
-    """Return all of weft's maps, by engines and by stores, in one chunk for each rank and in two, and with tracked
-    GEMMs if chunks are tiles. rows: of a rank's part."""
+    """Return all of weft's maps, with copy engines and with stores, and with one and with two chunks for each rank. If
+    chunks consist of whole tiles, return them with tracked GEMMs too.
+
+    rows: the number of rows that a rank owns.
+    """
     found: dict[str, tuple[Any, OutputMap, dict[str, Any]]] = {}
     whole = world * rows
     for per in (1, 2):
@@ -68,7 +73,9 @@ def library(world: int, rows: int) -> dict[str, Mapped]:
 
 
 def random_map(rng: random.Random, collective: Any, world: int, rows: int) -> Mapped:
-    """Draw a tree for each chunk, to its owner or from there, and an order of production for each rank."""
+    """Draw a random map. The routes of each chunk are a tree with its owner as the root. Each rank computes its chunks
+    in a random order.
+    """
     per, options = (
         rng.randint(1, 2),
         {"add": "reduce", "engines": rng.randint(1, 2), "by": rng.choice(("dma", "kernel"))},
@@ -86,13 +93,13 @@ def random_map(rng: random.Random, collective: Any, world: int, rows: int) -> Ma
             if collective == "reduce_scatter":
                 found[rank] = _towards_root(rng, found[rank], chunk, above.get(rank), len(below[rank]))
             else:
-                stores = rank == place // per and "gemm" not in options  # a tracked GEMM stores once
+                stores = rank == place // per and "gemm" not in options  # a tracked GEMM cannot store a chunk twice
                 found[rank] = _from_root(rng, found[rank], chunk, rank == place // per, stores, below[rank])
     return Mapped(collective, found, options)
 
 
 def _tree(rng: random.Random, root: int, world: int) -> dict[int, int]:
-    """Draw the parent of every rank but the root."""
+    """Draw a random tree of all ranks. Return the parent of every rank except the root."""
     known, parents = [root], dict[int, int]()
     for rank in rng.sample(range(world), world):
         if rank != root:
@@ -120,7 +127,9 @@ def _from_root(
 
 
 class Case:
-    """Operands of all ranks, this rank's expected result, and its result by cuBLAS (or CPU) GEMM and NCCL or gloo."""
+    """The operands of all ranks, this rank's expected result, and its result by cuBLAS (or the CPU's GEMM) and NCCL or
+    gloo.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, collective: str, rows: int, n: int, k: int, dtype: Any, seed: int
@@ -144,8 +153,11 @@ class Case:
 def run_all(
     group: dist.ProcessGroup, schedules: dict[str, tuple[str, Schedule]], sizes: tuple[int, int, int], dtype: Any
 ) -> None:
-    """Make repeated calls with fresh data into poisoned memory, with ranks late now and then, and repeat the first, bit
-    by bit. schedules: by name, with the collective. sizes: rows of a rank's part, n, k."""
+    """Run each schedule with new data in poisoned memory, then with the first data again, which must give the same
+    bits. Ranks are delayed now and then.
+
+    schedules: {name: (collective, schedule)}. sizes: (rows that a rank owns, n, k).
+    """
     rank, world = group.rank(), group.size()
     for name, (collective, schedule) in schedules.items():
         made = executor(schedule, symm.communicator(group, device()))
@@ -195,7 +207,7 @@ def _poison(made: Any) -> None:
 
 
 def to_the_right(p: MatmulReduceScatter) -> Schedule:
-    """Return a schedule as a user may write it: a ring to the right, in two chunks for each rank."""
+    """Return a schedule that a user might write: a ring to the right, with two chunks for each rank."""
     world, right = p.world_size, (RANK + 1) % p.world_size
     order = [(RANK + world - 1 - distance) % world * 2 + piece for distance in range(world) for piece in range(2)]
     made = OutputMap(p.m, 2 * world, tuple(order))
@@ -218,7 +230,9 @@ def tracked_map(p: MatmulReduceScatter, *, by: Any) -> Schedule:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Register the schedule as a user does for good, with `@builder(MatmulReduceScatter)` above a function."""
+    """Register the builders while the context is open. A user registers a builder permanently, by
+    `@builder(MatmulReduceScatter)`.
+    """
     builder(MatmulReduceScatter)(to_the_right)
     builder(MatmulReduceScatter, add=("gemm", "reduce"), by=("dma", "store"))(direct_map)
     builder(MatmulReduceScatter, by=("dma", "store"))(tracked_map)
@@ -232,7 +246,9 @@ def registered() -> Iterator[None]:
 
 
 def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
-    """Compare bits of each map's results with those of the hand-written schedule, by the operator. Return the maps."""
+    """Check that a map's schedule and weft's own schedule of the same kind give the same bits. Return the names of the
+    maps.
+    """
     pairs = {
         f"direct_map[add={add},by={by}]": f"direct[chunks=1,by={by},add={add}]"
         for add in ("gemm", "reduce")
@@ -257,7 +273,9 @@ def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
 
 
 def another_map_on_one_rank(group: dist.ProcessGroup) -> str:
-    """Return the error of every rank: ranks compare the schedules that their maps give."""
+    """Return the error of this rank if rank 0 has a different map. Ranks compare the schedules that are built from
+    maps.
+    """
     p = MatmulInto("reduce_scatter", group.size(), 4, 4, "fp32")
     first = "dma" if group.rank() == 0 else "store"
     schedule = maps.ring_reduce_scatter(8 * group.size(), group.size(), first=first).schedule(p)

@@ -1,4 +1,4 @@
-"""Hosts that are pretended: ranks of one machine that claim to be on different ones, and so reach each other by TCP on loopback."""
+"""Pretended hosts: ranks of one machine claim to be on different hosts, and so connect by TCP on loopback."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HOSTS = ("alpha", "beta")
 
 
 def host_of(rank: int, world_size: int) -> str:
-    """Return the host of a rank: the first half is on the first one."""
+    """Return the host of a rank. The first half of the ranks is on the first host."""
     return HOSTS[2 * rank >= world_size]
 
 
 @contextlib.contextmanager
 def claimed(host: str, **changes: str) -> Iterator[None]:
-    """This process claims to be on `host`."""
+    """Let this process claim to be on `host`."""
     native = Entry.of_this_process
     changes = {"host": host, "kernel": f"the kernel of {host}", **changes}
     Entry.of_this_process = staticmethod(lambda *given: replace(native(*given), **changes))  # type: ignore[method-assign]
@@ -38,9 +38,11 @@ def claimed(host: str, **changes: str) -> Iterator[None]:
 def on_two_hosts(
     group: dist.ProcessGroup, measures_links: bool = False, **changes: str
 ) -> Iterator[dist.ProcessGroup]:  # fmt: skip
-    """A group of the same ranks, the second half of which is on another host. It sets itself up inside.
+    """Yield a group of the same ranks, the second half of which claims to be on another host. Set up the group inside
+    the context.
 
-    measures_links: True if calls use measured links, which show that calls of tests are too small to gain from overlap.
+    measures_links: True if the group measures its links. They show that the small calls of tests cannot gain from
+    overlap.
     """
     setting = {"WEFT_SELF_CALIBRATION": str(int(measures_links))}
     with claimed(host_of(group.rank(), group.size()), **changes), mock.patch.dict(os.environ, setting):
@@ -51,7 +53,7 @@ def on_two_hosts(
 
 @contextlib.contextmanager
 def slow_on_rank_0(group: dist.ProcessGroup, other: bool) -> Iterator[None]:
-    """Make rank 0 record twice the time for one of two implementations: the second one if `other`, else the first one."""
+    """Let rank 0 record twice the time for one of two implementations: for the second if `other`, else for the first."""
     took = TwoWays.took
 
     def noted(self: TwoWays, size: int, seconds: float, deadline_s: float) -> None:

@@ -1,8 +1,9 @@
-"""A rank that does what its standard input says, and prints what came of it: for faults between hosts.
+"""A rank that makes the calls that its standard input lists, and prints their results. Tests of faults between hosts
+use it.
 
-    python tests/support/rank_on_host.py RANK WORLD_SIZE ADDRESS PORT
+python tests/support/rank_on_host.py RANK WORLD_SIZE ADDRESS PORT
 
-A line "GROUP DEADLINE" is a call on one of the groups: "all", or "two", of the first and the last but one rank.
+A line "GROUP DEADLINE" requests a call on a group: "all", or "two" for ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
             print(f"sum {y.unique().tolist()}", flush=True)
         except WeftError as error:
             print(f"{type(error).__name__}: {error}", flush=True)
-    os._exit(0)  # a link that was cut keeps the store's and gloo's connections
+    os._exit(0)  # after a cut link, the connections of the store and of gloo would delay a normal exit
 
 
 if __name__ == "__main__":

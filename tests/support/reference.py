@@ -41,7 +41,7 @@ class Bags:
 class Problem:
     """Tables, their ranks, and an input with `batch_sizes[r]` samples for rank r.
 
-    Bags have 0 to `longest` ids. The first bag of a feature is empty, the last one has `longest`.
+    Bags have 0 to `longest` ids. The first bag of a feature is empty, and the last bag has `longest` ids.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]
@@ -66,7 +66,9 @@ class Problem:
 
     @cached_property
     def bags(self) -> dict[str, Bags]:
-        """The input of every feature: ids within its smallest table, or any ids if they are hashed."""
+        """The input of every feature. Ids are valid for the smallest table of the feature; hashed ids may be any
+        numbers.
+        """
         rows: dict[str, int] = {}
         for table in self.tables:
             for feature in table.feature_names:
@@ -88,7 +90,7 @@ class Problem:
         return [self.weights[table] for table in self.sharding.local_tables(rank)]
 
     def tupled(self, rank: int) -> tuple[torch.Tensor, ...]:
-        """Return `rank`'s input as (values, offsets[, per_sample_weights]), a block per local slot."""
+        """Return `rank`'s input as (values, offsets[, per_sample_weights]), with one block of offsets per local slot."""
         values, offsets, weights = self._joined([self.bags[s.feature] for s in self.sharding.local_slots(rank)])
         return (values, offsets, weights) if self.weighted else (values, offsets)
 
@@ -131,7 +133,7 @@ def tables_of(
 
 
 def problem(world_size: int, dims: Sequence[int] = (8, 3, 16, 1, 70), batch: int = 13, **other: Any) -> Problem:
-    """Return a problem with an even batch and tables of `dims`, dealt to the ranks round robin.
+    """Return a problem with an evenly divided batch. Tables of `dims` columns are assigned to the ranks round robin.
 
     other: `dtype` and `rows` of the tables, and fields of `Problem`.
     """
@@ -140,7 +142,9 @@ def problem(world_size: int, dims: Sequence[int] = (8, 3, 16, 1, 70), batch: int
 
 
 def _pooled(p: Problem, weights: list[torch.Tensor], magnitudes: bool = False) -> torch.Tensor:
-    """Return [global batch, total_dim] by torch's embedding_bag in the dtype of `weights`. magnitudes: of absolute values."""
+    """Return [global batch, total_dim] by torch's embedding_bag, in the dtype of `weights`. magnitudes: True to add
+    absolute values.
+    """
     columns = []
     for slot in p.sharding.slots:
         table, bags, weight = p.tables[slot.table], p.bags[slot.feature], weights[slot.table]
@@ -173,8 +177,8 @@ def assert_close(
 ) -> None:  # fmt: skip
     """Check every element against the bound at the top of this file. `output` holds `rows` of the global batch.
 
-    `to_nearest=False`: the last rounding, to the dtype of the output, may truncate, with twice the error. dtype: of the output, if
-    it is not that of the tables.
+    `to_nearest=False`: the last rounding may truncate, which doubles its error. dtype: the dtype of the output, if it
+    differs from the dtype of the tables.
     """
     dtype = dtype or p.sharding.dtype
     wanted = reference(p)[rows]
@@ -187,7 +191,7 @@ def assert_close(
     error = (output.double() - wanted).abs()
     assert output.dtype == dtype
     assert output.shape == wanted.shape
-    wrong = ~(error <= bound)  # a NaN is wrong too
+    wrong = ~(error <= bound)  # a NaN must fail too
     if wrong.any():
         sample, column = (int(i) for i in wrong.nonzero()[0])
         slot = next(s for s in reversed(p.sharding.slots) if s.column <= column)

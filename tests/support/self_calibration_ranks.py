@@ -1,5 +1,7 @@
-"""Self-calibration: the code that runs on the ranks. CPU processes take themselves for unknown GPUs, and GPUs have
-their machine file hidden."""
+"""Self-calibration on CPU processes and on GPUs. These functions run on the ranks.
+
+CPU processes pretend to be GPUs of an unknown kind. On GPUs the machine file is hidden.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ NOBODYS = "NVIDIA Nobody's 2"
 
 
 class Measured:
-    """Derived numbers, times 1 + a tenth of the rank: each rank measures other numbers."""
+    """Pretended measurements: derived numbers times 1 + rank / 10, so that each rank measures different numbers."""
 
     copy_units = 64
 
@@ -58,8 +60,9 @@ def _forget() -> None:
 
 
 def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Call with two shapes, then the same with another group, like a later process. Return the number of measurements,
-    the schedules, and the ranks' numbers."""
+    """Call with two shapes, then in another group, as a later process would. Return the number of measurements, the
+    schedules, and the known numbers.
+    """
     rank, world, measured = group.rank(), group.size(), list[str]()
     name = f"{NOBODYS} of {world}"
 
@@ -90,7 +93,7 @@ def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
 
 @contextmanager
 def _without_file() -> Iterator[None]:
-    """Hide the machine file: only the driver knows this machine's GPUs."""
+    """Hide the machine file, so that only the driver describes this machine's GPUs."""
     with instead(here, file_of=lambda name: None):
         machine_of.cache_clear()
         _forget()
@@ -102,8 +105,9 @@ def _without_file() -> Iterator[None]:
 
 
 def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Self-calibrate. Return the seconds, the numbers and models, and whether a second group finds the saved
-    numbers."""
+    """Self-calibrate twice, the second time from saved numbers. Return the times in seconds, the numbers and the
+    models.
+    """
     name, world = this_machine.device_name(device()), group.size()
     with _without_file():
         derived = machine_of(name)
@@ -132,7 +136,7 @@ def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _of_file(name: str, world: int, units: int) -> dict[str, float]:
-    """Return the measured numbers of a machine file."""
+    """Return the numbers of a machine file that self-calibration measures."""
     machine = load_machine(name)
     model = model_of(machine, world, kernel_copy_units=units)
     numbers = {

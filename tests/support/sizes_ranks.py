@@ -1,4 +1,4 @@
-"""Functions that run on the ranks: calls of many sizes in random order on CPU processes."""
+"""Calls of many sizes in random order on CPU processes. These functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from weft.runtime.cpu.memory import memory_of
 from weft.symm.memory import lent
 
 K, N, LEAST, MOST = 24, 16, 16, 300
-NAN_BYTE = 0xFF  # of all floats
+NAN_BYTE = 0xFF  # a NaN of any floating-point type consists of these bytes
 
 
 class Held(NamedTuple):
-    """The resources of this process. maps: mappings of shared memory. lanes: threads of lanes."""
+    """The resources of this process: all threads, mappings of weft's shared memory, and threads of weft's lanes."""
 
     threads: int
     maps: int
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 def poison(comm: symm.Communicator) -> None:
-    """Fill all memory of the group's schedules with NaN, after all ranks have ended their runs."""
+    """Fill the memory of the group's schedules with NaN. All ranks must have ended their runs."""
     comm.all_gather(None, what="runs have ended")
     mapped = memory_of(comm).mapped
     assert mapped is not None
@@ -61,7 +61,7 @@ def poison(comm: symm.Communicator) -> None:
 
 @contextlib.contextmanager
 def dynamic_lanes(rank: int, before: Callable[[], None]) -> Iterator[None]:
-    """Delay the begin and the end of this rank's lanes at random. before: called before each lane."""
+    """Delay this rank's lanes at random, before and after their steps. before: a function to call before each lane."""
     native, late = cpu_schedule._play, random.Random(rank)
 
     def play(*given: Any) -> None:
@@ -85,9 +85,9 @@ def can_build(candidate: Candidate) -> bool:
 
 
 def _calls(group: dist.ProcessGroup) -> list[Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Return functions of (rows, seed) that make a call and return (result, exact, torch's result).
+    """Return functions of (rows, seed) that make a call. Each returns (result, exact result, result by torch).
 
-    Their schedules differ in signals and memory.
+    The schedules of the calls differ in signals and memory.
     """
     world, rank = group.size(), group.rank()
 
@@ -121,9 +121,8 @@ def _calls(group: dist.ProcessGroup) -> list[Callable[[int, int], tuple[torch.Te
 
 
 def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[str, Any]:
-    """Return the resources of this process before, after each of `counts` sizes, and after closing.
-
-    Some sizes come back, and lanes are late at random.
+    """Make calls of random sizes, some of them repeated, with random delays. Return the resources of this process
+    before the calls, after the first counts[0] and counts[1] sizes, and after closing.
     """
     own, same = own_group(group), random.Random(5)
     before, comm, ways = Held.now(), symm.communicator(own, "cpu"), _calls(own)
@@ -146,7 +145,7 @@ def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[s
 
 
 def killed(group: dist.ProcessGroup, at: int) -> list[str]:
-    """Kill rank 1 in a lane of call `at`. Return the next two errors that the others raise."""
+    """Kill rank 1 in the lane number `at`. Return the next two errors of the other ranks."""
     ways, lanes, errors = _calls(group), [0], list[str]()
 
     def die() -> None:
@@ -166,9 +165,10 @@ def killed(group: dist.ProcessGroup, at: int) -> list[str]:
 
 
 def measured_sizes(group: dist.ProcessGroup, rows: list[int | list[int]]) -> list[tuple[str, ...]]:
-    """Return the schedules that are measured at a call of each of these sizes, in order, and last the schedules taken.
+    """Call with each of the sizes `rows`. Return for each call the schedules that it measures, and at the end the
+    schedules in use.
 
-    rows: a list gives each rank's rows.
+    rows: a number for all ranks, or a list with a number for each rank.
     """
     own, rank, found = own_group(group), group.rank(), list[tuple[str, ...]]()
     native, w = measure.measured, torch.randn(22, 14)

@@ -1,4 +1,4 @@
-"""The split of a test's parameters between `make test` and `make test-slow`, which repeats at greater length."""
+"""Marks for the parameters of tests: `make test` runs some of them, and `make test-slow` runs all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """Return `values` for `parametrize`: all except those in `fast` are marked as slow."""
+    """Return `values` for `parametrize`. All values except `fast` are marked as slow."""
     values = list(values)
     if missing := [one for one in fast if one not in values]:
         raise ValueError(f"{missing} are not among {values}: name some that are")
@@ -17,8 +17,10 @@ def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
 
 
 def pairs(first: Iterable[Any], second: Iterable[Any], *fast: tuple[Any, Any]) -> list[Any]:
-    """Return each of `first` with each of `second`, for `parametrize` of both: all except the pairs in `fast` are
-    marked as slow. If two parameters matter independently, a few pairs try each of both."""
+    """Return all pairs of `first` and `second` for `parametrize`. All pairs except `fast` are marked as slow.
+
+    If two parameters matter independently, a few fast pairs are enough to try each value of both.
+    """
     second = list(second)
     values = [(one, other) for one in first for other in second]
     if missing := [pair for pair in fast if pair not in values]:
@@ -27,8 +29,9 @@ def pairs(first: Iterable[Any], second: Iterable[Any], *fast: tuple[Any, Any]) -
 
 
 def in_turn(first: Iterable[Any], second: Iterable[Any], each: int = 1) -> list[Any]:
-    """Return each of `first` with each of `second`, for `parametrize` of both. In `make test`, each of `first` meets `each` of
-    `second`, which take turns; all other pairs are marked as slow."""
+    """Return all pairs of `first` and `second` for `parametrize`. `make test` runs `each` pairs for every value of
+    `first`, and `second` takes turns. All other pairs are marked as slow.
+    """
     first, second = list(first), list(second)
     taking_turns = [(one, second[(i + j) % len(second)]) for i, one in enumerate(first) for j in range(each)]
     return pairs(first, second, *taking_turns)

@@ -1,6 +1,7 @@
-"""weft.parallel's styles in tests, on CPU processes and on GPUs: what runs on the ranks.
+"""Tests of weft.parallel's styles on CPU processes and on GPUs. These functions run on the ranks.
 
-A Llama of plain nn.Linear, which is divided by torch's styles and by weft's with one plan, torchtitan's."""
+The model is a Llama of plain nn.Linear. One plan, torchtitan's, divides it by torch's styles or by weft's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         self.wk, self.wv = (nn.Linear(HIDDEN, KV_HEADS * size, bias) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape  # of the whole sequence
+        batch, length, _ = x.shape  # the length of the whole sequence
         q, k, v = (w(x).view(batch, length, -1, HIDDEN // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
@@ -84,7 +85,9 @@ class Llama(nn.Module):
 
 
 def divide(model: Llama, mesh: DeviceMesh, by: str, sequence: bool = True) -> None:
-    """torchtitan's plan for a Llama with sequence parallelism; without it, torch's tutorial's, by the styles' own layouts."""
+    """Divide the model by torchtitan's plan with sequence parallelism. Without `sequence`, use the plan of torch's
+    tutorial, with the styles' default layouts.
+    """
     s = STYLES[by]
     if not sequence:
         layers = {f"attention.w{name}": s.ColwiseParallel() for name in "qkv"}
@@ -118,7 +121,7 @@ def divide(model: Llama, mesh: DeviceMesh, by: str, sequence: bool = True) -> No
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the calls of weft by styles."""
+    """Count the calls that styles make of weft's functions."""
     calls: Counter[str] = Counter()
     names = ("all_gather_matmul", "matmul_reduce_scatter", "columns", "gathered_columns", "row")
     native = {name: getattr(linear, name) for name in names}
@@ -156,7 +159,7 @@ def train(
     group: dist.ProcessGroup, by: str, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int,
     sequence: bool = True,
 ) -> tuple[list[float], dict[str, str], dict[str, int]]:  # fmt: skip
-    """Return (losses, layouts, calls of weft in the last step)."""
+    """Train. Return (losses, layouts, number of calls of weft in the last step)."""
     torch.manual_seed(1)
     model = Llama(bias, recompute).to(device())
     kind, world = device().type, group.size()
@@ -180,7 +183,8 @@ def train(
     for step in range(steps):
         random = torch.Generator().manual_seed(100 * step + row)
         first = torch.randint(WORDS, (2, 1), generator=random)
-        text = ((first + torch.arange(LENGTH + 1) ** 2) % WORDS).to(device())  # which can be learned
+        # Text with a pattern that a model can learn.
+        text = ((first + torch.arange(LENGTH + 1) ** 2) % WORDS).to(device())
         with counted() as calls, loss_parallel():
             logits = model(text[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
@@ -195,7 +199,9 @@ def train(
 def block_compiled(
     group: dist.ProcessGroup, by: str, bias: bool, sequence: bool = True
 ) -> tuple[float, dict[str, int]]:
-    """Return how far a block in one graph is from itself in eager mode, in results and gradients, and its calls of weft there."""
+    """Run a block compiled in one graph, and in eager mode. Return the largest difference of results and gradients, and
+    the calls of weft in eager mode.
+    """
     torch.manual_seed(1)
     model = Llama(bias, layers=1).to(device())
     divide(model, init_device_mesh(device().type, (group.size(),)), by, sequence)
@@ -216,7 +222,7 @@ def block_compiled(
 
 
 def hugging_face(group: dist.ProcessGroup, by: str, steps: int) -> tuple[list[float], dict[str, int]]:
-    """Train a tiny LlamaForCausalLM of random weights. Return (losses, calls of weft in the last step)."""
+    """Train a tiny LlamaForCausalLM with random weights. Return (losses, number of calls of weft in the last step)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -257,8 +263,11 @@ def hugging_face(group: dist.ProcessGroup, by: str, steps: int) -> tuple[list[fl
 
 
 def recomputed_in_parts(group: dist.ProcessGroup) -> tuple[float, int, int]:
-    """Train with activation checkpointing that saves some operators' results, weft's scatter among them. Return
-    (distance of gradients from those without it, calls of the gather and of the scatter in forward)."""
+    """Run a block with activation checkpointing that saves only the results of matmul_reduce_scatter.
+
+    Return (largest difference of gradients from a run without checkpointing, number of all_gather_matmul calls in
+    forward, number of matmul_reduce_scatter calls in forward).
+    """
     from functools import partial
 
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

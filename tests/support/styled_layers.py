@@ -1,5 +1,6 @@
-"""Single layers, and a few that share an input, under weft.parallel's styles and under torch's: the code that runs on
-the ranks, on CPU processes and on GPUs."""
+"""Layers, alone or several with a common input, under weft.parallel's styles and under torch's, on CPU processes and on
+GPUs. These functions run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Several(nn.Module):
-    """Operations on an input before and after linears, some of which are divided by columns."""
+    """Two linears, whose inputs may be multiplied by 2 before."""
 
     def __init__(self, dtype: torch.dtype, columns: int) -> None:
         super().__init__()
@@ -34,7 +35,8 @@ class Own(nn.Linear):
         return super().forward(x).relu()
 
 
-# name -> (style, its arguments, is the input divided along: 1 the sequence, 2 columns, None not at all; calls of weft)
+# {name: (style, its arguments, dimension along which the input is divided, number of calls of weft)}. Dimensions: 0
+# batch, 1 sequence, 2 columns, None for a whole input.
 LINEARS: dict[str, tuple[str, dict[str, Any], int | None, int]] = {
     "columns": ("Colwise", {}, None, 1),
     "columns, for DTensors": ("Colwise", {"use_local_output": False}, None, 1),
@@ -60,7 +62,9 @@ LINEARS: dict[str, tuple[str, dict[str, Any], int | None, int]] = {
 
 
 def linears(group: dist.ProcessGroup, name: str, dtype: torch.dtype, features: int, own: bool) -> int:
-    """One layer by torch's style and by weft's: equal results, layouts and gradients. Calls of weft."""
+    """Check that a layer has equal results, layouts and gradients under torch's style and under weft's. Return the
+    number of calls of weft.
+    """
     style, arguments, dim, _ = LINEARS[name]
     arguments = dict(arguments)
     bias = arguments.pop("bias", True)
@@ -111,8 +115,11 @@ INPUTS: dict[str, tuple[dict[str, Any], dict[str, bool], int]] = {
 
 
 def inputs(group: dist.ProcessGroup, name: str) -> int:
-    """PrepareModuleInput by torch and by weft: equal results and gradients. How often weft gathers. torch 2.11's layers do not
-    take what stays divided."""
+    """Check that PrepareModuleInput gives equal results and gradients under torch and under weft. Return the number of
+    gathers by weft.
+
+    torch 2.11's layers refuse an input that stays divided.
+    """
     arguments, how, _ = INPUTS[name]
     arguments = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)} | arguments
     mesh = init_device_mesh(device().type, (group.size(),))
@@ -128,7 +135,7 @@ def inputs(group: dist.ProcessGroup, name: str) -> int:
         x, z = (data(group.rank(), (2, LENGTH, HIDDEN), torch.float32, seed).requires_grad_() for seed in (1, 2))
         given = DTensor.from_local(x, mesh, [Shard(1)]) if how.get("distributed") else x
         with counted() as calls:
-            for _ in range(2):  # nothing is kept from one call to the next
+            for _ in range(2):  # the second call must not use state of the first
                 try:
                     y = model(given, y=z) if how.get("named") else model(given)
                 except RuntimeError as error:
@@ -186,7 +193,7 @@ UNLIKE: dict[str, Any] = {
 
 
 class InParts(nn.Module):
-    """Two linears of one input. calls: what of them."""
+    """Two linears with a common input. calls: a function that calls them."""
 
     def __init__(self, calls: Any) -> None:
         super().__init__()
@@ -197,7 +204,9 @@ class InParts(nn.Module):
 
 
 def unlike(group: dist.ProcessGroup, name: str) -> None:
-    """One input for two linears that are called unlike each other, by torch's styles and by weft's: equal results and gradients."""
+    """Call two linears with a common input in different ways. Check that torch's styles and weft's give equal results
+    and gradients.
+    """
     mesh, found = init_device_mesh(device().type, (group.size(),)), []
     for by in ("torch", "weft"):
         s = STYLES[by]

@@ -1,6 +1,7 @@
-"""weft.nn's tensor-parallel layers in tests, on CPU processes and on GPUs: what runs on the ranks.
+"""Tests of weft.nn's tensor-parallel layers on CPU processes and on GPUs. These functions run on the ranks.
 
-Every rank makes the same stock model and the same data from seeds, so it knows what all ranks must get."""
+Every rank makes the same stock model and the same data from seeds, so it knows the results of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from weft.nn import parallel_linear
 
 
 class MLP(nn.Module):
-    """Llama's, by torch."""
+    """Llama's MLP in plain torch."""
 
     def __init__(self, hidden: int, width: int, bias: bool) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Llama's, by torch, each head for itself, with complex rotations. x is [B, S, H]."""
+    """Llama's attention in plain torch, computed head by head, with complex rotations. x is [B, S, H]."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias)
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D]"""
+        """Return x with rotary position embedding, [B, S, D]."""
         half = self.head_dim // 2
         rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
         angles = torch.arange(x.shape[1], device=x.device, dtype=torch.float64).outer(rates)
@@ -66,7 +67,9 @@ class Attention(nn.Module):
 
 
 class Divided(nn.Module):
-    """A linear layer by torch's own products, a rank's after the other's, each rounded, and added up."""
+    """A linear layer computed with torch's GEMMs as tensor-parallel ranks would: one product per rank, each rounded,
+    then summed or concatenated.
+    """
 
     def __init__(self, linear: nn.Linear, row: bool, world: int) -> None:
         super().__init__()
@@ -132,11 +135,14 @@ def agrees(
     compiled: bool,
     calls: int,
 ) -> None:
-    """Compare results and all gradients of several calls with the stock layer in float64. Errors may be twice those of
-    torch's own products and sums in the same dtype. sequence_dim: None where nothing is divided along the sequence."""
+    """Compare results and all gradients of several calls with the stock layer in float64.
+
+    Errors may be twice those of torch's own products and sums in the same dtype. sequence_dim: None if activations are
+    not divided along the sequence.
+    """
 
     def part(t: torch.Tensor, rows: bool) -> torch.Tensor:
-        """Return this rank's part of a tensor that is divided along the sequence or, if not `rows`, by columns."""
+        """Return this rank's part of a tensor. It is divided along the sequence if `rows`, else by columns."""
         return t if rows and sequence_dim is None else shard(t, 1 if rows else 2, group)
 
     usual = stock(kind, bias).to(dtype)
@@ -151,7 +157,7 @@ def agrees(
     found = []
     for call in range(calls):
         whole = data(0, (2, length, columns), dtype, 10 + call)
-        rows_in, rows_out = kind != "row", kind != "column"  # is the sequence divided? or else columns are
+        rows_in, rows_out = kind != "row", kind != "column"  # True if divided along the sequence, False if by columns
         x = part(whole, rows_in).clone()
         x = (x.transpose(0, 1).contiguous() if sequence_dim == 0 else x).requires_grad_()
         y = run(x, *arguments)
@@ -183,8 +189,8 @@ def agrees(
         for name, grad in grads.items():
             assert grad is not None, name
             if name == "k_proj.bias":
-                # Softmax does not see what all keys have in common, and positions turn little of it: parts as large as those of
-                # q_proj.bias cancel, and by their size errors are measured.
+                # Softmax ignores an offset that all keys share, so the terms of this gradient, each as large as in
+                # q_proj.bias, nearly cancel. So measure the error relative to both gradients together.
                 both = [torch.cat((of["q_proj.bias"], of[name])) for of in (grads, exact_grads, usual_grads)]
                 close(*both)
             else:
@@ -213,7 +219,9 @@ class Block(nn.Module):
 def block_gradients(
     group: dist.ProcessGroup, compiled: bool, recompute: bool, reentrant: bool = False
 ) -> dict[str, list[Any]]:
-    """Return a block's gradients: the whole result, and gradients of parameters; all ranks have the norms' gradients."""
+    """Run a block forward and backward. Return the whole result, and the gradients of the parameters that are equal on
+    all ranks.
+    """
     torch.manual_seed(3)
     block = Block(group, recompute, reentrant)
     run = torch.compile(block, fullgraph=not recompute, backend="aot_eager") if compiled else block
@@ -232,8 +240,11 @@ def block_gradients(
 
 
 def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool, own_norms: bool) -> list[bool]:
-    """Attention and MLP that are given residual and norm, against stock layers in float64: both results and all gradients.
-    own_norms: of a class that no all-reduce has in it. Whether each all-reduce had a norm in it."""
+    """Compare attention and MLP with a fused residual and norm with stock layers in float64: results and all gradients.
+
+    own_norms: True to use a subclass of RMSNorm, which an all-reduce cannot fuse. Return for each row-parallel GEMM
+    whether it fused the norm.
+    """
     torch.manual_seed(4)
     norm_of = type("OwnNorm", (nn.RMSNorm,), {}) if own_norms else nn.RMSNorm
     stocks = nn.ModuleList(
@@ -299,7 +310,9 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
 
 
 def watched_norms(group: dist.ProcessGroup) -> dict[str, int]:
-    """Return how often each way to observe a norm after a row-parallel layer was called, in one forward and backward."""
+    """Return how often each way to observe a norm was called, in one forward and backward. The norm follows a
+    row-parallel layer.
+    """
     row, x = parallel("row", True, group, None), shard(data(0, (2, 3, WIDTH), torch.float32, 1), 2, group)
     heard: dict[str, int] = {}
 
@@ -326,7 +339,7 @@ def watched_norms(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def norm_alone(group: dist.ProcessGroup) -> str:
-    """The others do not come to the backward of a norm."""
+    """Return the error of rank 0, which runs the backward of a norm while the other ranks do not."""
     own = own_group(group)
     layer, norm = weft.nn.ColumnParallelLinear(8, 4 * group.size(), group=own), weft.nn.RMSNorm(8, group=own)
     y = layer(norm(torch.randn(2, 5, 8))).detach().sum() + norm(torch.randn(2, 5, 8)).sum()
@@ -341,7 +354,7 @@ def norm_alone(group: dist.ProcessGroup) -> str:
 
 
 def autocast(group: dist.ProcessGroup) -> list[str]:
-    """Return the dtypes of results under autocast, and of the weights' gradients."""
+    """Return the dtypes of results and of weights' gradients under autocast."""
     found = []
     for kind in ("column", "row", "mlp", "attention"):
         layer = parallel(kind, True, group, 1)
@@ -355,15 +368,17 @@ def autocast(group: dist.ProcessGroup) -> list[str]:
             y = layer(x)
         y.float().sum().backward()
         found.append(f"{kind} {y.dtype} {next(layer.parameters()).grad.dtype}")  # type: ignore[union-attr]
-    if device().type == "cpu":  # on GPUs fp64 is refused
+    if device().type == "cpu":  # on GPUs fp64 under autocast is refused
         wide = weft.nn.ColumnParallelLinear(8, 4 * group.size(), group=group, dtype=torch.float64)
         with torch.autocast("cpu", torch.bfloat16):
-            assert wide(torch.ones(1, 2, 8, dtype=torch.float64)).dtype == torch.float64  # as `nn.Linear` leaves it
+            assert wide(torch.ones(1, 2, 8, dtype=torch.float64)).dtype == torch.float64  # like `nn.Linear`
     return found
 
 
 def handled(group: dist.ProcessGroup) -> dict[str, str]:
-    """Copied, pickled, made of stock layers, drawn from a seed, on meta; and what is refused."""
+    """Check layers that are copied, pickled, made from stock layers, drawn from a seed, or made on meta. Return the
+    errors for bad arguments.
+    """
     found = {}
     world = group.size()
     layer = weft.nn.ColumnParallelLinear(8, 4 * world, group=group, device=device())
@@ -404,7 +419,7 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
                 4 * (1 if made.divided == 0 else world), 4 * world, group=group, sequence_dim=None, device=device()
             )
             assert torch.equal(whole_here(made_in_inference), whole_here(made_in_inference.clone()))
-    for kind in ("column", "row", "mlp"):  # biases alone, as where they alone were trained
+    for kind in ("column", "row", "mlp"):  # a state dict with biases only
         biases = {name: p for name, p in stock(kind, True, 2).named_parameters() if name.endswith("bias")}
         trained = parallel(kind, True, group, 1)
         assert not trained.load_state_dict(weft.nn.local_state_dict(trained, biases), strict=False).unexpected_keys

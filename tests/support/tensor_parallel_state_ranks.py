@@ -1,4 +1,4 @@
-"""State of weft.nn's tensor-parallel layers in tests: saved, divided by FSDP and drawn. This code runs on the ranks."""
+"""State of weft.nn's tensor-parallel layers: saved, divided by FSDP, and initialised. These functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import weft
 
 
 def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """Save by torch.distributed.checkpoint on two ranks and load on all. Return the names and shapes that are saved."""
+    """Save a model with torch.distributed.checkpoint on two ranks, and load it on all ranks. Return the saved names and
+    shapes.
+    """
     import torch.distributed.checkpoint as dcp
 
     def made(of: dist.ProcessGroup, seed: int) -> nn.Module:
@@ -32,7 +34,7 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
         dcp.save(weft.nn.distributed_state_dict(saved), checkpoint_id=folder, process_group=two)
         names = sorted(f"{name} {list(t.shape)}" for name, t in weft.nn.distributed_state_dict(saved).items())
     dist.barrier()
-    loaded, right = made(group, 2), made(group, 1)  # drawn from one seed, all numbers of ranks have parts of one model
+    loaded, right = made(group, 2), made(group, 1)  # with one seed, groups of any size draw the same whole model
     assert not torch.equal(loaded["mlp"].up_proj.weight, right["mlp"].up_proj.weight)  # type: ignore[index]
     dcp.load(weft.nn.distributed_state_dict(loaded), checkpoint_id=folder)
     for name, p in loaded.named_parameters():
@@ -43,7 +45,9 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
 
 
 def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
-    """Return how far gradients of a block under FSDP2, two by two, are from means of the gradients without it."""
+    """Return the largest difference between a block's gradients under FSDP2, on pairs of ranks, and the mean gradients
+    without FSDP2.
+    """
     mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
     blocks = []
@@ -69,8 +73,11 @@ def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
 
 
 def drawn_under_fsdp(group: dist.ProcessGroup) -> None:
-    """Layers that are made on meta, divided by FSDP2, and only then given memory and values: those of layers that are made at once.
-    Ranks of one part have other seeds, and take the first one's."""
+    """Check that layers made on meta, then divided by FSDP2, then initialised, have the values of layers that are made
+    directly.
+
+    Data-parallel ranks have different seeds, and all get the values of the first rank.
+    """
     mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
 

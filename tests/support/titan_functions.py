@@ -1,4 +1,4 @@
-"""torchtitan's `dist_gemm` functions of weft.parallel: what runs on the ranks, on CPU processes and on GPUs."""
+"""torchtitan's `dist_gemm` functions of weft.parallel, on CPU processes and on GPUs. These functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from support.on_ranks import data, device, told
 
 
 def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:
-    """torchtitan's `dist_gemm` functions: results and gradients against one process in float64. Sizes of what is saved."""
+    """Compare results and gradients of torchtitan's `dist_gemm` functions with one process in float64. Return the sizes
+    of the saved tensors.
+    """
     from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
 
     rank, world, n = group.rank(), group.size(), 6
@@ -55,7 +57,9 @@ def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:
 
 
 def functions_compiled(group: dist.ProcessGroup) -> float:
-    """Return how far a program of torchtitan's functions in one graph is from itself in eager mode, including gradients."""
+    """Compile a program of torchtitan's functions in one graph. Return the largest difference of results and gradients
+    from eager mode.
+    """
     from weft.parallel.functions import AllGatherLinear, LinearReduceScatter
 
     name, found = group.group_name, []
@@ -74,7 +78,7 @@ def functions_compiled(group: dist.ProcessGroup) -> float:
 
 
 def of_inference(group: dist.ProcessGroup) -> list[str]:
-    """Return each function's error for an x that was made in inference mode on rank 1 alone; the group lives on."""
+    """Return each function's error for an x that was made in inference mode on rank 1 only. The group must stay usable."""
     from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
 
     at, found = (group, group.group_name), []
@@ -88,7 +92,7 @@ def of_inference(group: dist.ProcessGroup) -> list[str]:
         with torch.inference_mode(group.rank() == 1):
             x = torch.ones(4, 8, device=device())
         found.append(told(lambda call=call, x=x: call(x)))
-        with torch.no_grad():  # nothing is kept there
+        with torch.no_grad():  # nothing is saved for backward, so the call is allowed
             assert torch.equal(call(x), call(x.clone()))
         call(x.clone()).sum().backward()
     return found

@@ -1,4 +1,6 @@
-"""torchtitan's debug Llama, divided by its own code with torch's styles and with weft's: what runs on the ranks. Versions 0.2."""
+"""torchtitan's debug Llama, divided by torchtitan's code with torch's styles or with weft's. These functions run on the
+ranks, and need torchtitan 0.2.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ NAMES = ("ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequencePa
 
 
 def missing() -> str:
-    """Why this cannot be run."""
+    """Return the reason why these tests cannot run; "" if they can."""
     try:
         version = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
@@ -31,14 +33,16 @@ def missing() -> str:
 def train(
     group: dist.ProcessGroup, by: str, checkpointing: str, data_parallel: int, steps: int
 ) -> tuple[list[float], dict[str, int]]:
-    """(losses, calls of weft in the last forward). checkpointing: "none", "full", or "op" for some operators' results."""
+    """Train. Return (losses, number of calls of weft in the last forward). checkpointing: "none", "full", or "op" to
+    save the results of some operators.
+    """
     import torchtitan.models.llama3 as llama
     from torchtitan.config.job_config import ActivationCheckpoint
     from torchtitan.distributed.activation_checkpoint import apply_ac
     from torchtitan.models.llama3.infra import parallelize
 
     native = {name: getattr(parallelize, name) for name in NAMES}
-    for name in NAMES:  # what the change of imports does
+    for name in NAMES:  # the same as changing torchtitan's imports
         setattr(parallelize, name, getattr(STYLES[by], name))
     mesh = init_device_mesh(device().type, (data_parallel, group.size() // data_parallel), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""TorchRec's loops with its own sharder and with weft's, on CPU processes and on GPUs. TorchRec is imported on the ranks."""
+"""TorchRec's training loops with its own sharder and with weft's, on CPU processes and on GPUs. Only the ranks import
+TorchRec.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Model(nn.Module):
 
 
 def batches(rank: int, count: int = STEPS, is_weighted: bool = False, has_two: bool = False) -> Iterator[Any]:
-    """Yield batches of TorchRec. has_two: `dense_features` are a weighted collection's, for lack of another place."""
+    """Yield batches of TorchRec. has_two: True to put the input of a second, weighted collection into `dense_features`."""
     from torchrec.datasets.utils import Batch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -104,8 +106,11 @@ def sharded(
     ranks: dict[str, int] = RANKS, has_two: bool = False, kinds: dict[str, str] | None = None, output: str | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return a DistributedModelParallel with fixed first values. by: whose sharder, "torchrec" or "weft". has_two: a weighted
-    collection beside the other. output: FBGEMM's name of the pooled vectors' dtype."""
+    """Return a DistributedModelParallel with fixed initial values.
+
+    by: the sharder, "torchrec" or "weft". has_two: True for a second, weighted collection. output: FBGEMM's name of the
+    dtype of pooled vectors.
+    """
     import torchrec
     from fbgemm_gpu.split_embedding_configs import SparseType
     from torchrec.distributed import collective_utils
@@ -117,7 +122,8 @@ def sharded(
 
     import weft.torchrec
 
-    collective_utils._INITIALIZED = False  # once for a process, by a broadcast: workers here change their group
+    # TorchRec initialises once per process, but workers of tests change their group.
+    collective_utils._INITIALIZED = False
     model = Model(collection(**options), collection(is_weighted=True, **options) if has_two else None)
     if optimizer is not None:
         given = dict(optimizer)
@@ -174,7 +180,7 @@ def tables_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def trains(group: dist.ProcessGroup, by: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train by the loop. options: of `sharded`, and divides: False for `set_gradient_division(False)`."""
+    """Train. options: arguments of `sharded`, and `divides`: False to call `set_gradient_division(False)`."""
     from torchrec.distributed.comm_ops import set_gradient_division
 
     options = dict(options)
@@ -235,7 +241,7 @@ def pipelines(
         except StopIteration:
             break
         if by == "weft":
-            is_ahead = len(losses) < 6  # the next batch has been distributed
+            is_ahead = len(losses) < 6  # the ids of the next batch have been distributed
             assert (model.module.sparse.ebc.weft_module.memory().in_flight > 0) == is_ahead
     assert all(module.is_pipelined for module in model.module.sparse.children())
     return losses

@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces with a link between them, and a host name each.
+"""Two pretended hosts on this machine: network namespaces with different host names, and a link between them.
 
-Boot id, memory and clock are the machine's. Namespaces differ, which is how weft tells hosts apart. It needs root, or user
-namespaces; `missing` says why it cannot be had here.
+Both have this machine's boot id, memory and clock. weft tells them apart by their namespaces. This needs root or user
+namespaces; `missing` gives the reason if it is impossible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class TwoHosts:
-    """The namespaces, each kept by a sleeping process. A context manager."""
+    """The two namespaces, each kept alive by a sleeping process. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._keepers: list[subprocess.Popen[bytes]] = []
@@ -62,7 +62,7 @@ class TwoHosts:
             self._do(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
 
     def start(self, host: int, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[str]:
-        """Start a command on a host. Its output, errors included, is text."""
+        """Start a command on a host. Its output and errors are read as one text stream."""
         known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **environment}
         known["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), known.get("PYTHONPATH")]))
         return subprocess.Popen(
@@ -105,14 +105,15 @@ class TwoHosts:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:  # of this process's namespace: those of a test have no others' ports
+    # In this process's namespace; the namespaces of a test are new, so the port is free there too.
+    with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
 @functools.cache
 def missing() -> str:
-    """Return the reason why this machine cannot play two hosts; "" if it can."""
+    """Return the reason why this machine cannot pretend to be two hosts; "" if it can."""
     if absent := [name for name in ("unshare", "nsenter", "ip", "hostname") if shutil.which(name) is None]:
         return f"no {', '.join(absent)} on this machine"
     try:

@@ -1,10 +1,12 @@
-"""The native CPU kernel of embedding_all_to_all, with several ranks inside one process. Every rank's output is an ordinary tensor
-here, and the kernel is called once per rank with the addresses of all outputs.
+"""Calls of the native CPU kernel of embedding_all_to_all, with several ranks inside one process.
 
-Results must be bit-exact: rows are widened to fp32 and added one after another from +0 in the bag's order. A weight's product is
-rounded before it is added (no fused multiply-add), the mean is divided by the length, and half types are rounded to nearest even.
-The loop (`reference`) does exactly this with numpy. So all transports, orders, rank counts, slice sizes, thread counts and
-instruction sets must equal it, and each other.
+Every rank's output is an ordinary tensor. The kernel is called once per rank, with the addresses of all outputs.
+Results must be bit-exact: rows are widened to fp32 and added one after another in the bag's order, starting with +0.
+The product with a weight is rounded before it is added (no fused multiply-add). For a mean, the sum is divided by the
+length. Half types are rounded to nearest, ties to even.
+
+`reference` does exactly this in numpy. So results must have the same bits for all transports, orders, numbers of ranks,
+slice sizes, numbers of threads and instruction sets.
 """
 
 from __future__ import annotations
@@ -100,9 +102,9 @@ def problem(
 @dataclass
 class Result:
     outputs: list[torch.Tensor]
-    counts: list[tuple[int, ...]]  # per rank: what the kernel returned
+    counts: list[tuple[int, ...]]  # for each rank, the counts that the kernel returned
     flags: list[list[np.ndarray]]  # [destination][source]
-    slices: list[int]  # per rank: slices of a sample
+    slices: list[int]  # for each rank, its number of slices per sample
 
 
 def run(
@@ -118,8 +120,9 @@ def run(
     isa: str = "",
     timelines: list[np.ndarray] | None = None,
 ) -> Result:
-    """Make all ranks' calls, one after another, into outputs full of NaN with guard rows around them. Around each
-    rank's values are indices that would be counted as bad."""
+    """Make the calls of all ranks one after another. Outputs are full of NaN, with guard rows around them. The values
+    of each rank are surrounded by indices that would count as bad.
+    """
     dtype = p.tables[0].dtype
     guarded = [torch.full((n + 2, p.total_dim), torch.nan, dtype=dtype) for n in p.batch_sizes]
     outputs = [g[1:-1] for g in guarded]
@@ -176,7 +179,7 @@ def run(
 
 
 def reference(p: Problem, *, hash: bool = False) -> torch.Tensor:
-    """Compute the loop in bag order, [global batch, total_dim] in the tables' dtype."""
+    """Compute the expected output by a loop in bag order: [global batch, total_dim] in the tables' dtype."""
     out = torch.zeros(sum(p.batch_sizes), p.total_dim, dtype=p.tables[0].dtype)
     for slot in p.slots:
         table = p.tables[slot.table].float().numpy()

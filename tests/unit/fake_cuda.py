@@ -1,5 +1,6 @@
-"""A small driver of our own for `_core.StreamProgram`, compiled here: it notes every call and does it at once, on ordinary memory,
-so that effects can be looked at."""
+"""A fake CUDA driver for `_core.StreamProgram`, compiled by the tests. It records every call and executes it at once,
+on ordinary memory, so that tests can check the effects.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SOURCE = Path(__file__).with_name("fake_cuda.c")
 
 
 def compiled(folder: Path, *flags: str) -> Driver:
-    """flags: for the compiler, by which it lacks what other drivers lack."""
+    """Compile the driver. flags: compiler flags that remove functions which some real drivers lack."""
     assert COMPILER is not None
     path = folder / "libfakecuda.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", *flags, "-o", path, SOURCE], check=True)
@@ -49,11 +50,11 @@ class Driver:
         return _core.KernelCall(self.handle(number), programs, threads, shared_bytes)
 
     def handle(self, number: int) -> int:
-        """Return the handle of one of its kernels."""
+        """Return the handle of a kernel of the fake driver."""
         return ctypes.addressof((ctypes.c_size_t * 27).in_dll(self.library, "kernels")) + 72 * number
 
     def calls(self) -> list[tuple]:
-        """The calls since the last time, each (name, stream handle, its numbers padded with 0)."""
+        """Return the calls since the last query, each as (name, stream handle, the call's numbers padded with 0)."""
         noted = (_Call * 256).in_dll(self.library, "calls")[: self["n_calls"]]
         self["n_calls"] = 0
         return [(call.name.decode(), call.stream, *call.numbers) for call in noted]

@@ -1,11 +1,12 @@
-"""GPUs of several ranks, modelled in this process: stand-ins for all parts of CUDA that the GPU executor uses.
+"""GPUs of several ranks, modelled in this process: replacements for all parts of CUDA that the GPU executor uses.
 
-Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native operations,
-calls of NCCL and cuBLAS, and weft's kernels are put into the queues of streams. `played_gpus` empties the queues: there
-kernels do what they promise. A host is a thread, which runs until it waits for the device. Events have CUDA's semantics:
-a wait refers to the last record that the host issued before it.
+Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native
+operations, calls of NCCL and cuBLAS, and weft's kernels go into queues, one per stream. `played_gpus` executes the
+queues; kernels are replaced by code with the same effect.
 
-Only real GPUs show what kernels and engines really do, and how fast.
+The CPU of each rank is a thread, which runs until it waits for its GPU. Events have CUDA's semantics: a wait refers to
+the last record that the CPU issued before it. Only real GPUs can show the actual behaviour and speed of kernels and
+copy engines.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from weft.schedule.expr import PrefixSums
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import substitute, variables_of
 
-WORDS = 1 << 50  # the address of a rank's words: this times 1 + its rank
+WORDS = 1 << 50  # the words of rank r begin at address (1 + r) * WORDS
 CPU = torch.device("cpu")
 
 
-# --- hosts ---
+# --- CPUs ---
 
 
 class Issued(NamedTuple):
-    """An operation in a stream of a rank. bases: addresses, as they were when it was issued."""
+    """An operation in a stream of a rank. bases: the base addresses at the time when it was issued."""
 
     rank: int
     run: int
@@ -53,7 +54,9 @@ class Issued(NamedTuple):
 
 
 class Host(threading.Thread):
-    """The host of one rank. When resumed, it runs until it has issued so much, or has to wait."""
+    """The CPU thread of one rank. When resumed, it runs until it has issued a given number of operations, or has to
+    wait.
+    """
 
     def __init__(self, rank: int, body: Callable[[Host], None], issued: Callable[[int, Issued], None]) -> None:
         super().__init__(daemon=True)
@@ -78,7 +81,7 @@ class Host(threading.Thread):
         self._back.release()
 
     def resume(self, budget: int) -> bool:
-        """Run on; return True if it made progress."""
+        """Let the thread issue up to `budget` operations. Return True if it made progress."""
         self._budget, self._moved = budget, False
         self._let.release()
         self._back.acquire()
@@ -118,7 +121,7 @@ def host() -> Host:
 
 
 class Event:
-    """In place of torch's."""
+    """A replacement for torch's CUDA event."""
 
     def record(self) -> None:
         self.reached = False
@@ -133,7 +136,7 @@ class Event:
 
 
 class Pinned:
-    """Memory of the host that the device writes."""
+    """CPU memory that the GPU writes."""
 
     def __init__(self) -> None:
         self.values: list[int] = []
@@ -157,7 +160,7 @@ class Stream(NamedTuple):
 
 @contextlib.contextmanager
 def _on(stream: Stream) -> Iterator[None]:
-    if not hasattr(_here, "host"):  # while kernels are loaded
+    if not hasattr(_here, "host"):  # during the warm-up that loads kernels
         yield
         return
     before, host().stream = host().stream, stream.cuda_stream
@@ -166,7 +169,7 @@ def _on(stream: Stream) -> Iterator[None]:
 
 
 class Torch:
-    """torch, as the executor's host code sees it."""
+    """A replacement for `torch` in the modules of the executor that issue work."""
 
     cuda = SimpleNamespace(
         current_stream=lambda _: Stream(getattr(getattr(_here, "host", None), "stream", 0)),
@@ -184,11 +187,11 @@ class Torch:
         return Pinned() if pin_memory else torch.zeros(*shape, **options)
 
 
-# --- what is issued ---
+# --- issued operations ---
 
 
 class Recorded:
-    """In place of `_core.StreamProgram`."""
+    """A replacement for `_core.StreamProgram`."""
 
     def __init__(self, *_: int) -> None:
         self.operations: list[tuple] = []
@@ -209,7 +212,7 @@ class Recorded:
 
 
 class Move:
-    """In place of `weft.runtime.cuda.move.CopyLaunch`."""
+    """A replacement for `weft.runtime.cuda.move.CopyLaunch`."""
 
     def __init__(self, device: torch.device, **what: Any) -> None:
         self._what = {"targets": (), "parts": (), **what}
@@ -219,13 +222,13 @@ class Move:
         return True
 
     def launch(self, source: int, target: int, source_rows: int, target_rows: int) -> None:
-        """Launch with sizes that the device knows."""
+        """Enqueue a copy whose sizes are in device memory."""
         what = {**self._what, "source": source, "target": target, "rows": (source_rows, target_rows)}
         host().issue(host().stream, "launch", what)
 
 
 class AddUp:
-    """In place of `weft.runtime.cuda.add_up.AddUp`."""
+    """A replacement for `weft.runtime.cuda.add_up.AddUp`."""
 
     def __init__(self, device: torch.device, *what: Any, norm: SumNorm | None, fixed: list[int]) -> None:
         self.dtype, self.size, self.out, self.parts = what
@@ -243,7 +246,7 @@ class Totals(sizes.Totals):
 
 
 class Agreeing:
-    """In place of `weft.runtime.cuda.agree.Agreeing`, with its arguments."""
+    """A replacement for `weft.runtime.cuda.agree.Agreeing`, with its arguments."""
 
     def __init__(self, expected: torch.Tensor, sent: torch.Tensor, _: int, row: int, width: int, itemsize: int) -> None:
         self.expected, self.row_bytes = expected, width * itemsize
@@ -253,8 +256,8 @@ class Agreeing:
         host().issue(host().stream, "agree", self, out, out_rows)
 
 
-class Gemms(tile_kernels.TilesCall):
-    """In place of `weft.runtime.cuda.tile_kernels.Gemms`: what the step says."""
+class GroupedMatmulCall(tile_kernels.TilesCall):
+    """A replacement for `weft.runtime.cuda.tile_kernels.GroupedMatmulCall`, which runs the step's tiles."""
 
     def __init__(self, context: Context, regions: Regions, kernel: TileKernel, *_: Any) -> None:
         self._regions, self._held = regions, context.own[kernel.counts]  # type: ignore[attr-defined]
@@ -275,12 +278,12 @@ class Gemms(tile_kernels.TilesCall):
                 assert isinstance(gemm, Compute)
                 if not gemm.is_empty:
                     out, a, w = (self._regions.view(region)(tensors) for region in (gemm.out, *gemm.inputs))
-                    made = a[: len(out)] @ w  # rows beyond the result are left out
+                    made = a[: len(out)] @ w  # rows beyond the result are dropped
                     out.copy_(out + made if gemm.accumulate else made)
 
 
-class Sorted(tile_kernels.TilesCall):
-    """In place of `weft.runtime.cuda.tile_kernels.Sorted`: the copies, in a shuffled order."""
+class PermuteCall(tile_kernels.TilesCall):
+    """A replacement for `weft.runtime.cuda.tile_kernels.PermuteCall`, which runs the copies in a random order."""
 
     writes_outputs = False
 
@@ -300,7 +303,7 @@ class Sorted(tile_kernels.TilesCall):
 
 
 class TrackedTiles:
-    """In place of `weft.runtime.cuda.tracked_matmul.TrackedMatmulLauncher`, with its table."""
+    """A replacement for `weft.runtime.cuda.tracked_matmul.TrackedMatmulLauncher`, with the same table."""
 
     def __init__(
         self, device: torch.device, table: np.ndarray, counters: list, *, relative: bool, adds: bool, **_: int
@@ -316,7 +319,7 @@ class TrackedTiles:
 
 
 class Together(NamedTuple):
-    """Stand in for a call of NCCL that all ranks make: the n-th of a run."""
+    """An NCCL call that all ranks make. nth: its index among the collectives of a run."""
 
     nth: int
     op: str
@@ -328,7 +331,7 @@ class Together(NamedTuple):
 
 
 def _collective_call(step: Collective, regions: Regions, context: Context) -> Operation:
-    collective_call(step, regions, context)  # which may refuse it
+    collective_call(step, regions, context)  # raises if the real executor would refuse the step
     nth = _collectives(context.schedule, context.rank).index(step)
     return Operation(Together(nth, step.op, regions.view(step.src), regions.view(step.dst)))
 
@@ -340,7 +343,7 @@ def _queued(make: Callable[..., Operation]) -> Callable[..., Operation]:
         def call(tensors: Tensors) -> None:
             if hasattr(_here, "host"):
                 host().issue(host().stream, "call", partial(operation.call, dict(tensors)))
-            else:  # while kernels are loaded
+            else:  # during the warm-up that loads kernels
                 operation.call(tensors)
 
         return operation._replace(call=call)
@@ -352,7 +355,7 @@ def _queued(make: Callable[..., Operation]) -> Callable[..., Operation]:
 
 
 def collect(op: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    """Do to the targets of all ranks what the collective does."""
+    """Run a collective: compute the targets of all ranks from their sources."""
     if op == "all_gather":
         whole = torch.cat([x.view(torch.uint8) if x.itemsize == 1 else x for x in sources])
         for target in targets:
@@ -365,14 +368,14 @@ def collect(op: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -
 
 
 class Words:
-    """Their addresses are not in memory: `Played.words` has their contents."""
+    """The signal words. They have addresses but no memory: `Played.words` has their contents."""
 
     def address(self, rank: int) -> int:
         return WORDS * (1 + rank)
 
 
 class SymmetricMemory:
-    """Symmetric memory of all ranks, at first full of NaN; an implementation of `weft.symm`'s regions."""
+    """Symmetric memory of all ranks, initially full of NaN. It implements the interface of `weft.symm`'s regions."""
 
     def __init__(self, world: int, nbytes: int, fill: int = 0xFF) -> None:
         self.blocks = [torch.full((max(nbytes, 1),), fill, dtype=torch.uint8) for _ in range(world)]
@@ -386,7 +389,7 @@ class SymmetricMemory:
 
 
 def context_of(schedule: Schedule, rank: int, region: SymmetricMemory) -> Context:
-    """Without streams and a group."""
+    """Return a context without real streams and without a group."""
     mine, streams = rank_schedule(schedule, rank), [Stream(lane) for lane in range(len(schedule.lanes) + 1)]
     own = own_buffers(mine, region, CPU)  # type: ignore[arg-type]
     for name, buffer in own.items():
@@ -404,7 +407,7 @@ def context_of(schedule: Schedule, rank: int, region: SymmetricMemory) -> Contex
 
 
 def poison(t: torch.Tensor) -> torch.Tensor:
-    """All bytes 0xFF: NaN, and -1."""
+    """Set all bytes of `t` to 0xFF, which is NaN, or -1 as an integer. Return `t`."""
     if t.numel():
         ctypes.memset(t.data_ptr(), 0xFF, t.nbytes)
     return t
@@ -416,15 +419,15 @@ def compiled(schedule: Schedule, rank: int, region: SymmetricMemory) -> tuple[Co
 
 
 def model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on compile and issue for modelled GPUs."""
+    """Let the executor compile and issue for modelled GPUs, until the test ends."""
     for module in (stream_compiler, sizes):
         monkeypatch.setattr(module, "_core", SimpleNamespace(StreamProgram=Recorded))
     for module in (issue, sizes):
         monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
     monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
-    monkeypatch.setattr(tile_kernels, "Gemms", Gemms)
-    monkeypatch.setattr(tile_kernels, "Sorted", Sorted)
+    monkeypatch.setattr(tile_kernels, "GroupedMatmulCall", GroupedMatmulCall)
+    monkeypatch.setattr(tile_kernels, "PermuteCall", PermuteCall)
     instead = {
         "CopyLaunch": Move, "Totals": Totals, "collective_call": _collective_call,
         "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,

@@ -1,4 +1,6 @@
-"""Stand-ins of tests/unit/test_native_calls.py: a group, its compiled operators, torch's collectives, and the recorded call."""
+"""Replacements for tests/unit/test_native_calls.py: a group, its compiled operators, torch's collectives, and a
+recorded call.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ BUFFERS = ["x_shard", "w", "x", "y", "part"]
 
 
 class Group:
-    """Stands for a process group whose ranks have equal tensors."""
+    """A replacement for a process group. All its ranks have equal tensors."""
 
 
 class Work:
@@ -36,7 +38,7 @@ class Work:
 
 
 class Torch:
-    """Collectives of `Group`. at: called with the name of each step before it runs."""
+    """The collectives of `Group`. at: a function that is called with the name of each step before the step runs."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -123,7 +125,7 @@ class Recorded:
 
 
 class Played:
-    """A known call of (x_shard, [w]), and its surroundings."""
+    """A recorded call of (x_shard, [w]), with the state that it reads."""
 
     def __init__(self, *, overlapped: bool = False, **changes: Any) -> None:
         assert READER is not None

@@ -1,4 +1,6 @@
-"""GPUs that have no machine file, for tests of self-calibration: their numbers, what measures them, a group of two such ranks."""
+"""GPUs without a machine file, for tests of self-calibration: their numbers, their measurements, and a group of two
+such ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ TIMES = ("signal_remote_us", "signal_local_us", "host_step_us")
 
 
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have an own cache, and nothing in memory; for a fixture."""
+    """Use an empty cache on disk and in memory. For fixtures."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("WEFT_SELF_CALIBRATION", raising=False)
     monkeypatch.setattr(self_calibration, "_known", {})
@@ -52,7 +54,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def made(factor: float = 1.1, **changes: Any) -> SelfCalibration:
-    """Each number so many times the derived one."""
+    """Return a self-calibration in which each number is `factor` times the derived number."""
     kernel = replace(BASE, kernel_copy_units=64)
     rates = (BASE.copy_bytes_per_us, kernel.kernel_copy_bytes_per_us(True), kernel.kernel_copy_bytes_per_us(False))
     numbers: dict[str, Any] = {name: factor * rate for name, rate in zip(RATES, rates, strict=True)}
@@ -63,7 +65,7 @@ def made(factor: float = 1.1, **changes: Any) -> SelfCalibration:
 
 
 class Measured:
-    """The measurements of a machine with the numbers of `made(1.1)`. took_s: the time of each answer."""
+    """Measurements that return the numbers of `made(1.1)`. took_s: the pretended duration of each measurement."""
 
     machine, world_size, copy_units = NAME, 2, 64
 
@@ -98,8 +100,9 @@ class Measured:
 
 
 class Ranks:
-    """This rank's view of a group of two, a communicator for `self_calibrate`: the other one says what this one would in its place,
-    changed by `other`."""
+    """This rank's view of a group of two ranks: a communicator for `self_calibrate`. The other rank sends what this
+    rank would send in its place, changed by `other`.
+    """
 
     def __init__(self, rank: int = 0, other: Callable[[_Stand], _Stand] = lambda mine: mine, **changes: Any) -> None:
         self.rank, self.world_size, self.device, self.all_mapped = rank, 2, torch.device("cpu"), True
@@ -126,7 +129,7 @@ class Ranks:
         return nullcontext(Measured())
 
     def call(self, monkeypatch: pytest.MonkeyPatch, name: str = NAME) -> Ranks:
-        """One first choice; true if numbers were adopted."""
+        """Self-calibrate, as a group's first choice of a schedule does. The result is true if numbers were adopted."""
         monkeypatch.setitem(self_calibrate.MEASURES, "cpu", self.measures)
         self.adopted = self_calibrate.self_calibrate(self, name)  # type: ignore[arg-type]
         return self

@@ -1,9 +1,9 @@
-"""All ranks' hosts and streams of modelled GPUs (`modelled_gpus`), played one operation after another in random orders that hosts,
-streams and events allow.
+"""Execution of modelled GPUs (`modelled_gpus`): the CPUs and streams of all ranks run one operation at a time, in
+random legal orders.
 
-A stream does its operations in order, copies row by row, writes of one signal one by one. Every flag is known by the run that set
-it, so a flag that reaches another run, or is set again before it is cleared, is found at once. Between runs the caller writes its
-inputs; after each it reads the results, and then uses all memory for something else.
+A stream runs its operations in order. A copy is done row by row, and the writes of one signal one by one. Each flag
+stores the run that set it. So a flag that reaches another run, or is set again before it is cleared, is found at once.
+Before each run the caller writes its inputs. After each run it reads the results, and then overwrites all memory.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ from weft.symm.memory import lent
 
 
 class Played:
-    """All ranks' hosts and streams, in so many runs. tensors_of: what a rank gives in a run, from 1.
+    """The CPUs and streams of all ranks, in `runs` runs. tensors_of: a function (rank, run) -> the tensors that the
+    rank passes.
 
-    results: by rank and run. words: by rank and number, the run in which a word's flag was set, or None."""
+    results: {(rank, run): results}. words: for each rank, {index of a word: the run in which its flag was set, or
+    None}.
+    """
 
     def __init__(self, schedule: Schedule, runs: int, tensors_of: Callable[[int, int], dict[str, Any]]) -> None:
         flags, world = flags_of(schedule), schedule.world_size
@@ -71,7 +74,7 @@ class Played:
     def _issue_runs(
         context: Context, items: issue.StreamItems, runs: int, tensors_of: Callable[[int], dict[str, Any]], host: Host
     ) -> None:
-        """Issue runs as the host does, like `CudaSchedule.run`, between the caller's own uses of its tensors."""
+        """Issue runs as `CudaSchedule.run` does on the CPU. The caller uses its tensors before and after each run."""
         run = context.run
         for host.number in range(1, runs + 1):
             given = tensors_of(host.number)
@@ -99,7 +102,7 @@ class Played:
             self.words[rank][word] = None
 
     def _come(self, one: Issued, addresses: list[int]) -> Iterator[bool]:
-        """Continue when the flag in each of these words is set, and check the run that set it."""
+        """Wait until the flag in each of these words is set, and check which run set it."""
         for address in addresses:
             rank, word = address // WORDS - 1, address % WORDS // 8
             assert rank == one.rank
@@ -108,7 +111,7 @@ class Played:
             wanted = one.run - self.previous[rank][word]
             assert found == wanted, f"run {one.run} finds the flag of run {found}, rank {rank}"
 
-    # --- operations, each in small steps: False while it cannot go on ---
+    # --- operations, as generators of small steps; they yield False while they are blocked ---
 
     def _record(self, one: Issued, event: tuple) -> Iterator[bool]:
         self._reached.add(event)
@@ -119,13 +122,13 @@ class Played:
             yield False
 
     def _given(self, one: Issued, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[bool]:
-        """Write the run's inputs on the caller's stream, right before it."""
+        """Write the inputs of the run, on the caller's stream before the run."""
         for target, t in pairs:
             target.copy_(t)
             yield True
 
     def _taken(self, one: Issued, results: Tensors, everything: list[torch.Tensor]) -> Iterator[bool]:
-        """Behind a run the caller's stream reads results, and then uses all memory for something else."""
+        """Read the results, on the caller's stream after the run, and then overwrite all memory."""
         self.results[one.rank, one.run] = {name: t.clone() for name, t in results.items()}
         yield True
         for t in everything:
@@ -137,7 +140,8 @@ class Played:
             if waits:
                 assert number == AWAITED
                 yield from self._come(one, [address])
-            elif number == FLAG and address >= WORDS and address // WORDS - 1 != one.rank:  # else for the watchdog
+            # Other words are for the watchdog.
+            elif number == FLAG and address >= WORDS and address // WORDS - 1 != one.rank:
                 self._put(one.run, address)
             elif number == 0:
                 self._take(address)
@@ -197,7 +201,7 @@ class Played:
             yield True
 
     def _add_up(self, one: Issued, sum_of: AddUp) -> Iterator[bool]:
-        """Row by row."""
+        """Reduce row by row."""
         (rows, cols), dtype = sum_of.size, sum_of.dtype
         norm = sum_of.norm
 
@@ -264,9 +268,9 @@ class Played:
                     yield True
 
     def play(self, seed: int) -> None:
-        """Play to the end. Raise `AssertionError` if all stand still."""
+        """Run everything in a random order. Raise `AssertionError` if all CPUs and streams are blocked."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # GEMMs are tiny: threads would wait for each other
+        torch.set_num_threads(1)  # GEMMs are so small that several threads would slow them down
         try:
             self._play(random.Random(seed))
         finally:
@@ -308,7 +312,7 @@ class Played:
 
 
 def _lines(source: int, rows: int, width: int, pitch: int) -> torch.Tensor:
-    """[rows, width] bytes."""
+    """Return the rows at an address as a view of bytes, [rows, width]."""
     read = torch.empty(rows, width, dtype=torch.uint8)
     for row, line in enumerate(read):
         ctypes.memmove(line.data_ptr(), source + row * pitch, width)
@@ -316,7 +320,7 @@ def _lines(source: int, rows: int, width: int, pitch: int) -> torch.Tensor:
 
 
 def _at(like: torch.Tensor, place: int, pitch: int) -> torch.Tensor:
-    """Return the memory at an address, its rows so many bytes apart."""
+    """Return a view of the memory at an address, shaped like `like`, with `pitch` bytes from row to row."""
     found = torch.empty_like(like)
     for i, line in enumerate(found):
         ctypes.memmove(line.data_ptr(), place + i * pitch, line.nbytes)

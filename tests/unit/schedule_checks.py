@@ -1,4 +1,4 @@
-"""Checks that every schedule must pass, whatever it does: for the tests of each operator's schedules."""
+"""Checks that every schedule must pass, for the tests of each operator's schedules."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from weft.sim import model_of
 
 Small: TypeAlias = Callable[[int, int], np.ndarray]
 OfRuns: TypeAlias = list[list[Tensors]]
-"""Values by run and rank."""
+"""For each run and rank, its tensors."""
 
 
 def applicable(p: Problem) -> dict[str, Schedule]:
-    """Return all applicable candidates' schedules, by name."""
+    """Return {name: schedule} of all candidates that support `p`."""
     found = {}
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):
@@ -42,14 +42,17 @@ def builders(found: dict[str, Schedule]) -> set[str]:
 
 
 def small_numbers(seed: int) -> Small:
-    """Draws matrices of small whole numbers: sums of them are exact in any order, and results are compared for equality."""
+    """Return a function that draws matrices of small whole numbers. Their sums are exact in any order, so results can
+    be compared for equality.
+    """
     rng = np.random.default_rng(seed)
     return lambda rows, cols: rng.integers(-4, 5, (rows, cols)).astype(np.float64)
 
 
 def check(schedule: Schedule, inputs: OfRuns, wanted: OfRuns, *, seeds: int = 2, on_gpus: bool = True) -> None:
-    """Check that a schedule verifies, keeps its value in JSON, can be issued from one thread, is taken by GPUs, and gives the
-    wanted results in random legal orders."""
+    """Check that a schedule verifies, survives JSON, can be issued from one thread, and is accepted by the GPU
+    executor. Check that it gives the wanted results in random legal orders.
+    """
     check_value(schedule)
     for rank in {0, schedule.world_size - 1} if on_gpus else ():
         require_runnable_on_gpus(schedule, rank)
@@ -58,16 +61,17 @@ def check(schedule: Schedule, inputs: OfRuns, wanted: OfRuns, *, seeds: int = 2,
 
 
 def faults(schedule: Schedule) -> str:
-    """Return the error of a schedule that does not verify."""
+    """Return the error of a schedule that fails verification."""
     with pytest.raises(ScheduleError) as error:
         verify(schedule)
     return str(error.value)
 
 
 def check_rows_in_one_plan(p: Problem, rows: Iterable[int], other: Problem, running: int) -> None:
-    """Check that a new number of rows is no new plan.
+    """Check that problems that differ only in their number of rows share one choice of schedule.
 
-    other: a problem of another family. running: the number of candidates that are worth running."""
+    other: a problem of another family. running: the expected number of candidates that are worth running.
+    """
     resized, model = [replace(p, m=m) for m in rows], model_of(load_machine("h200"), 2)  # type: ignore[type-var]
     assert sum(map(p.worth_running, candidates(p))) == running
     assert {one.family[0] for one in resized} == {p.family[0]} != {other.family[0]}
@@ -90,7 +94,9 @@ def same(found: OfRuns, wanted: OfRuns) -> bool:
 
 
 def check_order(schedule: Schedule) -> None:
-    """Each rank's order is its lanes, interleaved, and queues that stop at a wait get to their end in that order."""
+    """Check the order of issue: it interleaves each rank's lanes, and queues that block at a wait can still run to
+    their end.
+    """
     order = issue_order(schedule)
     for rank, issued in order.items():
         for lane in schedule.of_rank(rank, expected=False):

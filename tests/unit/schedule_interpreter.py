@@ -1,11 +1,12 @@
-"""Runs all ranks of a schedule in this process, step by step in a random order that its signals allow.
+"""An interpreter that runs all ranks of a schedule in this process, step by step, in a random order that the signals
+allow.
 
-Tiles are done in a random order too, many of them begun at once. embedding_bag sums, for an element b of bags, the rows
-(5 b + 3 j) % rows of the table, j = 0 .. b % 4 - 1; which columns belong to which slot, `dims` says.
+Many tiles are in progress at once, and end in a random order. embedding_bag sums the rows (5 b + 3 j) % rows of the
+table for an element b of bags, for j = 0 .. b % 4 - 1. `dims` gives the columns of each slot.
 
-It shares nothing with `weft.schedule.verify.issue_order` or an executor but `Schedule.of_rank`. Numbers are float64. What is
-allocated holds NaN: symmetric and scratch buffers once for all runs, outputs at each run; what reads too early gives a wrong
-result.
+The interpreter shares only `Schedule.of_rank` with executors and `verify`. Numbers are float64. New memory holds NaN:
+symmetric and scratch buffers at the beginning of all runs, outputs at the beginning of each run. So a step that reads
+too early gives a wrong result.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ def interpret(
     dims: tuple[int, ...] = (),
     keep: tuple[str, ...] = (),
 ) -> list[list[Tensors]]:
-    """`inputs[run][rank]` by buffer's name -> the same of outputs, and of what the buffers `keep` hold when the run ends.
+    """Run the schedule once for each entry of `inputs`, which has {buffer: tensor} for each rank.
 
-    dims: columns of each slot, for embedding_bag."""
+    Return the outputs in the same form, with the contents of the buffers `keep` at the end of each run. dims: the
+    columns of each slot, for embedding_bag.
+    """
     return _Machine(schedule, inputs, random.Random(seed), dims, keep).run()
 
 
 def edited(schedule: Schedule, change: Callable[[Step], Step | None]) -> Schedule:
-    """Every step replaced by what `change` makes of it; None drops it."""
+    """Replace every step by `change(step)`, or drop it if the result is None."""
     lanes = tuple(
         replace(lane, steps=tuple(new for step in lane.steps if (new := change(step)) is not None))
         for lane in schedule.lanes
@@ -88,7 +91,7 @@ class _Machine:
             moved = False
             self.rng.shuffle(places)
             for rank, i in places:
-                burst = self.rng.choice((1, 2, 5, 10_000))  # now and then a lane runs as far ahead as it can
+                burst = self.rng.choice((1, 2, 5, 10_000))  # sometimes let a lane run until it is blocked
                 while burst and self._step(rank, i):
                     burst -= 1
                     moved = True
@@ -172,7 +175,7 @@ class _Machine:
             if step.op == "all_to_all":
                 begin = sum(self._received(r, i) for r in range(rank))
                 parts = [part[begin : begin + step.dst.rows] for part in parts]
-            if step.op == "reduce_scatter":  # into equal parts
+            if step.op == "reduce_scatter":  # split into equal parts
                 self._view(step.dst)[:] = sum(parts)[rank * step.dst.rows : (rank + 1) * step.dst.rows]
             elif step.op == "all_reduce":
                 self._view(step.dst)[:] = sum(parts)
@@ -181,7 +184,7 @@ class _Machine:
         return True
 
     def _received(self, rank: int, i: int) -> int:
-        """Rows that a rank receives in the one collective of lane i."""
+        """Return the numbers of rows that a rank receives in the only collective of lane i."""
         return next(step.dst.rows for step in self.lanes[rank][i].steps if isinstance(step, Collective))
 
     def _pooled(self, step: Compute) -> np.ndarray:

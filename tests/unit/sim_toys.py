@@ -1,4 +1,4 @@
-"""Models and schedules of the simulator's tests, with numbers that can be done by hand."""
+"""Models and schedules for tests of the simulator, with numbers that are easy to compute by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOY = replace(
     NULL, name="toy", hbm_bytes_per_us=1e6, wiring=Wiring(mesh, (100.0,)), copy_engines=8, copy_bytes_per_us=100.0,
     copy_latency_us=7.0, put_bytes_per_us=((1, 50.0), (2, 100.0)), compute_units=4, kernel_copy_units=1,
 )  # fmt: skip
-"""A mesh with links of 100 bytes/us; memory that is never scarce; kernels that take no time."""
+"""A mesh with links of 100 bytes/us. Memory is never a bottleneck, and kernels take no time."""
 
 SWITCH = replace(TOY, wiring=Wiring(switch, (100.0,)))
 
@@ -23,7 +23,9 @@ def gpu(name: str, world: int) -> Model:
 
 
 def puts(world: int, *targets: int, rows: int = 10, by: str = "dma") -> Schedule:
-    """Rank r puts `rows` rows of 100 bytes to r + distance, all at once, for each distance in `targets`."""
+    """Return a schedule in which each rank r puts `rows` rows of 100 bytes to rank r + distance, concurrently for each
+    distance in `targets`.
+    """
     d = Draft("puts", world)
     x = d.buffer("x", rows, 25, "fp32", "input")
     for i, distance in enumerate(targets):

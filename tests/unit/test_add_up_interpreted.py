@@ -1,4 +1,4 @@
-"""The summing kernel under Triton's interpreter (`tests/support/interpreted.py`)."""
+"""The reduction kernel under Triton's interpreter (`tests/support/interpreted.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The clocks of the benchmark on a modelled machine: what a call takes on its host and its device is known, so what is reported
-must be that.
+"""The clocks of the benchmark, on a modelled machine. A call takes known times on its CPU and its GPU, so the reported
+times must match.
 
-The machine's host and device have a time of their own; the second of two ranks takes twice as long for everything.
+The machine's CPU and GPU have their own simulated time. The second of two ranks takes twice as long for everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CYCLES_PER_S = 2e9
 
 
 class Machine:
-    """A host that enqueues and a device that works through its queue; seconds."""
+    """A CPU that enqueues work, and a GPU that executes its queue. Times are in seconds."""
 
     def __init__(self) -> None:
         self.now, self.queue_ends = 1000.0, 0.0
@@ -58,7 +58,9 @@ class Event:
 
 
 class Two(Ranks):
-    """The first of two ranks; the second one doubles what it gathers. Starting together takes a while."""
+    """The first of two ranks. The second rank reports twice the first rank's numbers. Starting together takes some
+    time.
+    """
 
     def __init__(self, machine: Machine, device: str) -> None:
         super().__init__(None, None, torch.device(device))  # type: ignore[arg-type]
@@ -91,7 +93,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def timed(machine: Machine, mode: Mode, device: str, call: Any, **options: Any) -> Timing:
-    """Return the timing of `call` beside another variant that takes three times as long on the host and ten times on the device."""
+    """Return the timing of `call`. A second variant, which takes longer on the CPU and the GPU, is timed alternately."""
     variants = {"it": call, "another": lambda which: machine.call(3e-4, 1e-2)}
     return time_variants(variants, Two(machine, device), mode, input_sets=2, seconds=0.2, **options)["it"]
 
@@ -115,7 +117,9 @@ def test_behind_a_sleep_of_the_device_the_hosts_time_is_hidden(machine: Machine,
 
 
 def test_a_host_that_outlasts_the_longest_sleep_shows(machine: Machine) -> None:
-    """No sleep lasts until three calls of half a second are enqueued."""
+    """The longest sleep of the GPU ends before the CPU has enqueued three calls of half a second, so the CPU's time
+    shows.
+    """
     found = timed(machine, "queued", "cuda", lambda which: machine.call(0.5, 1e-3))
     assert found.p50_ms > 2 * 100
 
@@ -126,7 +130,7 @@ def test_who_waits_for_the_device_takes_both(machine: Machine) -> None:
         machine.synchronize()
 
     found = timed(machine, "queued", "cuda", call, waiting=("it",))
-    # Of the first call in the row the devices' meeting hides what the host does.
+    # The CPU time of the first call in a row is hidden, because GPUs synchronise before it.
     assert found.p50_ms == pytest.approx(2 * (0.07 - 0.02 / found.calls))
 
 
@@ -134,7 +138,7 @@ def test_a_single_call_is_host_then_device_and_the_first_does_not_count(machine:
     rested = [0.0]
 
     def call(which: int) -> None:
-        pause = machine.now - rested[0] > 0.1  # since the last call: the device has gone idle
+        pause = machine.now - rested[0] > 0.1  # the GPU was idle since the last call
         machine.call(20e-6, 5e-3 if pause else 50e-6)
         machine.synchronize()
         rested[0] = machine.now
@@ -154,7 +158,7 @@ def test_first_calls_are_timed_to_their_end(machine: Machine) -> None:
     assert found == {"short": pytest.approx(2 * 3.0), "long": pytest.approx(2 * 1000.0)}
 
 
-# -- ceilings
+# -- measured peak rates
 
 
 @pytest.mark.parametrize(
@@ -177,11 +181,11 @@ def test_ceilings_are_bytes_and_operations_over_the_best_time(
     assert other.memory == 2 * mine.memory, "each rank has its own"
 
 
-# -- what a device stamped
+# -- time stamps of a GPU
 
 
 def test_stamps_are_nanoseconds_and_spans_microseconds() -> None:
-    """A step has a stamp before and one after it; a set has only the first, and is a point."""
+    """A step has a stamp before and after it. A set has only the first stamp, and no duration."""
     stamps = SimpleNamespace(times=torch.tensor([1000, 3500, 9000, 0]))
     spans = [("compute", "matmul", 0), ("to 1", "set", 8)]
     found = Timeline()

@@ -1,4 +1,6 @@
-"""Choices between hosts: predicted times of collectives, schedules and far-first calls that the measured links rule out."""
+"""Choices between hosts: predicted times of collectives, and schedules and far-first calls that are ruled out by the
+measured links.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:
 
 
 class Alone:
-    """A communicator of one rank, as far as `TwoWays` uses it."""
+    """A communicator of one rank, with the attributes that `TwoWays` uses."""
 
     def meet(self, payload: bytes, **_: Any) -> list[bytes]:
         return [payload]
@@ -99,9 +101,9 @@ class Alone:
     [
         ((1.0, 1.1, 1.2, 1.3), (9.0, 0.9, 1.1, 1.1), True),
         ((1.0, 1.1, 1.2, 1.3), (0.5, 0.5, 1.3, 1.3), True),
-        ((1.0, 1.1, 1.2, 1.3), (0.5, 1.3, 1.3, 1.3), False),  # slower in the median
-        ((1.0, 1.1, 1.2, 1.3), (0.96, 0.96, 0.96, 0.96), False),  # the fastest by less than 5%
-        ((1e-4,) * 4, (1e-5,) * 4, False),  # less than 100 us
+        ((1.0, 1.1, 1.2, 1.3), (0.5, 1.3, 1.3, 1.3), False),  # the median is slower
+        ((1.0, 1.1, 1.2, 1.3), (0.96, 0.96, 0.96, 0.96), False),  # the fastest call gains less than 5%
+        ((1e-4,) * 4, (1e-5,) * 4, False),  # gains less than 100 us
     ],
 )
 def test_the_second_way_is_taken_if_it_was_clearly_faster(
@@ -115,7 +117,7 @@ def test_the_second_way_is_taken_if_it_was_clearly_faster(
             ways.took(100, seconds, 1.0)
     assert taken == ([False] * 3 + [True] * 3) * 2
     assert ways.takes_other(100) == wanted
-    ways.rule_out(100, 0.0)  # too late: it was measured
+    ways.rule_out(100, 0.0)  # too late, because this size was measured already
     assert ways.takes_other(100) == wanted
 
 

@@ -1,4 +1,4 @@
-"""The cache of compiled operators: not too many, and never at the cost of those in use."""
+"""The cache of compiled operators: its size is limited, and operators that are in use are never dropped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from weft.operator.cache import KEPT, KEPT_BYTES, KEPT_LIGHT, PASSING, WHILE, Ta
 
 
 class _Group:
-    """Stands for a process group: something that can be referred to weakly."""
+    """A replacement for a process group, which supports weak references."""
 
 
 class _Made:
@@ -24,7 +24,7 @@ class _Made:
 
 
 def test_nothing_goes_while_a_graph_is_captured() -> None:
-    """A release of memory would end the capture."""
+    """Releasing memory would end the capture."""
     table, group = Table(), _Group()
     known = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(KEPT)]  # type: ignore[arg-type]
     met = _Made()
@@ -73,7 +73,7 @@ def test_shapes_without_memory_or_threads_of_their_own_stay_in_larger_numbers() 
     own = [table.keep(group, f"own {i}", _Made()) for i in range(2)]  # type: ignore[arg-type]
     light = [table.keep(group, i, _Made(light=True)) for i in range(KEPT_LIGHT - 2)]  # type: ignore[arg-type]
     assert not any(one.closed for one in [*own, *light])  # type: ignore[attr-defined]
-    for i in range(KEPT - 1):  # of the heavy ones at most KEPT stay, whatever there is beside them
+    for i in range(KEPT - 1):  # at most KEPT entries with memory of their own stay
         table.find(group, 0)  # type: ignore[arg-type]
         table.keep(group, f"more {i}", _Made())  # type: ignore[arg-type]
         table.find(group, f"more {i}")  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_a_new_shape_is_no_reason_to_look_at_all_others() -> None:
 
 
 def test_shapes_that_graphs_hold_leave_room_for_others() -> None:
-    """However many there are: a new shape would else push out the one before it, at every turn."""
+    """Captured entries do not count towards the limit. Otherwise each new shape would evict the shape before it."""
     table, group = Table(), _Group()
     for key in range(2 * KEPT):
         table.keep(group, key, _Made(captured=True))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_shapes_that_graphs_hold_leave_room_for_others() -> None:
 
 
 def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
-    """Ranks that share one group may call others as well."""
+    """All ranks of a group must drop the same entries, although each rank may also call other groups."""
     kept = []
     for others in (0, 3 * WHILE):
         table, group, other = Table(), _Group(), _Group()
@@ -128,7 +128,7 @@ def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
 
 
 def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-arg]
-    """Call a size. Return True if it is compiled, now or earlier."""
+    """Call a size. Return True if it is compiled now, or was compiled before."""
     if table.find(group, rows) is not None:  # type: ignore[arg-type]
         return True
     here = table.of_group(group)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-
 
 
 def test_sizes_that_all_recur_are_compiled_at_their_first_call() -> None:
-    """The sizes recur, like batch sizes that are warmed up and captured one after the other."""
+    """Each size recurs, as when batch sizes are warmed up and captured one after the other."""
     table, group = Table(), _Group()
     assert all(_call(table, group, rows) for rows in range(10 * PASSING) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""Numbered calls, of which ranks notify each other on GPUs: refusals, and the mode in which all calls are compared."""
+"""Numbered calls on GPUs: the refusals that ranks send each other, and the mode in which ranks compare all calls."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def test_a_refusal_that_comes_during_the_call_is_seen_at_its_end() -> None:
 
 
 def test_a_rank_that_refused_knows_when_no_peer_can_make_the_call_any_more() -> None:
-    """A peer that has not made the call yet answers at once; a peer in the call, when it refuses it too; a peer that
-    has made it, never."""
+    """A peer that has not made the call yet answers at once. A peer in the call answers when it refuses the call too. A
+    peer that has made the call never answers.
+    """
     for peer in ("behind", "at it, heard first", "at it, refused first", "done"):
         here, there = GroupCalls(), GroupCalls()
         there.begin()
@@ -145,8 +146,11 @@ def test_news_that_is_too_old_to_be_compared_says_nothing() -> None:
 
 
 def layered(*steps: str, alone: str = "") -> GroupCalls:
-    """Calls that take layers along, a letter each; upper case: layers whose forward is not collective. alone: one that this rank
-    calls before all others."""
+    """Make calls with layers, and return their records. A layer is a letter: lower case if its forward is collective,
+    else upper case.
+
+    alone: a layer that only this rank calls, before all others.
+    """
     calls = GroupCalls()
     for number, step in enumerate([alone + steps[0], *steps[1:]], 1):
         for layer in step:

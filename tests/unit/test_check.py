@@ -1,6 +1,5 @@
-"""Bad input, one case each: the error names table, feature, value and fix. Then what good input is understood as.
-
-Index bounds are found on random input against a plain loop.
+"""Bad input, one case each: the error gives table, feature, value and fix. Then the interpretation of valid input.
+Index bounds are checked with random input, against a plain loop.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ KEYS = ("i", "u", "friend")
 
 
 def jagged(keys: tuple[str, ...] | None = KEYS, batch: int = 4, blocks: int | None = None, **more) -> JaggedInput:
-    """One id per bag, all zero."""
+    """Return an input with one id per bag. All ids are 0."""
     bags = batch * (blocks if blocks is not None else len(keys or ()))
     fields = {"values": torch.zeros(bags, dtype=torch.int64), "offsets": torch.arange(bags + 1), "weights": None}
     return JaggedInput(keys, **(fields | more))
@@ -50,9 +49,9 @@ def refused(*words: str):
 def test_good_input_is_understood():
     checked = check_jagged(jagged(), SHARDING, 0, None, WEIGHTS)
     assert checked == CheckedInput(key_of_slot=(1, 2, 0, 1), batch_sizes=(2, 2), global_batch=4)
-    # Without keys: a block per local slot. Uneven batches are the caller's to say.
+    # Without keys there is a block of offsets per local slot. The caller must pass uneven batch sizes.
     assert check_jagged(jagged(None, blocks=4), SHARDING, 0, [1, 3], WEIGHTS) == CheckedInput((0, 1, 2, 3), (1, 3), 4)
-    # Rank 1 needs "i" only; the keys of rank 0's tables do no harm.
+    # Rank 1 needs only "i"; keys that only rank 0's tables use are allowed.
     assert check_jagged(jagged(), SHARDING, 1, None, [torch.zeros(20, 8)]).key_of_slot == (0,)
     narrow = jagged(offsets=torch.arange(13, dtype=torch.int32), values=torch.zeros(12, dtype=torch.int32))
     assert check_jagged(narrow, SHARDING, 0, None, WEIGHTS).global_batch == 4
@@ -65,7 +64,7 @@ def test_a_rank_without_tables_learns_the_batch_elsewhere():
     nothing = jagged(None, blocks=0)
     assert check_jagged(nothing, lonely, 1, (3, 2), []) == CheckedInput((), (3, 2), 5)
     assert check_jagged(nothing._replace(keys=(), stride=6), lonely, 1, None, []).batch_sizes == (3, 3)
-    assert check_jagged(jagged(), lonely, 1, None, []).global_batch == 4  # others' features show it too
+    assert check_jagged(jagged(), lonely, 1, None, []).global_batch == 4  # from features of other ranks
     with refused("no features", "batch_sizes"):
         check_jagged(nothing, lonely, 1, None, [])
     with refused("5 offsets", "without features"):
@@ -122,7 +121,7 @@ def test_bad_tables_are_refused(weights, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        # Blocks of 4 samples: i (pairs reads it here), u, friend.
+        # The offsets are blocks of 4 samples: i (read by table pairs), u, friend.
         ({0: -1}, ["'pairs'", "'i'", "offsets[0]", "-1", "0 or more"]),
         ({6: 2}, ["'users'", "'u'", "offsets[5]", "sample 1", "is 5", "2", "ascend"]),
         ({9: 99}, ["'users'", "'friend'", "offsets[9]", "sample 1", "is 99", "10"]),

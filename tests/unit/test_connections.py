@@ -1,4 +1,6 @@
-"""Links between hosts: packets of any size arrive whole and in order, and bytes that are not the peer's frames are refused."""
+"""Connections between hosts: packets of any size arrive complete and in order. Bytes that are not frames of the peer
+are refused.
+"""
 
 from __future__ import annotations
 

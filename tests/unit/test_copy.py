@@ -1,4 +1,4 @@
-"""`_core.copy_2d` against numpy: every byte of the rows, and not one beside them."""
+"""`_core.copy_2d` against numpy: it copies every byte of the rows, and writes no other byte."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_nothing_to_copy_touches_no_memory():
 
 
 def test_a_signal_set_afterwards_covers_the_copy():
-    """A second thread that has waited for the signal reads the round's bytes, 2,000 rounds on one buffer."""
+    """A thread that has waited for the signal reads the bytes of the same round, for 2,000 rounds on one buffer."""
     rounds, src, dst = 2000, np.zeros((4, 64), np.uint8), np.zeros((4, 96), np.uint8)
-    counters = np.zeros(3 * _core.COUNTER_BYTES, np.uint8)  # two, aligned to their size
+    counters = np.zeros(3 * _core.COUNTER_BYTES, np.uint8)  # space for two counters, aligned to their size
     base = -(-counters.ctypes.data // _core.COUNTER_BYTES) * _core.COUNTER_BYTES
     full, free = base, base + _core.COUNTER_BYTES
     wrong: list[int] = []

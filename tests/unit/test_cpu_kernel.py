@@ -59,7 +59,9 @@ def test_widths_around_the_registers(isa: str) -> None:
 
 @pytest.mark.parametrize(("isa", "dtype"), in_turn(_core.isas(), DTYPES[1:]), ids=str)
 def test_half_types_round_as_torch_does(isa: str, dtype: torch.dtype) -> None:
-    """Every bit pattern but NaN as a bag of one; sums of two that need rounding, overflow or are subnormal."""
+    """Bags of one id with every bit pattern except NaN, and bags of two ids whose sums round, overflow, or are
+    subnormal.
+    """
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     patterns = torch.where(patterns.isnan(), torch.zeros_like(patterns), patterns)
     table = torch.cat([patterns, patterns[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]]).reshape(
@@ -110,7 +112,7 @@ def test_any_options_match_the_loop(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("transport", "threads"), in_turn([DIRECT, PUT], [1, 3]))
 def test_large_enough_for_many_blocks_and_streaming_stores(transport: int, threads: int) -> None:
-    """Many blocks, batches of addresses and cache-bypassing stores (large aligned outputs)."""
+    """The input needs many blocks and many batches of addresses. Large aligned outputs use cache-bypassing stores."""
     p = problem(
         3,
         dims=(64, 16, 128, 16, 256),
@@ -137,7 +139,7 @@ def test_large_enough_for_many_blocks_and_streaming_stores(transport: int, threa
 
 @pytest.mark.parametrize("longest", [9000, 150, 20])
 def test_more_rows_than_a_batch_of_addresses(longest: int) -> None:
-    """A bag alone, a block's bags of one slot, and those of several slots overflow the addresses found at once."""
+    """The addresses of a single bag, of one slot's bags in a block, or of several slots' bags are more than one batch."""
     batch = max(3, 40_000 // longest)
     p = problem(4, dims=(8, 300, 3), rows=100, batch_sizes=(batch // 3, batch - batch // 3), longest=longest)
     assert_same_bits(run(p), reference(p))
@@ -148,8 +150,9 @@ def test_more_rows_than_a_batch_of_addresses(longest: int) -> None:
     ("weighted", "mean"), [(False, False), (False, True), (True, False)], ids=["sum", "mean", "weighted"]
 )
 def test_error_against_float64_is_no_worse_than_embedding_bag(dtype: torch.dtype, weighted: bool, mean: bool) -> None:
-    """At most twice the error of nn.EmbeddingBag in the tables' dtype, against nn.EmbeddingBag in float64 (which has no
-    weighted mean: the loop in bag order covers that)."""
+    """The error is at most twice that of nn.EmbeddingBag in the tables' dtype. The reference is nn.EmbeddingBag in
+    float64, which has no weighted mean.
+    """
     p = problem(5, dims=(64,), rows=200, batch_sizes=(40,), longest=50, dtype=dtype, weighted=weighted, owners=(0,))
     p.slots[0].mean = mean
     table, ids = p.tables[0], torch.from_numpy(p.values[0])
@@ -209,5 +212,5 @@ def test_offsets_that_lie_read_nothing_outside(batch: int) -> None:
     )  # offsets 0, -3, about 10**12, -3, 10**12 ...
     p.values[0] = np.array([1, 2, 3])
     result = run(p)
-    assert result.counts[0][0] == 0  # indices outside would have counted as bad
+    assert result.counts[0][0] == 0  # indices outside of the bags would have counted as bad
     assert result.outputs[0].abs().max() <= p.tables[0][1:4].abs().sum(0).max()

@@ -1,5 +1,6 @@
-"""The native CPU kernel of embedding_all_to_all apart from sums (`cpu_kernel`): copies and flags of slices, waits, its timeline,
-and its refusals."""
+"""The native CPU kernel of embedding_all_to_all (`cpu_kernel`), except for sums: copies and flags of slices, waits, its
+timeline, and refused input.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_wait_flags_waits_for_the_last_one() -> None:
     assert _core.wait_flags(*wait, 10.0, failed.ctypes.data) == (2, 3, 0)
     assert (
         _core.wait_flags(*wait[:2], 0, 10.0, failed.ctypes.data)[0] == 0
-    )  # nothing missing: a failure does not matter
+    )  # all flags are set, so the failure is not reported
 
 
 @pytest.mark.parametrize("transport", [DIRECT, PUT], ids=["direct", "put"])
@@ -100,7 +101,9 @@ def test_timeline_accounts_for_every_byte(transport: int, threads: int) -> None:
 
 
 def test_remote_samples_come_first() -> None:
-    """Samples are worked on in groups of at most 4096; what leaves the rank is in the first ones."""
+    """Samples are processed in groups of at most 4096. With remote_first, samples for other ranks are in the first
+    groups.
+    """
     p = problem(12, dims=(4, 4), batch_sizes=(4200, 4200), owners=(0, 1))
     for remote_first, rank, expected in ((True, 0, [1, 1, 0]), (True, 1, [1, 1, 0]), (False, 0, [0, 1, 1])):
         timelines = [np.zeros((100, 5), dtype=np.int64) for _ in range(2)]

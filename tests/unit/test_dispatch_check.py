@@ -1,4 +1,6 @@
-"""The comparison that tests of experts make, on CPU and on GPUs, sees one wrong element among many, and no rounding."""
+"""The comparison that tests of experts use, on CPU and on GPUs: it finds one wrong element among many, and accepts
+rounding errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public names of `weft` are documented: a function's text has each of its arguments, its results and its errors."""
+"""Public names of `weft` are documented: a function's docstring describes each argument, the results and the errors."""
 
 import inspect
 

@@ -1,4 +1,6 @@
-"""`weft doctor --group`: what it prints of seats and paths, and how to start it. `tests/processes/test_two_hosts.py` runs it."""
+"""`weft doctor --group`: the printed hosts and connections, and how to start it. `tests/processes/test_two_hosts.py`
+runs it.
+"""
 
 from __future__ import annotations
 

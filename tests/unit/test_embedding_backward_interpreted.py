@@ -1,6 +1,8 @@
-"""The GPU part of embedding_all_to_all's backward under Triton's interpreter: no GPU, one process plays all ranks in turn.
+"""The GPU part of embedding_all_to_all's backward under Triton's interpreter, without a GPU. One process runs all ranks
+one after the other.
 
-The exchange of gradients is left out: each rank gets its columns of the whole gradient. `tests/support/interpreted.py` says how.
+The exchange of gradients is not tested: each rank gets its columns of the whole gradient. See
+`tests/support/interpreted.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Case:
-    """optimizer: None for gradients, dense and sparse, and those of per-sample weights. bad: ids of rank 0 that have no row.
+    """optimizer: None to compute gradients of tables, dense and sparse, and of per-sample weights.
 
-    small: constants as if runs were long, and numbers beyond 32 bits.
+    bad: the number of rank 0's ids that are out of range. small: True to use small constants, so that runs count as
+    long, and 64-bit numbers.
     """
 
     p: Problem
@@ -87,7 +90,7 @@ SLOW = ("weighted", "hot rows", "hashed int32", "a rank without tables", "hot ro
 
 
 def test_backward() -> None:
-    """Play all cases in one test: a process takes most of its time to start."""
+    """Run all cases in one test, because starting a process takes longer than most cases."""
     assert wrong_in(__file__, [name for name in (*CASES, *OTHERS) if name not in SLOW]) == {}
 
 
@@ -147,10 +150,10 @@ def play(case: Case) -> None:
 
 
 def _check_bits_of_one_rank(p: Problem, found: list[torch.Tensor], upstream: torch.Tensor, device: Any) -> None:
-    """Gradients do not depend on the placement of tables or the number of ranks."""
+    """Check that gradients have the same bits for any placement of tables and any number of ranks."""
     bags = p.bags
     p = replace(p, rank_of_table=(0,) * len(p.tables), batch_sizes=(sum(p.batch_sizes),))
-    p.__dict__["bags"] = bags  # some of them hot
+    p.__dict__["bags"] = bags  # with some rows that occur very often
     plan, jagged = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash)), _input_of(Case(p), p, 0)
     of = ForwardCall(plan, 0, check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights), 1, None, 1.0, False)
     alone = device.gradients_of_tables(of, device.sorted_rows(of, jagged), upstream)
@@ -173,7 +176,9 @@ def _update(
     device: Any, optimizer: EmbeddingOptimizer, weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int, checked: Any,
     jagged: JaggedInput, received: torch.Tensor, updated: list[list[torch.Tensor]],
 ) -> None:  # fmt: skip
-    """One step into new states; the second one of the two has to have the same bits."""
+    """Update fresh tables and states. The second update of a rank, with sorting ahead, must give the same bits as the
+    first.
+    """
     fresh = [weight.clone() for weight in weights]
     update = FusedUpdate(optimizer, fresh)
     states = [list(of_table.values()) for of_table in update.states]
@@ -181,7 +186,7 @@ def _update(
     of = ForwardCall(plan, rank, checked, 1, tables, 1.0, False)
     if optimizer.nonfinite == "skip" and received.numel():
         received = received.clone()
-        received[0] = float("nan")  # the first bags are empty
+        received[0] = float("nan")  # bad gradients at both ends; the first bags are empty
         received[-1] = float("inf")
     update.step.add_(1)
     if len(updated) > rank:
@@ -206,7 +211,9 @@ def _update(
 def _check_random_bits(
     of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, before: list[torch.Tensor]
 ) -> None:
-    """CPU processes round the same numbers with the same bits. Their sums may differ in the last one."""
+    """Check that CPU processes use the same random bits for stochastic rounding. Their sums may differ in the last bit,
+    so up to two elements may differ.
+    """
     from weft.runtime.cpu import embedding_backward as cpu
 
     weights = [weight.clone() for weight in before]
@@ -233,7 +240,7 @@ def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list
     for dtype in (torch.float64, torch.float32):
         weights = [weight.to(dtype) for weight in p.weights]
         grads = gradients_by_torch(p, upstream, weights)
-        for rank in range(len(p.batch_sizes)):  # ranks do not meet here: each has a norm of its own
+        for rank in range(len(p.batch_sizes)):  # ranks do not communicate in this test, so each clips by its own norm
             own = p.sharding.local_tables(rank)
             for table, grad in zip(own, training.clipped(optimizer, [grads[table] for table in own]), strict=True):
                 grads[table] = grad
@@ -245,7 +252,7 @@ def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list
 
 
 def play_rows() -> None:
-    """Updates of unpooled tables, several in one call, as on CPU processes."""
+    """Update unpooled tables, several in one call, and compare with CPU processes."""
     from weft.runtime import embedding_rows as rows
 
     generator = torch.Generator().manual_seed(3)
@@ -288,7 +295,7 @@ def _clipped(rows: Any, given: list[Any], tables: Tables) -> None:
 
 
 def play_atomics() -> None:
-    """SGD without a sort, against float64; bad ids add nothing, and neither do a learning rate of 0 and missing gradients."""
+    """Check SGD without a sort against float64. Bad ids, a learning rate of 0 and missing gradients must add nothing."""
     from weft.runtime.cuda import embedding_backward as device
 
     shared = Problem(SHARED, (0, 0, 0), (7,), longest=40, weighted=True)
@@ -325,7 +332,7 @@ def play_atomics() -> None:
 
 
 def play_replicated() -> None:
-    """The local gradients of data-parallel tables, with the rows that were read."""
+    """Check the local gradients of data-parallel tables, with the flags of rows that were read."""
     from weft.runtime import embedding_replicated as replicated
 
     p = replace(problem(1, (8, 3, 16), 7), hash=False)
@@ -348,7 +355,7 @@ def play_replicated() -> None:
 
 
 def _devices(module: Any) -> list[Any]:
-    """Return contexts in which `module` computes as a GPU does, and as a CPU process does."""
+    """Return two contexts, in which `module` computes like a GPU and like a CPU process."""
     from weft.runtime.cpu import embedding_backward as cpu
     from weft.runtime.cuda import embedding_backward as cuda
 
@@ -356,7 +363,9 @@ def _devices(module: Any) -> list[Any]:
 
 
 def _check_other_dtypes(device: Any, of: ForwardCall, jagged: JaggedInput, received: torch.Tensor) -> None:
-    """Gradients of 16 bits give float32 gradients of tables, and update 16-bit tables in float32, as on CPU processes."""
+    """Check that 16-bit gradients give float32 gradients of tables, and update 16-bit tables in float32, as on CPU
+    processes.
+    """
     from weft.runtime.cpu import embedding_backward as cpu
 
     wide = [one.gradients_of_tables(of, one.sorted_rows(of, jagged), received, torch.float32) for one in (device, cpu)]

@@ -1,7 +1,8 @@
-"""The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
+"""The Triton kernel of embedding_all_to_all under Triton's interpreter, without a GPU. One process runs all ranks one
+after the other.
 
 Peers are buffers of this process, so all signals that a rank waits for are set before it runs. These are every rank's
-"ready", and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
+"ready", and in cases with `wait` also "done" and the flags. See `tests/support/interpreted.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from weft.embedding.plan import EmbeddingPlan
 @dataclass(frozen=True)
 class Case:
     p: Problem
-    options: dict[str, Any] = field(default_factory=dict)  # of the plan
+    options: dict[str, Any] = field(default_factory=dict)  # options of the plan
     wait: bool = False
     launch_per_table: bool = False
     calls: int = 1
-    bad: dict[int, int] = field(default_factory=dict)  # rank 0's values: position to value
+    bad: dict[int, int] = field(default_factory=dict)  # {position in rank 0's values: bad id}
     timed: bool = False
 
 
@@ -118,11 +119,11 @@ class Ranks:
         return jagged, check_jagged(jagged, self.p.sharding, rank, self.p.batch_sizes, weights_of_rank)
 
     def slot(self, rank: int, epoch: int) -> int:
-        """The output buffer that `rank` offers in a call: not the same on all ranks."""
+        """Return the output buffer that `rank` offers in a call. It differs between ranks."""
         return (rank + epoch) % 2
 
     def announce(self, epoch: int) -> None:
-        """Set the signals of ranks that have not run yet: that they are ready, and if others wait, that they are done."""
+        """Set the signals of ranks that have not run yet: "ready", and in cases with `wait` also "done" and the flags."""
         for reader in range(self.world):
             for rank in range(self.world):
                 fingerprint = self.kernels[rank]._fingerprint(self.inputs[rank][1])
@@ -141,14 +142,14 @@ class Ranks:
         )  # fmt: skip
 
     def output(self, rank: int, epoch: int) -> torch.Tensor:
-        """[batch_sizes[rank], total_dim]; nothing else of the buffer may have been written."""
+        """Return the output, [batch_sizes[rank], total_dim]. Check that the rest of the buffer is unchanged."""
         flat = self.outputs[rank, self.slot(rank, epoch)]
         used = self.p.batch_sizes[rank] * self.p.sharding.total_dim
         assert flat[used:].isnan().all(), f"rank {rank}: written beyond the output"
         return flat[:used].view(-1, self.p.sharding.total_dim)
 
     def words(self, rank: int, *names: str) -> list[int]:
-        """Words of a rank's state, or of its record where the name starts with R_."""
+        """Return words of a rank's state, or of its record for names that begin with R_."""
         kernel = self.kernels[rank]
         where = [(kernel.record if name.startswith("R_") else kernel.state, name) for name in names]
         return [int(tensor[getattr(self.device_code, name)]) for tensor, name in where]
@@ -159,7 +160,7 @@ def play(case: Case) -> None:
     ranks = Ranks(case)
     wanted = without_bad(case)
     dtype = ranks.plan.output_dtype
-    to_nearest = dtype != torch.bfloat16  # the interpreter cuts bits off, GPUs round
+    to_nearest = dtype != torch.bfloat16  # the interpreter truncates where GPUs round
     for epoch in range(1, case.calls + 1):
         ranks.outputs.fill_(torch.nan)
         ranks.announce(epoch)
@@ -181,7 +182,7 @@ def play(case: Case) -> None:
 
 
 def without_bad(case: Case) -> Problem:
-    """The same problem with ids that weigh nothing where the case has bad ones: zero rows, in other words."""
+    """Return the same problem with weight 0 in place of bad ids, because a bad id counts as a row of zeros."""
     wanted = Problem(**{name: getattr(case.p, name) for name in Problem.__dataclass_fields__})
     first = wanted.sharding.local_slots(0)[0].feature if case.bad else ""
     for at in case.bad:
@@ -200,7 +201,9 @@ def check_signals(ranks: Ranks, rank: int, epoch: int) -> None:
 
 
 def check_counts(ranks: Ranks, epoch: int) -> None:
-    """`put`: a copy and a flag per slice and remote sample, in the place where their reader looks; otherwise none."""
+    """Check the copies and flags. `put` makes a copy and sets a flag for each slice of a remote sample; `direct` makes
+    none.
+    """
     per_sample, sizes = ranks.plan.slices_per_sample, ranks.p.batch_sizes
     put = ranks.plan.options.transport == "put"
     for rank in range(ranks.world):
@@ -215,7 +218,9 @@ def check_counts(ranks: Ranks, epoch: int) -> None:
 
 
 def check_timeline(ranks: Ranks, rank: int, timeline: torch.Tensor) -> None:
-    """A line for every unit, and all bytes that leave; there is no clock here, so times are 0."""
+    """Check that the timeline has a line for every unit, and all bytes that are sent. Times are 0, because the
+    interpreter has no clock.
+    """
     width = sum(slot.dim for slot in ranks.p.sharding.local_slots(rank))
     remote = sum(ranks.p.batch_sizes) - ranks.p.batch_sizes[rank]
     assert (timeline[:, :2] == 0).all()
@@ -234,7 +239,7 @@ def check_bad(ranks: Ranks) -> None:
 
 
 def play_a_disagreement() -> None:
-    """A peer that calls with other batch sizes: this rank says so in its record and stores nothing."""
+    """Let a peer call with other batch sizes. This rank must record the disagreement and store nothing."""
     ranks = Ranks(Case(problem(2, (8, 4), 6), wait=True))
     ranks.announce(1)
     ranks.signals[0, 2] += 1
@@ -244,7 +249,7 @@ def play_a_disagreement() -> None:
 
 
 def play_poison() -> None:
-    """POISON instead of a peer's "ready", "done" or flag ends the wait and is recorded."""
+    """Set POISON in place of a peer's "ready", "done" or flag. It must end the wait and be recorded."""
     for where in ("ready", "done", "flag"):
         ranks = Ranks(Case(problem(2, (8, 4), 6), PUT if where == "flag" else {}, wait=True))
         ranks.announce(1)
@@ -259,7 +264,7 @@ def play_poison() -> None:
 
 
 def play_garbage_offsets() -> None:
-    """Offsets that descend or leave the values are cut to fit, counted, and read nothing outside."""
+    """Pass offsets that descend or leave the values. They must be clamped and counted, and nothing outside may be read."""
     ranks = Ranks(Case(problem(1, (8, 4), 5)))
     offsets = ranks.inputs[0][0].offsets
     offsets[2], offsets[5], offsets[-1] = -(2**40), 2**40, 2**62
@@ -270,8 +275,9 @@ def play_garbage_offsets() -> None:
 
 
 def play_pooling_alone() -> None:
-    """Ranks that pool their own tables alone get the bits of all tables in one kernel; a rank with bad ids says so at its next
-    call."""
+    """Let ranks pool only their own tables. Results must have the same bits as one kernel for all tables. The next call
+    must warn of bad ids.
+    """
     from weft.runtime.cuda.embedding import pool_on_gpu
 
     p = problem(2, (8, 3, 300, 5), 6, weighted=True)

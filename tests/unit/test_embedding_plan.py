@@ -1,4 +1,4 @@
-"""EmbeddingPlan: how the work of a rank is cut into slices, and which text ranks compare."""
+"""EmbeddingPlan: how the work of a rank is cut into slices, and the text that ranks compare."""
 
 from __future__ import annotations
 

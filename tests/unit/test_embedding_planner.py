@@ -1,4 +1,6 @@
-"""The planner of embedding tables: memory is kept, small cases are near the best of all, and reports say what does not fit."""
+"""The planner of embedding tables: it respects the memory limit, is close to the optimum in small cases, and reports
+tables that do not fit.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The kernels that bring embeddings' gradients to the owners of tables (stores into their memory, and blocks for an all-to-all)
-under Triton's interpreter: one process plays all ranks."""
+"""The kernels that send embeddings' gradients to the owners of tables, under Triton's interpreter. One process runs all
+ranks.
+
+One kernel stores into peers' memory; the other builds blocks for an all-to-all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ PATTERN = -7.0
 
 @dataclass(frozen=True)
 class Case:
-    """wait: the kernels wait, for signals that are set before they run. poisoned: a rank whose signals have been overwritten."""
+    """wait: True if the kernels wait, for signals that are set before they run. poisoned: a rank whose signals contain
+    POISON.
+    """
 
     p: Problem
     calls: int = 1
@@ -40,7 +45,7 @@ CASES: dict[str, Case] = {
 
 
 def test_push() -> None:
-    """Play all cases in one test: a process takes most of its time to start."""
+    """Run all cases in one test, because starting a process takes longer than most cases."""
     assert wrong_in(__file__, CASES) == {}
 
 
@@ -67,7 +72,7 @@ class Ranks:
         self.push.launch_push(grad, self.sharding, rank, self.sizes, *memory, 60.0, self.dtype, wait=self.case.wait)
 
     def received(self, rank: int) -> torch.Tensor:
-        """[global batch, columns]; nothing else of the inbox may have been written."""
+        """Return the inbox, [global batch, columns]. Check that its memory beyond them is unchanged."""
         used = sum(self.sizes) * self.columns[rank]
         assert (self.inbox[rank, used:] == PATTERN).all(), f"rank {rank}: written beyond the gradients"
         return self.inbox[rank, :used].view(sum(self.sizes), self.columns[rank])
@@ -82,7 +87,7 @@ def play(case: Case) -> None:
     for epoch in range(1, case.calls + 1):
         ranks.inbox.fill_(PATTERN)
         whole = torch.randn(sum(ranks.sizes), ranks.sharding.total_dim).to(ranks.sharding.dtype)
-        if case.wait:  # of ranks that have not run yet
+        if case.wait:  # signals of ranks that have not run yet
             ranks.signals[:, ranks.world :] = epoch
         if case.poisoned is not None:
             ranks.signals[case.poisoned] = 1 << 62

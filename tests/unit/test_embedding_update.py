@@ -13,7 +13,7 @@ _DIMS, _ROWS, _BATCH = (
     (1, 7, 40, 130),
     (3, 5000, 90, 4),
     700,
-)  # columns of one lane to several blocks; one table with hot rows
+)  # widths from one lane to several blocks; one table has rows that occur very often
 
 
 def updated(isa: str, rule: int, dtype: int, is_stochastic: bool) -> list[torch.Tensor]:
@@ -58,8 +58,8 @@ def test_instruction_sets_agree(rule: int, dtype: int) -> None:
 
 @pytest.mark.parametrize("ids_of_table", [1, 60, 700, 9000])
 def test_rows_are_sorted_for_any_number_of_rows(ids_of_table: int) -> None:
-    """Sort by comparison, and by one to three digits. A later sort takes over the memory of an earlier one, which was
-    larger or smaller.
+    """Rows are sorted by comparison, or by one to three digits. A later sort reuses the memory of an earlier sort,
+    which was larger or smaller.
     """
     sizes = (1, 3, 2**13 - 1, 2**14 + 1, 3_000_000, 2**40)
     generator = torch.Generator().manual_seed(ids_of_table)

@@ -1,4 +1,4 @@
-"""The meaning of environment variables: seconds that a wait may take, switches, folders."""
+"""The meaning of environment variables: durations of waits, switches, folders."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Waiting for gloo's collectives: the meaning of a wait that has ended depends on the state of the work."""
+"""Waits for gloo's collectives. The result of a wait that has timed out depends on the state of the collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.runtime.collectives import finish
 
 
 class Work:
-    """A collective whose waits all end by their time, as they do in a process that was stopped while it went on."""
+    """A collective whose waits all time out, as in a process that was stopped while the collective continued."""
 
     def __init__(self, completed: bool, success: bool) -> None:
         self.completed, self.success = completed, success

@@ -1,4 +1,4 @@
-"""Formulas reach torch's FLOP counter whenever it is imported, and weft does not import it."""
+"""FLOP formulas are registered with torch's FLOP counter whenever it is imported. weft does not import the counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that are made from the code are up to date and leave nothing out; a package page has no link that leads nowhere."""
+"""Generated pages are up to date and complete. The package page has no dead links."""
 
 import ast
 import re

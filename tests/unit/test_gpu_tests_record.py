@@ -1,4 +1,4 @@
-"""The record of a run of GPU tests says what pytest said, and which code it was."""
+"""The record of a run of GPU tests contains pytest's results and the commit of the code."""
 
 import json
 import subprocess

@@ -1,9 +1,9 @@
-"""The grouped matmul kernel under Triton's interpreter: no GPU, one process plays one rank after the exchange.
+"""The grouped matmul kernel under Triton's interpreter, without a GPU. One process plays one rank after the exchange.
 
-Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers. Rows of
-y that belong to no launched segment, memory around y, and the slots' unused rows (all NaN here) are not touched. Then
-launches that add pieces of k, as schedules also do; tables that promise more rows than there are; refused arguments.
-`tests/support/interpreted.py` says how.
+Cheapest first: offsets; then launches in one piece and in parts against float64, with tensor maps and with pointers.
+Rows of y outside of the launched segments, memory around y, and unused rows of the slots (all NaN) must not change.
+Then launches that accumulate over pieces of k, as in schedules; tables that promise more rows than there are; refused
+arguments. See `tests/support/interpreted.py`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ CASES: dict[str, Case] = {
 
 
 def play(case: Case) -> None:
-    """The first rank and the last: all in one launch; own rows, then peers'; then every source and half of the experts by
-    themselves."""
+    """Check launches on the first and the last rank: all rows at once; own rows, then peers' rows; each source and half
+    of the experts separately.
+    """
     for rank in sorted({0, case.world_size - 1}):
         held = Rank(case, rank, seed=rank)
         whole = held.launch({})
@@ -73,8 +74,11 @@ def play(case: Case) -> None:
 
 
 def play_columns(case: Case) -> None:
-    """Pieces of k add up, of all sources or after the own rows whole; what adds is fp32 until it is rounded. Two pieces on
-    the first rank, three on the last."""
+    """Check launches that accumulate over pieces of k: two pieces on the first rank, three on the last.
+
+    Either all sources are cut into pieces, or only the peers' rows. Sums are fp32 until they are rounded at the end of
+    a launch.
+    """
     k = case.k
     for rank, cuts in ((0, (0, k // 2 // 8 * 8, k)), (case.world_size - 1, (0, k // 3, k // 3 + 1, k))):
         pieces = [(a, b - a) for a, b in itertools.pairwise(cuts) if a < b]
@@ -89,7 +93,7 @@ def play_columns(case: Case) -> None:
 
 
 def play_columns_without_room() -> None:
-    """Play `play_too_many_rows` and `play_absurd_counts` by columns."""
+    """Repeat `play_too_many_rows` and `play_absurd_counts` with pieces of k."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         steps: list[dict[str, Any]] = [{"k": (0, 16)}, {"k": (16, 16), "adds": True}]
         held = Rank(case, 1, 5)
@@ -99,8 +103,8 @@ def play_columns_without_room() -> None:
 
 
 def play_schedule() -> None:
-    """The launches of FiCCO's schedules by columns, as the GPU executor makes them of the steps."""
-    from weft.runtime.cuda.tile_kernels import Gemms
+    """Run the launches that the GPU executor makes from FiCCO's schedules by columns."""
+    from weft.runtime.cuda.tile_kernels import GroupedMatmulCall
 
     for case in (Case(3, 2, k=40, n=16, dtype=torch.bfloat16), Case(2, 2, k=21, n=33, dtype=torch.float32)):
         held = Rank(case, 1, 3)
@@ -113,18 +117,20 @@ def play_schedule() -> None:
             schedule = named(p, f"ficco_2d[start={start},gemms={gemms},steps=3,by=kernel]").build()
             own, comm = {"counts": counts, "inbox": held.inbox}, SimpleNamespace(world_size=w)
             context: Any = SimpleNamespace(schedule=schedule, rank=1, own=own, comm=comm)
-            regions: Any = None  # which these do not need
+            regions: Any = None  # not needed by these launches
             y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
             tensors = {"tokens": held.tokens, "w": held.w.flatten(0, 1), "y": y}
             steps = [step for lane in schedule.of_rank(1, expected=False) for step in lane.steps]
-            launches = [Gemms(context, regions, step.kernel, 20.0, 0) for step in steps if isinstance(step, Tiles)]
+            launches = [
+                GroupedMatmulCall(context, regions, step.kernel, 20.0, 0) for step in steps if isinstance(step, Tiles)
+            ]
             for launch in launches:
                 launch(tensors, [])
             held.check(y, added=2)
 
 
 def play_failed() -> None:
-    """Counts of a group that has failed before the last launch, or between two."""
+    """Pass the counts of a group that has failed, in the first launch or between two launches. y must be NaN."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         for adds in (False, True):
             held = Rank(case, 0, 6)
@@ -144,7 +150,7 @@ def play_failed() -> None:
 
 
 def play_back(case: Case) -> None:
-    """The way back on the first rank and the last, in one launch and in parts."""
+    """Check launches with `back` on the first and the last rank, in one launch and in parts."""
     half = case.experts // 2
     for rank in sorted({0, case.world_size - 1}):
         held = Rank(case, rank, seed=rank)
@@ -167,7 +173,9 @@ def play_back(case: Case) -> None:
 
 
 def play_back_without_room() -> None:
-    """Slots, an outbox and a y that have fewer rows than the tables promise: what fits is right, and nothing else is written."""
+    """Pass an outbox and a y with fewer rows than the tables promise. Rows that fit must be right, and nothing else may
+    be written.
+    """
     for case in (Case(3, 3), Case(3, 3, n=33)):
         held = Rank(case, 1, 5)
         most = int(held.counts.sum(1).max())
@@ -179,7 +187,7 @@ def play_back_without_room() -> None:
 
 
 def play_back_absurd_counts() -> None:
-    """Play `play_absurd_counts` for the way back."""
+    """Repeat `play_absurd_counts` with `back`."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 0, 6)
         h = torch.cat([rows for _, _, rows in held.segments()])
@@ -205,7 +213,7 @@ def play_random() -> None:
 
 
 def play_shared_tiles(seeds: range) -> None:
-    """Tiles of the last round whose K steps are shared by 2 to 8 programs; the same launcher again, with other rows."""
+    """Let 2 to 8 programs share each tile of the last round. Then use the same launcher again with other rows."""
     from weft.runtime.cuda import grouped_matmul
 
     shared = 0
@@ -234,7 +242,9 @@ def play_shared_tiles(seeds: range) -> None:
 
 
 def play_too_many_rows() -> None:
-    """A y with fewer rows than the table promises: the rows that fit are right, none is written beyond."""
+    """Pass a y with fewer rows than the table promises. Rows that fit must be right, and nothing may be written beyond
+    y.
+    """
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 1, 5)
         promised = int(held.counts.sum())
@@ -244,7 +254,9 @@ def play_too_many_rows() -> None:
 
 
 def play_absurd_counts() -> None:
-    """Tables that no exchange makes: nothing outside of the tensors is read or written (a wild access ends the process)."""
+    """Pass tables that no exchange produces. Nothing outside of the tensors may be read or written, which would end the
+    process.
+    """
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 0, 6)
         held.counts[0, 1], held.counts[1, 0], held.counts[1, 2] = -7, 150, 2**40
@@ -256,7 +268,7 @@ def play_absurd_counts() -> None:
 
 
 def play_refusals() -> None:
-    """Impossible arguments are refused with their values."""
+    """Check that invalid arguments are refused with their values."""
     good = Rank(Case(2, 3), 0, 1)
     wrong: dict[str, dict[str, Any]] = {
         r"pass counts \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
@@ -290,7 +302,7 @@ OTHERS = {
     "pieces of k in schedules": play_schedule,
     "a group that has failed": play_failed,
 }
-# Each of ranks, rows, K and N, dtypes, weights and tokens once on the way back, which shares the loops over K with the way there.
+# With `back`, try each value of each parameter only once: the loops over K are the same as without `back`.
 BACK = ("two ranks, bf16", "stored in halves", "awkward K and N", "no rows")
 BACK_SLOW = (
     "one rank", "five ranks", "many experts", "stored in halves, transposed weights", "awkward K and N, transposed weights",
@@ -316,7 +328,7 @@ RUNS = {name: lambda case=case: play(case) for name, case in CASES.items()} | OT
 
 
 def test_interpreted() -> None:
-    """Play all cases in one test: a process takes as long to start as three cases."""
+    """Run all cases in one test, because starting a process takes as long as three cases."""
     assert wrong_in(__file__, [name for name in RUNS if name not in SLOW]) == {}
 
 

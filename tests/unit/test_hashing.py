@@ -1,4 +1,6 @@
-"""The id hash against numpy's uint64 arithmetic: negative, huge, int32; and that it spreads."""
+"""The hash of ids against numpy's uint64 arithmetic, for negative, large and int32 ids; and the distribution of hashed
+ids.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_the_extremes_and_known_values():
         hashed = hash_ids(ids, rows)
         np.testing.assert_array_equal(hashed.numpy(), reference(ids.numpy(), rows))
         assert ((hashed >= 0) & (hashed < rows)).all()
-    # splitmix64's generator seeded with 0 mixes multiples of its increment; its first output is widely published.
+    # A splitmix64 generator with seed 0 hashes the multiples of its increment. Its first output is widely published.
     assert hash_ids(torch.tensor([0x9E3779B97F4A7C15 - 2**64]), 2**61).item() == 0xE220A8397B1DCDAF % 2**61
 
 
@@ -44,7 +46,7 @@ def test_int32_ids_are_sign_extended():
 
 def test_consecutive_ids_spread_evenly():
     counts = torch.bincount(hash_ids(torch.arange(1_000_000), 100), minlength=100)
-    # Each count is binomial with mean 10000 and deviation 99.5: six deviations either way.
+    # Each count is binomial with mean 10000 and standard deviation 99.5. Six deviations are allowed.
     assert counts.min() > 9400
     assert counts.max() < 10600
 

@@ -1,4 +1,4 @@
-"""docs/hosts.md: tables and picture follow from the records, and the simulated record from the planner."""
+"""docs/hosts.md: its tables and its picture are up to date with the records, and the simulated record with the planner."""
 
 from __future__ import annotations
 

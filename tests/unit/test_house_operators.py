@@ -1,4 +1,4 @@
-"""The requirements for every operator of weft: docs/operators.md, "Adding an operator to weft itself"."""
+"""The requirements for every operator of weft, from docs/operators.md, "Adding an operator to weft itself"."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_its_operations_are_counted(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLED)
 def test_it_declares_how_each_argument_compares_across_ranks(name: str) -> None:
-    """`tests/processes/test_arguments_across_ranks.py` holds the declarations to what happens."""
+    """`tests/processes/test_arguments_across_ranks.py` checks that the declarations are true."""
     assert list(SPECS[name].across_ranks) == list(inspect.signature(getattr(weft, name)).parameters)
 
 
@@ -83,10 +83,10 @@ def test_a_problem_is_a_name_of_the_package(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_problem_says_where_its_builders_are(name: str) -> None:
-    """Its docstring has a sentence "Builders: `weft.builders.FILE`, ...", which names their files and no others."""
+    """The docstring must have a sentence "Builders: `weft.builders.FILE`, ..." with exactly the files of its builders."""
     said = re.search(r"Builders: ((?:`[\w.]+`(?:,\s+|\s+and\s+)?)+)\.", OURS[name].__doc__ or "")
     modules = {function.__module__ for _, function in builders_of(OURS[name])}
-    files = {one for one in modules if one.startswith("weft.")}  # tests add theirs
+    files = {one for one in modules if one.startswith("weft.")}  # other tests register builders too
     assert "serial" in dict(builders_of(OURS[name]))
     assert said is not None, f"its docstring must say: Builders: {', '.join(f'`{file}`' for file in sorted(files))}."
     assert set(re.findall(r"`([\w.]+)`", said[1])) == files

@@ -1,4 +1,4 @@
-"""Machine files: every number has a unit and a source, and a file that lacks one is refused with the key's name."""
+"""Machine files: every number has a unit and a source. A file with a missing unit or source is refused, with the key."""
 
 from importlib.resources import files
 
@@ -85,7 +85,7 @@ def test_unknown_names_say_what_there_is() -> None:
         ),
         (
             'bandwith = {value = 4, unit = "TB/s", source = "paper"}',
-            r"memory\.bandwith is no known key: do you mean memory\.bandwidth",
+            r"memory\.bandwith is not a known key: do you mean memory\.bandwidth",
         ),
         ('bandwidth = {value = 4, unit = 1, source = "paper"}', "has unit 1; use one of"),
         ('bandwidth = {value = 4, unit = "TB/s", source = "paper", note = 1}', "has note 1, which must be a string"),
@@ -117,7 +117,7 @@ def test_available_memory_of_this_machine_is_plausible(tmp_path) -> None:
 
 
 def test_all_implausible_values_of_a_file_are_told_at_once(tmp_path) -> None:
-    """Wrong units are found by size, and rates by what the datasheet promises."""
+    """Wrong units give values outside of the plausible range, and rates must not exceed the datasheet's."""
     text = files("weft.hw").joinpath("h200.toml").read_text()
     for right, wrong in (
         ('value = 395\nunit = "GB/s"', 'value = 395\nunit = "TB/s"'),
@@ -128,11 +128,11 @@ def test_all_implausible_values_of_a_file_are_told_at_once(tmp_path) -> None:
         text = text.replace(right, wrong)
     path = tmp_path / "mine.toml"
     path.write_text(text + '\n[memory.chanels]\nvalue = 3\nunit = "1"\nsource = "paper"\n')
-    with pytest.raises(ValueError, match=r"mine\.toml: memory\.chanels is no known key") as error:
+    with pytest.raises(ValueError, match=r"mine\.toml: memory\.chanels is not a known key") as error:
         load_machine(path)
     for message in (
         "link.port_usable = 395 TB/s is implausible: give 0.05 to 4000 GB/s",
         "compute.bf16_dense = 79000 TFLOP/s is implausible: give 0.1 to 20000 TFLOP/s",
-        "memory.copy_bandwidth = 5.27 TB/s is implausible: memory.bandwidth is 4.8 TB/s",
+        "memory.copy_bandwidth = 5.27 TB/s is implausible: it exceeds memory.bandwidth = 4.8 TB/s",
     ):
         assert message in str(error.value)

@@ -1,4 +1,6 @@
-"""Machines without a file: numbers derived from a datasheet or from what the driver says, and how well they predict."""
+"""Machines without a file: numbers derived from a datasheet or from the driver, and the errors of predictions with
+them.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def test_nobody_asks_a_driver_that_is_not_there() -> None:
     ("mode", "short", "most"), [("queued", False, 0.05), ("queued", True, 0.13), ("single", False, 0.15)]
 )
 def test_datasheet_numbers_predict_recorded_calls(mode: str, short: bool, most: float) -> None:
-    """Eight shapes in four schedules on two H100s, by its datasheet alone. short: calls below 100 us."""
+    """Predict eight shapes in four schedules on two H100s from the datasheet alone. short: True for calls below 100 us."""
     h200, h100 = load_machine("h200"), load_machine("h100")
     blind = Machine("blind", derived("x", {key: h100[key] for key in DATASHEET}, "h200", h200.quantities), "switch")
     rows = [json.loads(line) for line in RECORDS.read_text().splitlines()]

@@ -1,4 +1,6 @@
-"""The kernels of the input distribution, under Triton's interpreter: one process plays all ranks and the exchanges between them."""
+"""The kernels of the input distribution under Triton's interpreter. One process runs all ranks and the exchanges
+between them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ PATTERN = -7
 
 @dataclass(frozen=True)
 class Case:
-    """features: those that each rank receives, as numbers of keys. bad: how rank 0's input is wrong, if it is."""
+    """features: for each rank, the features that it receives, as indices of keys. bad: the kind of error in rank 0's
+    input.
+    """
 
     keys: int
     features: tuple[tuple[int, ...], ...]
@@ -44,7 +48,7 @@ CASES = {
 
 
 def test_input_distribution() -> None:
-    """Play all cases in one test: a process takes most of its time to start."""
+    """Run all cases in one test, because starting a process takes longer than most cases."""
     assert wrong_in(__file__, CASES) == {}
 
 
@@ -53,12 +57,12 @@ def play(case: Case) -> None:
     from weft.runtime.cuda import input_dist
     from weft.runtime.cuda.input_dist import Pieces, header, pack, unpack
 
-    input_dist._PROGRAMS = 8  # the interpreter runs one after the other
+    input_dist._PROGRAMS = 8  # the interpreter runs programs one after the other
     world = len(case.features)
     flat = [key for own in case.features for key in own]
     pieces = Pieces(*torch.tensor([flat, [rank for rank, own in enumerate(case.features) for _ in own]]))
     index = torch.tensor([word for own in case.features for word in (0, 1, 2, *(HEAD + key for key in own))])
-    bags: list[list[list[torch.Tensor]]] = []  # of each rank and key
+    bags: list[list[list[torch.Tensor]]] = []  # for each rank and key
     of_weights: list[list[list[torch.Tensor]]] = []
     owns, headers, messages = [], [], []
     for rank, batch in enumerate(case.batches):

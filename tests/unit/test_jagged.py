@@ -1,4 +1,4 @@
-"""The jagged containers: bags against plain lists, TorchRec's objects by duck typing, and what is refused.
+"""The jagged containers: bags against plain lists, TorchRec's objects by duck typing, and refused input.
 
 Cheapest first: shapes and names, then bags from lengths and offsets (hypothesis), then `as_jagged`.
 """
@@ -17,7 +17,7 @@ from weft.embedding.jagged import offsets_of
 
 
 class TorchRecLike:
-    """The answers of a torchrec KeyedJaggedTensor; it has no fields in common with ours."""
+    """An object with the methods of a torchrec KeyedJaggedTensor, but without the fields of weft's class."""
 
     def __init__(self, keys, values, lengths, weights=None, variable=False, inverse=None):
         self.k, self.v, self.n, self.w, self.variable, self.inverse = keys, values, lengths, weights, variable, inverse
@@ -114,14 +114,14 @@ def test_the_feature_major_layout():
 
 
 def test_bags_that_are_a_part_of_the_values():
-    offsets = torch.tensor([2, 3, 3, 4, 6])  # 2 keys x 2 samples, amid 8 values
+    offsets = torch.tensor([2, 3, 3, 4, 6])  # 2 keys x 2 samples, whose ids are a part of the 8 values
     part = KeyedJaggedTensor(["f1", "f2"], torch.arange(8), torch.arange(8) + 0.5, offsets=offsets)
     bags = [[[2], []], [[3], [4, 5]]]
     assert bags_of(part) == bags_of(part.permute([0, 1])) == bags_of(part.to("cpu")) == bags
     assert part.permute([1]).weights().tolist() == [3.5, 4.5, 5.5]
     assert part.offsets_or_none() is offsets
     assert part.lengths_or_none() is None
-    # Of lengths alone it is known, also once offsets have been made of them, that they are of all values.
+    # Lengths cover all values. This stays known after offsets have been computed from the lengths.
     whole = KeyedJaggedTensor.from_lengths_sync(["f1"], torch.arange(3), torch.tensor([1, 2]))
     assert whole.offsets_or_none() is None
     assert whole.to("cpu").offsets_or_none() is None
@@ -129,7 +129,8 @@ def test_bags_that_are_a_part_of_the_values():
 
 def test_an_offset_below_zero_does_not_count_from_the_end():
     below = KeyedJaggedTensor(["f1", "f2"], torch.arange(8), offsets=torch.tensor([-3, -1, 8]))
-    assert below.permute([0]).values().tolist() == []  # two ids too few, which whoever reads the bags refuses
+    # Two ids are missing; code that reads the bags refuses this input.
+    assert below.permute([0]).values().tolist() == []
 
 
 def test_no_keys_but_a_batch():

@@ -1,9 +1,9 @@
-"""Every variant of the Triton kernel that the launcher can ask for compiles, for NVIDIA and for AMD, without a GPU.
+"""Every variant of the Triton kernel that the launcher can request compiles for NVIDIA and for AMD, without a GPU.
 
-Triton compiles for whatever device its driver names: here a stand-in that names one, so that the launcher's own
-constants and types are what is compiled. For NVIDIA, ptxas also shows the result. Rows of aligned tables of one width
-are read 16 bytes at a time and no register is spilled. If widths differ, masks and strides take registers, and a few
-may be spilled.
+Triton compiles for the device that its driver names. Here a fake driver names the device, so the launcher's own
+constants and types are used. For NVIDIA, ptxas also gives the number of registers. If tables are aligned and have one
+width, rows must be read 16 bytes at a time, without spilled registers. If widths differ, masks and strides need
+registers, and a few may be spilled.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from weft.schedule import kernels as schedule_kernels  # noqa: E402
 from weft.sim import model as sim_model  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
-SPILLED_BYTES = 160  # per thread, at most, where the widths of tables differ
+SPILLED_BYTES = 160  # limit per thread if the widths of tables differ
 UNIFORM = (64,) * 4
 MIXED = (8, 3, 16, 1, 70, 300)
 PUT = {"transport": "put", "slice_size": 3}
 
 
 class NamedDevice:
-    """Stand in for Triton's driver: the current device, and its target."""
+    """A fake driver for Triton: the current device, and its target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -76,7 +76,7 @@ def compiled(
     target: str, sharding: EmbeddingSharding, options: dict[str, Any], key: dict[str, Any], rank: int = 0
 ) -> tuple[Any, EmbeddingKernel]:
     kernel = EmbeddingKernel(EmbeddingPlan(sharding, EmbeddingOptions(**options)), rank, torch.device("cpu"))
-    kernel._on_nvidia = TARGETS[target].backend == "cuda"  # which it asks the device, and there is none
+    kernel._on_nvidia = TARGETS[target].backend == "cuda"  # the launcher would query the device, which does not exist
     usual = {"values": torch.int64, "offsets": torch.int64, "wait": True, "enter": True, "leave": True}
     unusual = {"wide": False, "weighted": False, "counted": False, "timeline": False}
     variant = VariantKey(**usual | unusual | key)
@@ -85,8 +85,9 @@ def compiled(
 
 
 def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
-    """Return registers and bytes of stack of a thread from the assembler's output; spilled registers are on the
-    stack."""
+    """Return the registers and the bytes of stack per thread, from the assembler's output. Spilled registers are on the
+    stack.
+    """
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -169,7 +170,7 @@ def test_rows_are_read_16_bytes_at_a_time_and_stay_in_registers(
     assert len(loads) >= rows_bytes // (32 * 16)
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
-    assert 65536 // (32 * registers) >= 12  # programs of an SM: rows in flight are what hides memory's latency
+    assert 65536 // (32 * registers) >= 12  # programs per SM: enough rows must be in flight to hide latency
 
 
 @pytest.mark.parametrize(("options", "dims"), in_turn([{}, PUT], [UNIFORM, MIXED]), ids=str)
@@ -181,7 +182,9 @@ def test_compiles_for_amd(options: dict[str, Any], dims: tuple[int, ...]) -> Non
 
 
 def how_rows_are_added(built: Any) -> tuple[str, ...]:
-    """The layouts of the blocks that are summed over their rows: which thread holds which row says who adds what first."""
+    """Return the layouts of the blocks whose rows are summed. A layout assigns rows to threads, and so determines the
+    order of additions.
+    """
     text = built.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     summed = re.findall(r"\}\) : \(tensor<(\d+x\d+xf32), (#\w+)>\)", text)
@@ -191,7 +194,7 @@ def how_rows_are_added(built: Any) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("dims", [(8, 12, 16, 4), MIXED], ids=["aligned", "any width"])
 def test_bags_are_added_in_the_same_order_whatever_the_world(dims: tuple[int, ...]) -> None:
-    """Bits do not depend on who owns a table, on the number of ranks, or on the transport."""
+    """Bits must not depend on the owner of a table, the number of ranks, or the transport."""
     ways = set()
     for world_size, options in ((1, {}), (2, PUT), (3, {})):
         sharding = problem(world_size, dims).sharding
@@ -222,13 +225,15 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
 )
 @pytest.mark.parametrize("config", mostly(grouped_code.CONFIGS, grouped_code.CONFIGS[0]), ids=str)
 def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
-    """Loads and stores by TMA, products by the tensor cores, and as many programs fit as the configuration says."""
+    """Loads and stores use TMA, products use the tensor cores, and as many programs fit on an SM as the configuration
+    says.
+    """
     config = replace(config, parts=2) if key.get("merged") else config  # as `choose_config` does
     built = grouped("sm_90", torch.bfloat16, config, tma=True, **key)
     ptx = built.asm["ptx"]
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", ptx)
     assert loads.count("2") == loads.count("3") == config.stages
-    stores = 2 if "back" in key else 1  # to the own result or to the outbox
+    stores = 2 if "back" in key else 1  # to this rank's result, or to the outbox
     by_tensor_map = len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts
     if key.get("merged") and key.get("back"):
         assert by_tensor_map == 0
@@ -236,7 +241,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     else:
         assert stores >= by_tensor_map >= 1
     assert "wgmma.mma_async" in ptx
-    assert ("ld.global.v4" in ptx) == ("adds" in key)  # the present contents, 16 bytes at a time
+    assert ("ld.global.v4" in ptx) == ("adds" in key)  # the stored tile is read 16 bytes at a time
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
     assert config.per_sm * config.warps * 32 * registers <= 65536
@@ -244,7 +249,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
 
 
 def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
-    """The simulator imports no kernel, so it repeats them."""
+    """The simulator imports no kernels, so it has copies of their constants."""
     least_k = {grouped_code.LEAST_STEPS * config.block_k for config in grouped_code.CONFIGS}
     ours = sim_model._FEW_ROUNDS, sim_model._GROUPED_SHARERS, {sim_model._LEAST_K}
     assert ours == (grouped_code.FEW_ROUNDS, grouped_code.MAX_SPLITS, least_k)
@@ -258,7 +263,7 @@ def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
 )
 @pytest.mark.parametrize("config", [grouped_code.LARGE, *map(slow, grouped_code.CONFIGS[1:])], ids=str)
 def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
-    """Both loops over K are pipelined, and neither spills registers."""
+    """Both loops over K are pipelined, without spilled registers."""
     config = replace(config, parts=2) if key.get("merged") else config
     built = grouped("sm_90", torch.bfloat16, replace(config, splits=8), tma=True, **key)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", built.asm["ptx"])
@@ -301,7 +306,7 @@ def tracked(target: str, dtype: torch.dtype, **key: Any) -> Any:
     "key", [{}, {"transposed": True}, {"cols": 128, "sets": 2}, {"splits": 4}, {"adds": True}], ids=str
 )
 def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) -> None:
-    """Operands by TMA, in three stages, products by the tensor cores, nothing spilled."""
+    """Operands are loaded by TMA in three stages, products use the tensor cores, and no registers are spilled."""
     built = tracked("sm_90", torch.bfloat16, tma=True, **key)
     ptx = built.asm["ptx"]
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 6
@@ -339,14 +344,12 @@ def test_sums_read_and_write_16_bytes_at_a_time(dtype: torch.dtype, eps: float |
         assert wide.count("st") >= 1
         registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
         assert stack == 0
-        assert (
-            65536 // (32 * warps * registers) >= 2
-        )  # programs of an SM: loads in flight are what hides memory's latency
+        assert 65536 // (32 * warps * registers) >= 2  # programs per SM: enough loads must be in flight to hide latency
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_copies_that_add(dtype: str) -> None:
-    """One instruction of the memory system for an item, or for several, visible to all devices."""
+    """Each addition is one atomic instruction for one or several items, with the scope of all devices."""
     for step in (move.ITEM_BYTES[dtype], 16):
         constants = move._constants(step, dtype) | {"PTX": True}
         names = move.device_code.move_kernel.arg_names

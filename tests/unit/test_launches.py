@@ -1,4 +1,6 @@
-"""The rule which steps of a lane become one launch: for each part of a launch, steps that belong to it and steps that do not."""
+"""The rule by which steps of a lane become one launch: for each part of a launch, steps that belong to it and steps
+that do not.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def copy(dst: Region, src: Region | None = None, accumulate: bool = False) -> Co
 
 
 def grouped(*steps: Step, **options: bool) -> list[str]:
-    """Return the launches of rank 0's only lane, each as a letter for every step: w, s and c for waits, sets and copies."""
+    """Return the launches of rank 0's only lane. Each launch is a string with a letter per step: w (wait), s (set), c
+    (copy).
+    """
     found = launches(steps, [crosses(step, 0, AWAITED) for step in steps], BUFFERS, **options)  # type: ignore[arg-type]
     assert [step for one in found for step in one.steps] == list(steps)
     assert [one.first for one in found] == [sum(len(o.steps) for o in found[:i]) for i in range(len(found))]

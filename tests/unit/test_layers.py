@@ -1,5 +1,6 @@
-"""Imports point down and have no cycles, and the check notices planted ones. At run time weft needs only torch and
-numpy."""
+"""Imports point down, without cycles, and the check finds planted violations. At run time weft needs only torch and
+numpy.
+"""
 
 import shutil
 import subprocess
@@ -46,7 +47,7 @@ def test_an_import_upwards_an_unknown_layer_and_a_cycle_are_found(tmp_path: Path
 
 
 def test_no_package_is_imported_by_what_it_imports() -> None:
-    """The linter looks for cycles between the modules of a package, and not at the package's own `__init__`."""
+    """The linter finds cycles between the modules of a package, but does not check the package's `__init__`."""
     grimp = pytest.importorskip("grimp", reason="grimp is not installed: pip install -e '.[dev]'")
     graph = grimp.build_graph("weft", cache_dir=None)
     importers = [

@@ -1,6 +1,7 @@
-"""Signatures of calls. They are equal if calls differ only in tensor addresses, and different otherwise. A call has no
-signature if a tensor's type may keep its values elsewhere, or if a gradient is wanted. Layouts of tensors say where
-they lie too.
+"""Signatures of calls, and layouts of tensors.
+
+Signatures are equal if and only if calls differ only in tensor addresses. A call has no signature if a tensor's type
+may store its values elsewhere, or if a gradient is wanted. Layouts also contain addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def described(item: Any) -> Any:
         return "tensor", tuple(item.shape), item.stride(), item.dtype, item.device
     if isinstance(item, list | tuple):
         return [described(one) for one in item]
-    return type(item).__name__, item.hex() if isinstance(item, float) else item  # so that -0.0 is not 0.0
+    return type(item).__name__, item.hex() if isinstance(item, float) else item  # distinguishes -0.0 from 0.0
 
 
 def signature(call: tuple[Any, ...], gradients: bool = True) -> bytes | None:
@@ -128,7 +129,7 @@ def test_layouts_of_anything_else_there_are_none(item: Any) -> None:
 
 
 def test_threads_do_not_read_among_each_other() -> None:
-    """Under a mode, torch asks Python for the attributes, and threads alternate there."""
+    """Inside a torch mode, reading an attribute runs Python code, so threads can alternate in the middle of a read."""
     calls = [tuple(torch.zeros(rows, cols) for cols in range(1, 5)) for rows in (3, 5)]
     wanted, wrong = [signature(call) for call in calls], []
 

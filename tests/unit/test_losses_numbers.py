@@ -1,6 +1,5 @@
-"""Numbers derived from losses: sizes that fit, lanes beside each other, rank correlations, the paper's claims, pictures.
-
-Nothing here measures: rows are made up.
+"""Numbers derived from losses: sizes that fit, concurrent lanes, rank correlations, the paper's claims, pictures.
+Nothing is measured: all rows are invented.
 """
 
 import math
@@ -57,7 +56,7 @@ def test_a_gemm_by_hand() -> None:
 
 def test_table_1_and_its_names() -> None:
     assert [gemm.name for gemm in TABLE_1] == [f"g{i}" for i in range(1, 17)]
-    # The paper says of these four that their M is less than their K.
+    # According to the paper, M is less than K for these four.
     assert {gemm.name for gemm in TABLE_1 if gemm.m < gemm.k} == {"g1", "g3", "g5", "g7"}
     assert [gemm.name for gemm in find_gemms(["g7", "g2"])] == ["g2", "g7"]
     assert find_gemms([]) == TABLE_1
@@ -74,7 +73,7 @@ def test_synthetic_gemms_are_of_table_1s_ranges_and_stay_as_they_are() -> None:
     assert [str(gemm) for gemm in SYNTHETIC[:2]] == [
         "708608 x 57344 x 23552",
         "512000 x 17408 x 29696",
-    ]  # as in records
+    ]  # the names that records use
 
 
 @given(
@@ -126,7 +125,7 @@ def test_lanes_take_turns_by_how_far_they_have_come() -> None:
 
 def test_only_the_time_in_which_both_lanes_ran_counts() -> None:
     gemm = [0.0, 2.0, 4.0, 6.0]
-    # Faster once it is alone; both ran from 1 to 6, in which it made 5 calls of 1 s.
+    # Both ran from 1 to 6, when the gather made 5 calls of 1 s each. Its later calls ran alone and were faster.
     gather = [1.0, *np.arange(2.0, 7.0), 6.1, 6.2, 6.3, 6.4]
     assert together(gemm, gather) == pytest.approx([2.0, 1.0, 5 / 6.4])
     assert together(gather, gemm) == pytest.approx([1.0, 2.0, 5 / 6.4])
@@ -136,7 +135,7 @@ def test_only_the_time_in_which_both_lanes_ran_counts() -> None:
 def test_spearman_by_hand() -> None:
     assert spearman([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
     assert spearman([1, 2, 3, 4], [8, 6, 4, 2]) == pytest.approx(-1)
-    # 1, 2.5, 2.5, 4 against 1, 2, 3, 4
+    # the ranks are 1, 2.5, 2.5, 4 and 1, 2, 3, 4
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
     assert math.isnan(spearman([1, 1], [1, 2]))
     with pytest.raises(ValueError, match="must match exactly"):
@@ -151,7 +150,7 @@ def test_chance_is_counted_over_all_orders() -> None:
 
 
 def _row(gemm: GatheredGemm, loss: Callable[[str], float]) -> LossRow:
-    """A row whose losses are as `loss` says."""
+    """Return a row whose losses are given by `loss(name)`."""
     ms = {"whole": 8.0} | {gather_name(by, 1): 2.0 for by in TRANSPORTS}
     for name in [cut_name(*cut) for cut in CUTS] + [gather_name(by) for by in TRANSPORTS]:
         ms[name] = ms[BASELINES[name]] * loss(name)
@@ -176,7 +175,7 @@ def _as_in_the_paper(gemm: GatheredGemm) -> LossRow:
 
 
 def test_every_claim_holds_where_it_does() -> None:
-    # Without the four whose rows hurt, op-to-byte alone orders each cut.
+    # Without the four GEMMs for which cuts by rows are slow, the op-to-byte ratio alone orders the losses of each cut.
     tall = [_as_in_the_paper(gemm) for gemm in TABLE_1 if gemm.m > gemm.k]
     found = claims(tall)
     assert [(c.text, c.numbers) for c in found if c.held is not True] == []

@@ -1,6 +1,8 @@
-"""One builder of under 60 lines, and nothing else, adds a schedule. It is then verified, serialised, printed,
-simulated, traced, run and planned like weft's own schedules. On processes:
-`tests/processes/test_made_up_schedule_ranks.py`."""
+"""A single builder of under 60 lines adds a schedule. It is verified, serialised, printed, simulated, traced, run and
+planned like weft's own schedules.
+
+`tests/processes/test_made_up_schedule_ranks.py` runs it on processes.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def test_it_prints() -> None:
 
 
 def test_it_simulates_and_its_timeline_becomes_a_trace_and_a_picture(tmp_path: Path) -> None:
-    import matplotlib.image  # not for every rank and worker that imports this file
+    import matplotlib.image  # not imported at the top, because ranks and workers import this file too
 
     model = h200()
     found = simulate(ring(LARGE), model)
@@ -108,7 +110,7 @@ def test_it_simulates_and_its_timeline_becomes_a_trace_and_a_picture(tmp_path: P
     assert len(events) == len(found.timeline)
     of_rank_0 = {e["name"] for e in events if e["pid"] == 0}
     assert {"matmul y0", "wait there[2]", "Memcpy PtoP (copy box@3 -> box)"} <= of_rank_0
-    for rank in range(4):  # what it fetches counts
+    for rank in range(4):  # fetched bytes count as sent
         assert bytes_sent(found.timeline, rank)[1][-1] == pytest.approx(3 * LARGE.largest_shard_bytes)
     draw_overlap(tmp_path / "ring.png", {"ring": found.timeline}, "4 ranks")
     assert min(matplotlib.image.imread(tmp_path / "ring.png").shape[:2]) > 300
@@ -135,7 +137,7 @@ def h200() -> Model:
 
 
 def loading(gbps: float) -> Model:
-    """An H200 that stores and copies to peers at 30 GB/s, and loads from them at so much."""
+    """Return a model of H200s that store and copy to peers at 30 GB/s, and load from peers at `gbps`."""
     slow = 30e3  # bytes/us
     return replace(
         h200(), copy_bytes_per_us=slow, put_bytes_per_us=((1, slow),), get_bytes_per_us=((1, 1e3 * gbps),),
@@ -144,7 +146,7 @@ def loading(gbps: float) -> Model:
 
 
 def test_steps_that_do_not_fit_are_told_and_not_priced() -> None:
-    def ring(p: AllGatherMatmul) -> Schedule:  # fetches half of the columns, and multiplies all
+    def ring(p: AllGatherMatmul) -> Schedule:  # a wrong builder: it fetches only half of the columns that it multiplies
         return edited(
             made_up.ring(p, by="dma"),
             lambda step: replace(step, src=replace(step.src, cols=p.k // 2)) if isinstance(step, Copy) else step,
@@ -162,7 +164,8 @@ def test_it_is_chosen_where_loading_is_fastest() -> None:
     assert choice.candidate.name == "ring[by=kernel]"
     assert choice.schedule == made_up.ring(LARGE, by="kernel")
     assert {row.candidate.builder for row in choice.rows} == set(dict(builders_of(AllGatherMatmul)))
-    assert "is the fastest:" in choice.reason  # and not the simplest of some that are alike
+    # The reason is not that it is the simplest of several equally fast schedules.
+    assert "is the fastest:" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,7 @@ def test_measured_times_and_pins_choose_it_too() -> None:
 def test_one_for_another_operator_is_weighed_by_the_planner_too() -> None:
     @builder(AllToAllMatmul)
     def own_rows_only(p: AllToAllMatmul) -> Schedule:
-        """A builder that leaves out others' rows, and therefore wins."""
+        """Build a wrong schedule, which ignores rows of other ranks and is therefore the fastest."""
         d = Draft("own_rows_only", p.world_size)
         rows = p.rows[0] // p.world_size
         tokens = d.buffer("tokens", rows, p.k, p.dtype, "input")
@@ -324,7 +327,7 @@ def test_a_name_that_moved_to_builders_says_where(name: str) -> None:
         (AttributeError, ImportError), match=rf"weft\.schedule\.{name} moved: use weft\.builders"
     ) as found:
         getattr(weft.schedule, name)
-    assert found.type is AttributeError  # else `hasattr`, by which tools probe modules, would raise
+    assert found.type is AttributeError  # with an ImportError, `hasattr` would raise
     assert not hasattr(weft.schedule, name)
     with pytest.raises(AttributeError, match=r"module 'weft.schedule' has no attribute 'Nowhere'; it has .*Draft"):
         weft.schedule.Nowhere  # noqa: B018

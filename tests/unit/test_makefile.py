@@ -1,4 +1,4 @@
-"""`make setup` announces each step, and lets pip show its downloads; the file that it leaves means success."""
+"""`make setup` announces each step and shows pip's downloads. It leaves a file only if it succeeded."""
 
 import os
 import subprocess
@@ -18,7 +18,9 @@ esac
 
 
 def setup(folder: Path, breaks_on: str = "nothing") -> subprocess.CompletedProcess[str]:
-    """With a python that makes environments, and a pip that installs, in name only."""
+    """Run `make setup` with fake versions of python and pip, which change nothing. breaks_on: pip fails for arguments
+    with this word.
+    """
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -41,7 +43,7 @@ def test_it_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
         assert pip.startswith("pip: -m pip install")
         assert wanted in pip
         assert "--extra here" in pip
-        assert " -q" not in pip  # it tells what it fetches
+        assert " -q" not in pip  # pip prints its downloads
     assert "torch" in (tmp_path / "venv" / "needs.txt").read_text()
     assert "nothing to be done" in setup(tmp_path).stdout.lower()
 

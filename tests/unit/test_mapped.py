@@ -1,4 +1,5 @@
-"""Steps that move data need memory that is mapped where they are done; on ranks that pretend to be on two hosts, they are refused.
+"""Steps that move data need mapped memory. On ranks that pretend to be on two hosts, steps that access memory of the
+other host are refused.
 
 Groups on two hosts: tests/processes/test_hosts.py.
 """
@@ -35,7 +36,7 @@ def _comm(rank: int, *mapped: bool) -> Any:
 
 
 def _agree(schedule: Schedule, rank: int) -> None:
-    """Agree as the ranks of two hosts do, 0 and 1, 2 and 3."""
+    """Run the check of schedules as on two hosts: ranks 0 and 1 on one host, ranks 2 and 3 on the other."""
     agree_on_schedule(schedule, _comm(rank, *(other // 2 == rank // 2 for other in range(4))))
 
 
@@ -49,7 +50,7 @@ def _leaves_the_host(schedule: Schedule, rank: int) -> bool:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_a_schedule_is_refused_where_one_of_its_steps_leaves_the_host(problem: Any) -> None:
-    """Collectives alone go elsewhere by themselves: serial always passes."""
+    """Only collectives may send data to other hosts. So serial always passes."""
     refused, passed = set(), set()
     for name, schedule in applicable(problem).items():
         for rank in range(4):

@@ -1,8 +1,9 @@
-"""Memory-order faults that x86 hides: signals and fences of csrc/ on a modelled machine with all reorderings that C++ allows.
+"""Memory-order faults that x86 hides: the signals and fences of csrc/ on a modelled machine with all reorderings that
+C++ allows.
 
-On x86 a release costs nothing and is always there, stores that bypass the caches are seen in time, and a sleeper that nobody
-woke looks again after 20 ms. So no run here shows a fence that is missing. `memory_order/model.hpp` takes the place of
-atomics, fences, futexes and threads; the programs beside it run the sources of csrc/ on it, unchanged.
+x86 always orders stores as with a release, cache-bypassing stores become visible in time, and a thread that nobody woke
+checks again after 20 ms. So tests on x86 cannot find a missing fence. `memory_order/model.hpp` replaces atomics,
+fences, futexes and threads. The programs beside it run the unchanged sources of csrc/ on this model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ MODEL = Path(__file__).with_name("memory_order")
 
 
 def run(program: str, folder: Path) -> list[str]:
-    """The lines that the program prints, one a scene; it ends with an error at the first in which something goes wrong."""
+    """Return the lines that the program prints, one per scene. The program ends with an error at the first scene that
+    fails.
+    """
     compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-w", "-pthread"]
     built = subprocess.run(
         [*compiler, "-I", MODEL, "-include", MODEL / "model.hpp", MODEL / f"{program}.cpp", "-o", folder / program],

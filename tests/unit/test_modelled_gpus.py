@@ -1,7 +1,10 @@
-"""Every schedule of GEMMs and experts, compiled as for GPUs and played on modelled GPUs (`modelled_gpus`,
-`played_gpus`). Results are close to float64's in random orders of streams, in several runs on the same memory with
-fresh data. All work of a run is ordered between the caller's writes before it and reads after it. Flags reach the run
-that waits for them."""
+"""Every schedule of GEMMs and experts, compiled as for GPUs and executed on modelled GPUs (`modelled_gpus`,
+`played_gpus`).
+
+Results must be close to float64, for random orders of streams, in several runs with new data on the same memory. All
+work of a run is ordered after the caller's writes before the run, and before the caller's reads after the run. Flags
+reach the run that waits for them.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
-# `make test` plays others like these.
+# `make test` runs similar problems.
 LONG = (
     "reduced by 3",
     "reduced by 2 and normed",
@@ -84,11 +87,11 @@ LONG = (
 def test_every_operator_is_played() -> None:
     ours = {name for name, one in schedule_problem.PROBLEMS.items() if one.__module__.startswith("weft.")}
     played = {p.name for p in (*PROBLEMS.values(), *EXPERTS.values())}
-    assert ours - played == {"embedding_all_to_all"}  # whose kernels keep to no list of steps
+    assert ours - played == {"embedding_all_to_all"}  # their kernels do not follow a list of steps
 
 
 class Given:
-    """Tensors of every rank in every run, for the caller's buffers."""
+    """For each run, the tensors that every rank passes for the caller's buffers."""
 
     def __init__(self, schedule: Schedule, runs: int) -> None:
         g = torch.Generator().manual_seed(0)
@@ -100,7 +103,7 @@ class Given:
                 for b in schedule.buffers_of_rank(rank):
                     if b.role in ("input", "output"):
                         drawn = torch.randn(int(b.rows), b.cols, generator=g).to(TORCH_DTYPE[b.dtype])
-                        if b.name in ("bias", "residual"):  # which are everybody's
+                        if b.name in ("bias", "residual"):  # equal on all ranks
                             drawn = self.runs[-1][0].get(b.name, drawn)
                         self.runs[-1][rank][b.name] = drawn if b.role == "input" else poison(drawn)
 
@@ -122,7 +125,7 @@ def check(played: Played, exact: list[list[Tensors]]) -> None:
 
 
 def overlapping(p: Problem) -> list[Candidate]:
-    """Return the candidates, except serial, which NCCL and cuBLAS run."""
+    """Return the candidates except serial, which runs without an executor."""
     return [candidate for candidate in applicable(p) if candidate.name != "serial"]
 
 
@@ -134,7 +137,7 @@ def overlapping(p: Problem) -> list[Candidate]:
     ],
 )
 def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, name: str, order: int) -> None:
-    """The first order tries each option of a builder once, the second, in `make test-slow`, all schedules."""
+    """Order 1 tries each option of a builder once. Order 2, in `make test-slow`, tries all schedules."""
     model(monkeypatch)
     p = PROBLEMS[name]
     serial = named(p, "serial").build()
@@ -165,7 +168,7 @@ EXPERTS: dict[str, AllToAllMatmul | MatmulAllToAll] = {
 }  # fmt: skip
 
 
-# Both ways, with two ranks and with three, with exact and with bounded sizes.
+# Dispatch and combine, with two and with three ranks, with exact and with bounded sizes.
 FEW = ("dispatched by 2, all that come", "combined by 3, at most so many")
 
 
@@ -174,14 +177,14 @@ FEW = ("dispatched by 2, all that come", "combined by 3, at most so many")
     [*((name, 1) if name in FEW else slow(name, 1) for name in EXPERTS), *(slow(name, 2) for name in FEW)],
 )
 def test_rows_of_experts_go_where_they_belong(monkeypatch: pytest.MonkeyPatch, name: str, order: int) -> None:
-    """In each run others are sent than in the one before; the schedule was made for even ones."""
+    """Splits differ from run to run, and from the even splits for which the schedule was built."""
     model(monkeypatch)
     p = EXPERTS[name]
     world, ranks = p.world_size, range(p.world_size)
     of_runs = [dispatch.random_splits(world, p.experts, p.rows, run) for run in range(RUNS)]
     of_runs[1] = tuple(
         (count, *[0] * (world * p.experts - 1)) for count in p.rows
-    )  # more than there is room for at first
+    )  # more rows than the first buffers have space for
     back = isinstance(p, MatmulAllToAll)
     if back:
         drawn = [combine.inputs(splits, p.k, p.n, p.dtype, run) for run, splits in enumerate(of_runs)]
@@ -233,7 +236,7 @@ def test_rows_of_experts_go_where_they_belong(monkeypatch: pytest.MonkeyPatch, n
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_rows_of_a_rank_whose_table_differs_are_spoilt(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
-    """Rank 1 takes a row of rank 0 for another expert's in the second of three runs: no total differs."""
+    """In the second of three runs, rank 1 attributes a row of rank 0 to another expert. All totals stay equal."""
     model(monkeypatch)
     p = MatmulAllToAll(2, 2, (12, 12), 8, 16, "fp32", 40, exact)
     splits = ((3, 3, 3, 3),) * 2
@@ -259,7 +262,9 @@ def test_rows_of_a_rank_whose_table_differs_are_spoilt(monkeypatch: pytest.Monke
 
 
 def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before anything is enqueued: NCCL's calls read rows and columns as they are stored."""
+    """Calls of NCCL read memory as it is stored, so tensors with gaps or stored by columns are refused before anything
+    is enqueued.
+    """
     model(monkeypatch)
     for what in ("current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
@@ -276,7 +281,7 @@ def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.Mon
 
 
 def test_tiles_add_to_memory_of_the_schedules_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only memory with an address known before a run. The caller's tensors are refused by name."""
+    """The addend's address must be known before a run, so a tensor of the caller is refused by name."""
     model(monkeypatch)
     for role in ("scratch", "input"):
         d = Draft("added", 1)

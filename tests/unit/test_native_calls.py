@@ -1,6 +1,8 @@
-"""Calls that native code replays, on stand-ins for a group, its compiled operators and torch's collectives. Tested are
-what they run, count and return, when they take the slow path, and the state after an error in any step. Cheapest
-first."""
+"""Calls that native code replays, with fakes for a group, its compiled operators and torch's collectives.
+
+The tests check what replayed calls run, count and return, when they take the slow path, and the state after an error in
+any step. Cheapest first.
+"""
 
 from __future__ import annotations
 
@@ -181,12 +183,12 @@ def test_a_group_in_trouble_takes_the_slow_path() -> None:
         looked.append(word.value)
         word.value = len(looked) > 1
 
-    health.looks.append(lambda: look)  # a weak reference to a method, which may find that a call has failed
+    health.looks.append(lambda: look)  # a weak reference to a method that may detect a failed call
     assert not played.is_slow()
     assert played.is_slow()
     assert looked == [0, 0]
     word.value = 0
-    health.looks[:] = [lambda: None]  # its object is gone
+    health.looks[:] = [lambda: None]  # the object of this method no longer exists
     assert not played.is_slow()
     health.looks.clear()
     health.looked_at -= 61
@@ -201,7 +203,7 @@ def test_a_group_that_is_gone_takes_the_slow_path() -> None:
     played.group = Group()
     assert played.of.group_ref() is None
     assert isinstance(played(), _core.UnknownCall)
-    played.calls[played().key] = known  # a new group at the old one's address
+    played.calls[played().key] = known  # a new group has the address of the old one
     assert isinstance(played(), _core.UnknownCall)
 
 

@@ -1,5 +1,7 @@
-"""`weft bench never-slower` without ranks: its draws, its conclusions from times, and its documents. Cheapest first:
-options and draws, then rows with made-up times."""
+"""`weft bench never-slower` without ranks: random shapes, verdicts from times, and documents.
+
+Cheapest first: options and shapes, then rows with invented times.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_every_forward_operator_is_measured() -> None:
 def test_options() -> None:
     options = options_of(["--device", "cpu", "--part", "2/3", "--seed", "ABC"], "weft bench")
     assert (options.part, options.seed, options.ranks, options.sizes) == ((2, 3), "abc", 2, 30)
-    assert options.modes == ("queued", "single", "changing")  # nothing is captured on CPU
+    assert options.modes == ("queued", "single", "changing")  # CPU calls are never captured
     assert options_of(["--device", "cpu", "--modes", "queued, graph"], "weft bench").modes == ("queued",)
 
 
@@ -116,7 +118,7 @@ def test_sizes_that_follow_each_other_are_all_different(op: str) -> None:
     assert len(set(sizes)) == 1000
     assert fits(drawn, GPU)
     assert max(sizes) <= (drawn.global_batch if isinstance(drawn, EmbeddingPreset) else drawn.m)
-    assert len(draw_changing(op, SEED, CPU, 10**6)[1]) < 10**6  # as many as there are
+    assert len(draw_changing(op, SEED, CPU, 10**6)[1]) < 10**6  # all possible sizes
 
 
 def test_what_never_fits_is_said() -> None:
@@ -153,7 +155,7 @@ def test_a_constant_loss_is_below() -> None:
 
 def test_noise_is_not_below() -> None:
     rows = [_row(1.0, noise=0.05, index=i, again=again) for i in range(500) for again in (False, True)]
-    assert len(Verdict(rows).below) < 10  # four of five by chance, twice
+    assert len(Verdict(rows).below) < 10  # happens if four of five pairs are slower by chance, in both measurements
     assert any(is_under(row) for row in rows)
 
 
@@ -164,7 +166,7 @@ def test_a_loss_in_one_run_alone_is_not_below() -> None:
     assert (verdict.below, verdict.suspects) == ([], [])
     assert page.verdict_of(verdict) == "holds on 1 shape: none is below 0.98x of the baseline's speed"
     assert not Verdict([_row(1.0), _row(1 / 0.97, again=True)]).below
-    assert not Verdict([_row(1 / 0.97), _row(1 / 0.97, again=True), first]).below  # of another run
+    assert not Verdict([_row(1 / 0.97), _row(1 / 0.97, again=True), first]).below  # the first row is from another run
 
 
 def test_three_of_five_are_not_enough() -> None:
@@ -177,7 +179,7 @@ def test_a_single_call_is_judged_by_what_it_adds() -> None:
         return [_row(1 + us / 1e3, mode="single", chosen=chosen, index=i) for i in range(3)]
 
     assert not Verdict(rows(9, "serial") + rows(19, "two_shot")).failures
-    assert not Verdict(rows(50, "two_shot")).suspects  # 0.95x, of one millisecond
+    assert not Verdict(rows(50, "two_shot")).suspects  # 0.95x of the speed, for a call of one millisecond
     assert Verdict(rows(11, "serial")).failures == ["single calls of serial schedules add 11 us (limit: 10 us)"]
     assert Verdict(rows(21, "two_shot")).failures == ["single calls of overlapped schedules add 21 us (limit: 20 us)"]
 
@@ -260,7 +262,8 @@ def test_a_table_for_each_operator_and_a_sentence() -> None:
         in found
     )
     assert "1 of the 4 shapes (25.0%) ran below 0.98x of the baseline's speed, as queued calls" in found
-    assert found.endswith(document[document.index("<!-- never-slower:later") :])  # stays empty until it is recorded
+    # The table is empty until a record exists.
+    assert found.endswith(document[document.index("<!-- never-slower:later") :])
     assert rewrite(found, {"a": rows}) == found
     with pytest.raises(ValueError, match="needs results:a, but only b are given"):
         rewrite(found, {"b": rows})

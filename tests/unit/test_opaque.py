@@ -1,4 +1,4 @@
-"""Functions that torch.compile must not trace, and their cost without compilation."""
+"""Functions that torch.compile must not trace, and what they cost without compilation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_is_not_looked_into() -> None:
     def calls_of(function: Callable[[torch.Tensor], torch.Tensor]) -> list[bool]:
         def caller(x: torch.Tensor) -> torch.Tensor:
             y = x * 2
-            torch._dynamo.graph_break()  # the code after it is compiled by itself
+            torch._dynamo.graph_break()  # the code after the call is compiled separately
             return function(y) * 3
 
         looked.clear()

@@ -1,4 +1,4 @@
-"""OutputPool alone, over ordinary memory: which buffer is lent, when it is free again, when a result is copied out."""
+"""OutputPool on ordinary memory: which buffer is lent, when it becomes free, and when a result is copied out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NBYTES = 4 * 8 * 4
 
 
 class Region:
-    """One rank's memory; like a real region, its views stay valid when it is closed."""
+    """The memory of one rank. As with a real region, views stay valid after it is closed."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory: np.ndarray | None = np.zeros(nbytes, dtype=np.uint8)
@@ -61,14 +61,14 @@ def pool_of(count: int) -> tuple[OutputPool, Communicator]:
 
 
 def result(pool: OutputPool, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the result of a call: take a buffer, have it filled from outside, lend it."""
+    """Return the result of a call: acquire a buffer, fill it as a kernel would, and lend it."""
     slot = pool.acquire()
     pool._region.tensor(0, SHAPE, dtype, slot * pool.slot_bytes).fill_(value)
     return pool.lend(slot, SHAPE, dtype)
 
 
 def all_free(pool: OutputPool) -> list[int]:
-    """The buffers that calls may have now."""
+    """Return the buffers that the next calls may get."""
     free = [pool.acquire() for _ in range(pool.count - pool.lent)]
     with pytest.raises(WeftError, match="no result buffer is free"):
         pool.acquire()
@@ -108,7 +108,7 @@ def test_as_many_results_as_buffers_but_one_may_be_held(count: int) -> None:
 
 
 def captured(pool: OutputPool) -> tuple[torch.Tensor, int]:
-    """Return the result of a call whose launch becomes part of a graph, and the buffer that replays write."""
+    """Return (the result of a call that a graph has captured, the buffer that replays write)."""
     slot = pool.acquire()
     return pool.lend(slot, SHAPE, torch.float32, captured=True), slot
 
@@ -118,10 +118,10 @@ def test_replays_write_no_buffer_that_is_lent(count: int) -> None:
     pool, comm = pool_of(count)
     graphs = []
     for _ in range(count + 2):
-        _, slot = captured(pool)  # nobody holds the result
+        _, slot = captured(pool)  # the result is dropped
         graphs.append(slot)
     assert pool.lent == 0
-    assert pool.copied == 3  # the last buffer's
+    assert pool.copied == 3  # results in the last buffer are copied
     held = []
     for value in range(4):
         held.append(result(pool, value))
@@ -148,7 +148,7 @@ def test_memory_that_replays_write_is_kept_when_it_grows(monkeypatch: pytest.Mon
     assert pool._of_graphs == comm.regions[:1]
     assert len(all_free(pool)) == 2
     assert pool.reserve(pool.slot_bytes + 1, lambda: None)
-    assert pool._of_graphs == comm.regions[:1]  # nothing was captured in between
+    assert pool._of_graphs == comm.regions[:1]  # no call was captured in between
     given = []
     monkeypatch.setattr(type(comm.regions[0]), "give_back", lambda region: given.append(region), raising=False)
     pool.close()

@@ -1,5 +1,6 @@
-"""The permutation kernel under Triton's interpreter: random segments from two sources, pitches, bad sizes.
-`tests/support/interpreted.py` says how."""
+"""The permutation kernel under Triton's interpreter (`tests/support/interpreted.py`): random segments from two sources,
+row pitches, invalid sizes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from support.interpreted import play_all, wrong_in
 
 
 def play(seed: int) -> None:
-    """Compare with slices. The memory around the segments does not change, and segments that do not fit are left out."""
+    """Compare with slices. Memory around the segments must not change, and segments that do not fit must be skipped."""
     import triton
     import triton.language as tl
 
@@ -32,12 +33,12 @@ def play(seed: int) -> None:
     wanted, segments = target.clone(), []
     for i, (rows, begin) in enumerate(zip(counts, begins, strict=True)):
         first, fits = number(0, 250), number(0, 8)
-        if not fits:  # not inside the source
+        if not fits:  # outside of the source
             first = number(0, 2) * 1000 - 500
         else:
             wanted[begin : begin + rows, :width] = sources[i >= n_own][first : first + rows, :width]
         segments.append([first, begin, rows])
-    segments += [[0, 0, -5], [0, -1, 2], [0, 2**40, 3], [2**40, 0, 3]]  # as of a group that has failed
+    segments += [[0, 0, -5], [0, -1, 2], [0, 2**40, 3], [2**40, 0, 3]]  # like sizes of a failed group
     table = torch.tensor(segments)
     own, slots = sources
     rows, pitches = [t.shape[0] for t in (own, slots, target)], [t.stride(0) for t in (own, slots, target)]

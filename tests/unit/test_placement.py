@@ -1,4 +1,6 @@
-"""Placement: balance against brute force, contiguous blocks where they are free, DCNv2's lopsided tables, bad input."""
+"""Placement of tables: balance against brute force, contiguous blocks if they cost nothing, the uneven tables of DCNv2,
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def runs(sharding: EmbeddingSharding) -> int:
 
 def test_the_cost_is_the_bytes_that_a_sample_moves():
     table = EmbeddingBagConfig(10, 16, "t", ("f", "g"))
-    # 5 rows of 16 floats with an 8-byte id each in; 2 vectors out, and their 2 offsets.
+    # Read: 5 rows of 16 floats, with an 8-byte id each. Written: 2 vectors, with an 8-byte offset each.
     assert table.bytes_per_sample(5) == 5 * (64 + 8) + 2 * (64 + 8)
     assert table.bytes_per_sample() == table.bytes_per_sample(2)
 
@@ -73,7 +75,8 @@ def test_dcnv2_is_balanced_although_one_table_has_half_of_the_rows(world_size):
     costs = [t.bytes_per_sample(r) for t, r in zip(placed.tables, DCNV2_MULTI_HOT, strict=True)]
     floor = max(sum(costs) / world_size, max(costs))
     assert load.max() <= CONTIGUOUS_SLACK * floor
-    if world_size > 2:  # the most expensive table has a rank to itself, and the rest is contiguous because that is free
+    # The most expensive table is alone on its rank, and the others are in contiguous blocks at no cost.
+    if world_size > 2:
         assert placed.local_tables(placed.rank_of_table[20]) == (20,)
         assert runs(placed) == world_size
     naive = max(sum(costs[i::world_size]) for i in range(world_size))
@@ -96,7 +99,7 @@ def test_tables_are_swapped_where_moving_them_is_not_enough():
 
 
 def test_a_contiguous_split_is_left_where_it_costs_more_than_next_to_nothing():
-    """36 + 24 + 36 against 28 + 16 + 28 + 28 would be contiguous, and 2.9% above the mean."""
+    """The best contiguous split, 36 + 24 + 36 and 28 + 16 + 28 + 28, is 2.9% above the mean, so it is not used."""
     placed = place_tables(tables([36, 24, 36, 28, 16, 28, 28]), 2)
     assert loads(placed).max() <= CONTIGUOUS_SLACK * loads(placed).mean()
     assert runs(placed) > 2

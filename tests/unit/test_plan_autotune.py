@@ -1,4 +1,4 @@
-"""Autotuning: which candidates run, whose times count, and where times are cached."""
+"""Autotuning: which candidates run, which times count, and where times are cached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ CANDIDATES = promising(CHOICE, 3)
 
 
 class Rank:
-    """Runs candidates in 100 us, 101 us, ... and counts them; agrees with another rank, which says `other`."""
+    """A rank that records the candidates that it runs, which take 100 us, 101 us, ... Other ranks report the times
+    `other`.
+    """
 
     def __init__(self, *other: float) -> None:
         self.runs: list[str] = []
@@ -107,7 +109,7 @@ def test_other_machines_modes_problems_and_versions_are_measured(monkeypatch: py
 
 def test_a_rank_that_knows_measures_with_one_that_does_not() -> None:
     Rank().tune()
-    rank = Rank(1.0)  # says that something is missing
+    rank = Rank(1.0)  # the other rank reports that a time is missing
     rank.tune()
     assert rank.runs
 

@@ -1,5 +1,6 @@
-"""Calibration: a made-up machine is measured, and the resulting model is that machine; saved, and refused when
-stale."""
+"""Calibration of an invented machine: the resulting model must equal that machine. Calibrations are saved, and refused
+when they are out of date.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from weft.sim.machines import disturbance
 from weft.sim.model import interpolated
 
 BASE = model_of(load_machine("h200"), 2)
-# Other tiles, slower copies with another latency, a collective that takes three times as long to start.
+# Another tile size, slower copies with another latency, and a collective with three times the latency.
 TRUTH = replace(
     BASE, tile=(256, 128), tile_half=80.0, tile_ramp=200.0, launch_us=4.0, copy_latency_us=11.0, copy_bytes_per_us=2e5,
     copy_row_us=0.004, collective_latency_us=70.0, collective_bytes_per_us=1.5e5, signal_local_us=0.7, signal_remote_us=3.1,
@@ -30,7 +31,7 @@ TRUTH = replace(
 
 
 class Measured:
-    """Measurements that give `TRUTH`; every question takes a second."""
+    """Measurements of the model `TRUTH`. Each measurement takes a pretended second."""
 
     machine, world_size, copy_units = "NVIDIA H200", 2, 24
 
@@ -97,7 +98,7 @@ def test_the_calibrated_model_is_the_machine(found: Calibration) -> None:
         assert getattr(model, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3), name
     assert model.copy_disturbance == pytest.approx(TRUTH.copy_disturbance)
     assert model.kernel_copy_disturbance == pytest.approx(disturbance(1.5, 24 / 132, 2e5))
-    for size in (1 << 16, 1 << 20, 1 << 28):  # measured, and met
+    for size in (1 << 16, 1 << 20, 1 << 28):  # measured sizes are reproduced
         assert model.transfer_us("copy", size) == pytest.approx(size / 2e5, rel=1e-3)
         assert model.transfer_us("put", size) == pytest.approx(2.0 + size / 1.8e5)
         assert model.transfer_us("get", size) == pytest.approx(2.0 + size / 1.1e5)
@@ -121,8 +122,8 @@ def test_between_measured_points_logarithms_are_straight() -> None:
     curve = [(1024.0, 10.0), (4096.0, 20.0), (16384.0, 80.0)]
     assert interpolated(curve, 4096) == pytest.approx(20.0)
     assert interpolated(curve, 2048) == pytest.approx(math.sqrt(200.0))
-    assert interpolated(curve, 100) == pytest.approx(10.0)  # latency is all there is
-    assert interpolated(curve, 163840) == pytest.approx(800.0)  # and rate all there is
+    assert interpolated(curve, 100) == pytest.approx(10.0)  # small sizes take only the latency
+    assert interpolated(curve, 163840) == pytest.approx(800.0)  # large sizes follow the rate
     shape, twice = (1024, 1024, 1024, "bf16"), (1024, 1024, 4096, "bf16")
     known = {shape: 1.1 * BASE.matmul_us(*shape), twice: 1.5 * BASE.matmul_us(*twice)}
     model, between = replace(BASE, launch_us=0.0).with_measured(known), (1024, 1024, 2048)
@@ -133,7 +134,7 @@ def test_between_measured_points_logarithms_are_straight() -> None:
 
 
 def test_points_as_far_away_as_each_other_all_count() -> None:
-    """In the middle of a cell no corner is nearer, whatever it says."""
+    """In the middle of a cell all corners have the same distance, so all have the same weight."""
     plain = replace(BASE, launch_us=0.0)
     corners = [(m, n, k, "bf16") for m in (1024, 2048) for n in (1024, 2048) for k in (1024, 2048)]
     factors = [1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3, 1.3]
@@ -149,10 +150,11 @@ def test_the_budget_ends_it_after_the_coarse_grid() -> None:
     few, more = calibrate(short, BASE, budget_s=1), calibrate(long, BASE, budget_s=300)
     coarse = set(gemm_points(BASE, ("bf16",), 0))
     assert coarse <= {gemm[:4] for gemm in few.gemms}
-    assert len(coarse) <= len(few.gemms) <= len(coarse) + 1  # and the one beside the copies
+    assert len(coarse) <= len(few.gemms) <= len(coarse) + 1  # one more is measured beside copies
     assert len(few.gemms) < len(more.gemms)
     assert 300 <= long.elapsed_s() <= 302
-    assert short.asked[: len(short.asked) - 3] == long.asked[: len(short.asked) - 3]  # ranks must ask alike
+    # Ranks must make the same measurements.
+    assert short.asked[: len(short.asked) - 3] == long.asked[: len(short.asked) - 3]
 
 
 def test_points_fit_the_machine_and_nest() -> None:

@@ -1,4 +1,6 @@
-"""The choice: fastest by simulation, serial unless clearly beaten, pins, measured times, memory, the one warning."""
+"""The choice of a schedule: the fastest by simulation, serial unless it is clearly slower, pins, measured times,
+memory, and the warning.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from weft.plan.predict import AT_LEAST, HOPELESS, Mode, predict
 from weft.schedule import Schedule
 from weft.sim import Model, model_of, simulate
 
-module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
+module = importlib.import_module("weft.plan.choose")  # `weft.plan.choose` is a function, so import the module by name
 H200 = model_of(load_machine("h200"), 2)
 LARGE = AllGatherMatmul.even(8192, 4096, 8192, 2)
 SMALL = AllGatherMatmul.even(256, 3072, 4096, 2)
@@ -44,7 +46,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_collective(us: float) -> Model:
-    """An H200 whose collective takes no time but `us` of latency."""
+    """Return a model of H200s whose collectives take exactly `us`, for any size."""
     return replace(H200, collective_latency_us=us, collective_bytes_per_us=float("inf"))
 
 
@@ -99,7 +101,7 @@ def test_what_rounds_at_every_step_is_not_taken() -> None:
 
 
 def test_equal_schedules_are_one() -> None:
-    """With two ranks, as many steps as ranks are two steps."""
+    """With two ranks, steps=0 (the number of ranks) is the same as steps=2."""
     row = plan.choose(LARGE, H200).row("ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]")
     assert row.predicted_us is None
     assert "ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]" in row.why_not
@@ -111,14 +113,14 @@ def test_equal_schedules_are_one() -> None:
 def test_no_run_is_shorter_than_its_bound(
     mode: Mode, shape: tuple[int, int, int], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates that are not simulated are slower than their bound, and so than the chosen one."""
+    """Candidates that are not simulated are slower than their bound, and therefore slower than the chosen candidate."""
     problem = AllGatherMatmul.even(*shape, model.world_size)
     choice = decide(problem, model, mode=mode)
     assert choice.row("serial").predicted_us is not None
     fastest = min(row.us for row in choice.rows if row.us is not None)
     pruned = {row.candidate.name for row in choice.rows if row.why_not.startswith(AT_LEAST)}
     assert pruned or model is H200
-    monkeypatch.setattr("weft.plan.predict.HOPELESS", 0.0)  # every bound is seen, but serial's
+    monkeypatch.setattr("weft.plan.predict.HOPELESS", 0.0)  # compute the bounds of all candidates except serial
     bounds = {row.candidate: row.why_not for row in decide(problem, model, mode=mode).rows if row.predicted_us is None}
     for candidate, why_not in bounds.items():
         if why_not.startswith(AT_LEAST):
@@ -135,7 +137,7 @@ def test_no_run_is_shorter_than_its_bound(
 def test_of_many_ranks_no_run_is_shorter_than_the_bytes_on_its_links(
     topology: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound leaves candidates out, but not the one that is chosen among all."""
+    """The bound rules out candidates, but not the candidate that is the fastest of all."""
     world = 16
     h200 = load_machine("h200")
     machine = replace(h200, quantities={**h200.quantities, "link.pair_usable": h200["link.port_usable"]})
@@ -185,7 +187,7 @@ def test_measured_candidates_are_predicted_however_slow() -> None:
 
 @pytest.mark.parametrize("gain_us", [-50, 1, 10, 14, 15, 16, 50])
 def test_serial_is_taken_unless_it_is_clearly_beaten(gain_us: float) -> None:
-    """The collective is made as slow as it takes for another schedule to gain that much."""
+    """The latency of the collective is set such that another schedule gains exactly this time."""
     alone = decide(LARGE, with_collective(0.0), mode="queued")
     best_us = min(row.us for row in alone.rows if row.us is not None and row.candidate.name != "serial")
     late = best_us + gain_us - alone.row("serial").us
@@ -208,7 +210,7 @@ def test_single_calls_pay_for_the_hosts_steps() -> None:
 
 
 def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
-    """However fast the device would be: a loop of such calls is not faster than the host."""
+    """In a loop, calls are not faster than the CPU can issue them, however fast the GPU is."""
     problem = AllGatherMatmul.even(4096, 1024, 4096, 8)
     model = model_of(load_machine("h200"), 8)
     ahead = decide(problem, replace(model, host_call_us=0.0), mode="queued")
@@ -228,7 +230,7 @@ def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
 
 
 def test_where_the_device_does_not_decide_the_host_is_spared() -> None:
-    """If a prediction that is a little wrong would not make it slower by much."""
+    """Choose the candidate with less CPU time, unless it would be much slower if the prediction errs a little."""
     long = AllGatherMatmul.even(64, 28672, 8192, 2)
     choice = decide(long, H200, mode="queued")
     serial, taken = choice.row("serial"), choice.row("gather[by=kernel]")
@@ -243,7 +245,7 @@ def test_where_the_device_does_not_decide_the_host_is_spared() -> None:
     ("name", "longer_us"),
     [
         ("serial", 300.0),
-        ("gather[by=kernel]", 0.0),  # one stream, of kernels alone
+        ("gather[by=kernel]", 0.0),  # a single stream that only has kernels
         ("shard[chunks=1,send=in_turn,by=dma]", 7.0),  # all lanes end before the graph does
     ],
 )
@@ -255,14 +257,14 @@ def test_in_graphs_collectives_and_ends_take_longer(name: str, longer_us: float)
 
 
 def test_what_is_taken_beats_serial_clearly_itself() -> None:
-    """And not only one that it is like."""
+    """It is not enough that another candidate with nearly the same time beats serial clearly."""
     choice = plan.choose(AllGatherMatmul.even(512, 512, 4096, 2), H200, mode="single")
     gain = (choice.row("serial").us or 0.0) - choice.predicted_us
     assert choice.candidate.name == "serial" or gain >= max(CLEARLY * (choice.row("serial").us or 0.0), CLEARLY_US)
 
 
 def test_of_schedules_alike_one_is_taken_that_does_not_stop_the_host() -> None:
-    """At many rows all hide the exchange, and predictions are nearly equal."""
+    """With many rows all schedules hide the exchange, and their predicted times are nearly equal."""
     p = AllToAllMatmul(2, 8, (32768, 32768), 28672, 4096, "bf16", 32768)
     choice = plan.choose(p, H200)
     assert "simplest" in choice.reason
@@ -333,7 +335,7 @@ def test_a_choice_is_remembered_for_its_model_mode_and_builders() -> None:
 
     @builder(AllGatherMatmul)
     def half(p: AllGatherMatmul) -> Schedule:
-        """Computes too little, and therefore wins."""
+        """Build a wrong schedule, which computes too little and is therefore the fastest."""
         d, x, ws, ys, _ = all_gather_matmul_operands("half", p)
         d.lane("compute").matmul(ys[0].part(rows=(0, p.rows[0])), x.part(), ws[0].part())
         return d.schedule()

@@ -1,4 +1,4 @@
-"""The choice of schedules that send tokens to experts: sizes that the host reads, and graphs."""
+"""The choice of schedules for tokens and experts: sizes that the CPU reads, and graphs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_measured_times_of_a_graph_are_those_of_what_can_be_captured() -> None:
 
 
 def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
-    """The device would be done sooner: with results of exactly the arriving rows the host is never far ahead."""
+    """If the result has exactly the arriving rows, the CPU is never far ahead of the GPU. So the time to issue a call
+    is a lower bound.
+    """
     p = AllToAllMatmul.even(8192, 1536, 2048, 64, 2)
     free = decide(p, replace(H200, host_late_us=0.0, host_dynamic_us=0.0), mode="queued")
     usual = decide(p, H200, mode="queued")
@@ -80,7 +82,9 @@ def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
 
 
 def test_steps_whose_sizes_only_the_run_knows_keep_the_host_busy() -> None:
-    """A loop of such calls must be no slower than one of serial's: the planner takes fewer of them than the device would like."""
+    """A loop of calls must not be slower than serial because of CPU time. So the planner uses fewer dynamic steps than
+    are optimal for the GPU.
+    """
     p = replace(AllToAllMatmul.even(8192, 1536, 2048, 64, 2), exact=False)
     slow_host = replace(H200, host_late_us=2 * H200.host_late_us)
     found = decide(p, slow_host, mode="queued")
@@ -89,7 +93,7 @@ def test_steps_whose_sizes_only_the_run_knows_keep_the_host_busy() -> None:
     assert fastest.host_us > max(serial.us or 0.0, serial.host_us)
     assert found.candidate.name != fastest.candidate.name
     assert found.row(found.candidate.name).host_us <= max(serial.us or 0.0, serial.host_us)
-    graph = decide(p, slow_host, mode="graph")  # whose replays take no host time
+    graph = decide(p, slow_host, mode="graph")  # replays take no CPU time
     assert graph.row(graph.candidate.name).us == pytest.approx(graph.row(fastest.candidate.name).us, rel=ALIKE)
 
 

@@ -1,4 +1,6 @@
-"""FiCCO's closed-form chooser beside the simulator, on a mesh and a switch, and the sweep over the heuristic's thresholds."""
+"""FiCCO's closed-form chooser compared with the simulator, on a mesh and a switch, and the sweep over the heuristic's
+thresholds.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "sim-ficco.json
     ("hw", "ranks", "m", "n", "k"), [("mi300x", 8, 16384, 896, 4096), ("h200", 4, 4096, 4096, 8192)]
 )
 def test_the_formulas_are_near_the_simulator(hw: str, ranks: int, m: int, n: int, k: int) -> None:
-    """Launches, copies' latencies and signals are a large part of these GEMMs' times, so a formula without one of them fails."""
+    """Launches, latencies of copies and signals take a large part of these GEMMs' times. So a formula that lacks one of
+    them fails.
+    """
     model, problem = model_of(load_machine(hw), ranks), AllGatherMatmul.even(m, n, k, ranks)
     us = {name: predict(named(problem, name).build(), model, "queued") for name in EIGHT}
     found = closed_form_us(problem, model)
@@ -65,7 +69,9 @@ def test_drawn_gemms_are_those_of_their_seed_and_none_of_the_tables() -> None:
 
 
 def test_the_sweep_reaches_what_a_dense_grid_of_thresholds_reaches() -> None:
-    """Made-up times: three GEMMs, of which the paper's form can have two, and any two thresholds all."""
+    """With these invented times, the paper's rule can classify two of the three GEMMs, and two free thresholds can
+    classify all.
+    """
 
     def row(name: str, m: int, k: int, fastest: str) -> GemmRow:
         ms = {of: 1.0 if title == fastest else 2.0 for title, of in STUDIED.items()}

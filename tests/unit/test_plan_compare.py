@@ -15,7 +15,7 @@ from weft.builders import EmbeddingAllToAll
 from weft.plan import compare
 from weft.words import decimal_us, in_us
 
-explain = importlib.import_module("weft.plan.explain")  # the name in its package is the function
+explain = importlib.import_module("weft.plan.explain")  # in its package, the name refers to the function
 GIVEN: Mapping[str, Any] = {"M": 1024, "N": 64, "K": 64, "ranks": 2, "hw": "h200", "dtype": "bf16"}
 
 
@@ -104,7 +104,7 @@ def test_sums_and_samples_are_made_even_only_if_they_nearly_are() -> None:
 
 
 def test_sizes_of_many_ranks_take_work_in_proportion_to_them() -> None:
-    """Sums over all earlier ranks for each rank took 13 seconds."""
+    """An earlier version summed over all earlier ranks for each rank, which took 13 seconds."""
     problem = EmbeddingAllToAll.sized(1 << 18, 64, 4, 1 << 16, tables=3 << 15)
     assert [problem.slots[rank][0][0] for rank in (0, 1, (1 << 15) + 1)] == [0, 128, 64 * ((1 << 16) + 1)]
     assert problem.columns == 64 * (3 << 15)

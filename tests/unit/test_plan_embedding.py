@@ -1,5 +1,6 @@
-"""The planner and embedding_all_to_all: the model's choice is the fastest measured transport, and explanations say
-so."""
+"""The planner and embedding_all_to_all: the model chooses the transport that was the fastest when measured, and
+explanations name it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ MEASURED_AS = {"serial": "batched", "direct": "direct", "put": "put"}
 
 
 def measured(file: str = "h200-2-ranks") -> dict[tuple[str, str], dict[str, dict]]:
-    """Queued records by configuration and dtype, then by variant."""
+    """Return {(configuration, dtype): {variant: record}} of queued calls."""
     found: dict[tuple[str, str], dict[str, dict]] = {}
     for line in (RESULTS / f"{file}.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -50,7 +51,7 @@ def problem(config: str, dtype: str, record: dict) -> EmbeddingAllToAll:
 
 @pytest.mark.parametrize(("config", "dtype"), measured())
 def test_what_is_taken_was_the_fastest_when_measured(config: str, dtype: str) -> None:
-    """The choice was the fastest in measurements of this very batch, and of the batch by which calls of its size choose."""
+    """The choice must be right for the recorded batch, and for the batch that represents its size bucket."""
     records = measured()[config, dtype]
     p = problem(config, dtype, records["direct"])
     for one in (p, plan.typical(p)):
@@ -65,9 +66,12 @@ def test_what_is_taken_was_the_fastest_when_measured(config: str, dtype: str) ->
     [("h200-2-ranks", "fp32", 0.11), ("h200-2-ranks", "fp16", 0.04), ("h100-embedding_all_to_all", "fp32", 0.12)],
 )
 def test_recorded_calls_take_about_as_long_as_predicted(file: str, dtype: str, most: float) -> None:
-    """In the mean. Two numbers of pooling come from pgas-weak and pgas-strong in fp16, and none from the other records.
+    """Check the mean error. Two numbers of the pooling model come from pgas-weak and pgas-strong in fp16, and none from
+    other records.
 
-    The worst are `put` of dcnv2 (+32%), and one-hot bags of 16 columns (criteo-kaggle, +36%), which take less than other bags."""
+    The largest errors are +32% (`put` of dcnv2) and +36% (one-hot bags of 16 columns in criteo-kaggle, which are faster
+    than other bags).
+    """
     errors = []
     for (config, of_dtype), records in measured(file).items():
         p = problem(config, of_dtype, records["direct"])
@@ -96,7 +100,7 @@ def test_nothing_is_taken_that_is_slower_than_serial(machine: str, ranks: int) -
 
 
 def test_of_what_takes_as_long_the_one_that_stages_nothing_is_taken() -> None:
-    """`put` has fewer steps."""
+    """`direct` is chosen although the times are nearly equal and `put` has fewer steps."""
     model = model_of(load_machine("h200"), 2)
     choice = decide(EmbeddingAllToAll.sized(64, 16, 1, 2, "fp32", tables=26), model, mode="queued")
     direct, put = choice.row("direct"), choice.row("put")
@@ -162,14 +166,14 @@ def test_what_cannot_be_explained(given: dict, words: str) -> None:
 
 
 class _OfTwo:
-    """Stands in for a communicator of two GPUs."""
+    """A replacement for a communicator of two GPUs."""
 
     device, world_size = torch.device("cuda"), 2
 
 
 @pytest.mark.parametrize("kernel_us", [0.5, 9.0])
 def test_sizes_between_two_with_one_choice_are_not_planned(kernel_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However sizes follow each other, choices are as if each were planned, and few are planned."""
+    """For any order of sizes, choices equal those of planning each size, and only a few sizes are planned."""
     asked = []
 
     def spy(p: EmbeddingAllToAll, *rest: object, **options: object) -> plan.Choice:

@@ -1,4 +1,4 @@
-"""Explanations: their contents, their machine, and refused arguments."""
+"""Explanations: their contents, the machine that they are for, and refused arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_autotuned_times_are_shown_and_decide(monkeypatch: pytest.MonkeyPatch) -
     assert {(row[0], row[2]) for row in found.cells() if row[2]} == {("serial", "1000.0"), ("gather[by=dma]", "500.0")}
     assert not any("launches ahead of the GPU" in line for line in found.legend())
     assert explanation(mode="single").choice.measured_us is None
-    graph = explanation(mode="graph")  # nobody has timed graphs
+    graph = explanation(mode="graph")  # no times of graphs are cached
     assert graph.choice.measured_us == 500.0
     assert any("launches ahead of the GPU" in line for line in graph.legend())
 
@@ -107,7 +107,7 @@ def test_a_machine_in_a_file(tmp_path: Path) -> None:
     assert "Mine; not calibrated" in plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw=mine)
     text = mine.read_text()
     mine.write_text(text.replace("[copy_engine.latency]", "[copy_engine.latncy]"))
-    with pytest.raises(ValueError, match=r"copy_engine\.latncy is no known key: do you mean copy_engine\.latency\?"):
+    with pytest.raises(ValueError, match=r"copy_engine\.latncy is not a known key: do you mean copy_engine\.latency\?"):
         plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw=mine)
     mine.write_text(re.sub(r"\[copy_engine\.latency\]\n(.+\n)+", "", text))
     with pytest.raises(ValueError, match=r"Mine: add copy_engine\.latency to its machine file"):

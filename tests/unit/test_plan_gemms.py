@@ -1,4 +1,6 @@
-"""GEMMs measured at the first call of a shape: which GEMMs, how long, how ranks agree, and the effect on choices."""
+"""GEMMs that are measured at the first call of a shape: which GEMMs, the duration, the agreement of ranks, and the
+effect on choices.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def _as_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Timed:
-    """GEMMs take `factor` times as long as the model says."""
+    """A measurement in which GEMMs take `factor` times the model's time."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
@@ -116,7 +118,7 @@ def test_a_model_knows_what_was_measured_before_what_was_calibrated() -> None:
 
 
 def test_long_gemms_are_taken_to_be_slower_in_sustained_work() -> None:
-    """So are their pieces, by rows, columns or K; other short GEMMs are not."""
+    """The same holds for their pieces by rows, columns or K, but not for other short GEMMs."""
     long, short = (8192, 5120, 8192, "bf16"), (64, 4096, 4096, "bf16")
     pieces = [(1024, 5120, 8192, "bf16"), (8192, 512, 8192, "bf16"), (8192, 5120, 1024, "bf16")]
     others = [(1024, 5120, 4096, "bf16"), (1024, 5120, 8192, "fp16"), (1024, 5376, 8192, "bf16")]
@@ -128,7 +130,7 @@ def test_long_gemms_are_taken_to_be_slower_in_sustained_work() -> None:
 
 
 def test_slow_pieces_are_not_chosen() -> None:
-    """Chosen by the formula; measured, its GEMMs take twice as long as the whole one, and it is left alone."""
+    """The formula's choice is dropped if measurements show that a piece takes as long as the whole GEMM."""
     chosen = decide(P, H200, mode="queued").row(decide(P, H200, mode="queued").candidate.name)
     (piece,) = chosen.matmuls
     whole = (P.m, P.n[0], P.k, P.dtype)

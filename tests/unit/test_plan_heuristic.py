@@ -1,4 +1,4 @@
-"""FiCCO's static heuristic: the sixteen GEMMs of its table I, and its borders."""
+"""FiCCO's static heuristic: the sixteen GEMMs of the paper's table I, and cases at its limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from weft.plan.heuristic import peak_flops
 MI300X = load_machine("mi300x")
 PAPERS_RANKS = 8
 BY_COLUMNS = {"g1", "g3", "g5", "g7"}
-"""The only class of which the paper's text says which GEMMs are in it (IV-C1: of these four M < K)."""
-# Of the other classes the paper says how they are told apart, but not at which time. That threshold is weft's own 10 ms
-# (weft/hw/mi300x.toml), chosen such that all three occur. So these sets hold the code still, and are no finding.
+"""The only class whose GEMMs the paper's text names (IV-C1: these four have M < K)."""
+# The paper explains how the other classes are distinguished, but not the threshold. The threshold of 10 ms is weft's
+# own (weft/hw/mi300x.toml), chosen such that all three classes occur. So these sets only detect changes of the code;
+# they do not reproduce a result.
 BY_OUR_THRESHOLD = {
     "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]": {"g2", "g6", "g14", "g15", "g16"},
     "ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]": {"g4", "g8", "g9", "g11"},
@@ -92,7 +93,9 @@ def test_other_dtypes_have_the_peak_that_matmuls_say() -> None:
 
 
 def test_it_picks_nothing_in_a_dtype_of_which_no_machine_tells_the_rate() -> None:
-    """fp64, which CPU processes multiply: a call continues with the default choice, and fails no group."""
+    """No machine file has a rate for fp64, which CPU processes support. The call must use the default choice, and must
+    not fail.
+    """
     for problem in (
         AllGatherMatmul.even(128, 8, 64, 2, dtype="fp64"),
         AllToAllMatmul(2, 2, (64, 64), 9, 64, "fp64", 64),

@@ -1,4 +1,6 @@
-"""Choices for similar sizes: equal for any order of calls, with few simulations; and the parts that executors share."""
+"""Choices for similar sizes: they do not depend on the order of calls, and need few simulations. Also the state that
+executors of similar sizes share.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def test_the_choice_for_the_middle_is_not_taken_if_serial_is_faster_at_the_first
         return {(m, 4096, 8192, "bf16"): slower * plain.matmul_us(m, 4096, 8192, "bf16")}
 
     usual = us(4096) | us(2048) | us(1024) | us(512)
-    model = plain.with_measured(usual | us(4260) | us(2130, 1.5) | us(1065, 2) | us(532, 3))  # here pieces take longer
+    # Pieces of this size take longer.
+    model = plain.with_measured(usual | us(4260) | us(2130, 1.5) | us(1065, 2) | us(532, 3))
     of_middle, at_odd = plan.choose(middle, model, mode="queued"), plan.choose(odd, model, mode="queued")
     serial = at_odd.row("serial").us
     assert serial is not None
@@ -76,12 +79,14 @@ def test_a_new_size_is_a_look_and_a_new_half_octave_a_few_candidates(monkeypatch
     every = len(candidates(problem(8192)))
     assert all(among is not None and among < every / 4 for _, among in asked)
     asked.clear()
-    plan.names_near(problem(8192, n=512), model, MODES)  # other weights are another family
+    plan.names_near(problem(8192, n=512), model, MODES)  # other weights belong to another family
     assert all(among is None for _, among in asked)
 
 
 def test_where_it_does_not_go_a_size_is_planned_by_itself() -> None:
-    """Among the same candidates, and without a change of what goes for the sizes around it."""
+    """If the family's choice does not support a size, the size is planned among the same candidates. Choices for other
+    sizes do not change.
+    """
     model = gpu("h200", 2)
     around = plan.names_near(problem(4096), model, MODES)
     (family,), odd = nearby._families.values(), problem(4094)
@@ -104,7 +109,7 @@ def test_families() -> None:
 
 @pytest.mark.parametrize(("gathered", "world"), in_turn([False, True], [2, 3, 4]))
 def test_order_and_flags_of_one_size_are_those_of_another(world: int, gathered: bool) -> None:
-    """An executor takes from another of its kind exactly what it would compute by itself."""
+    """An executor reuses the order and the flags of another size. They must equal what it would compute itself."""
     sizes, kept = [(240, 36), (48, 36), (12, 36)], 0
     problems = [replace(AllGatherMatmul.even(m, n, 64, world, "fp32"), return_gathered=gathered) for m, n in sizes]
     for made in zip(*map(candidates, problems), strict=True):
@@ -115,7 +120,7 @@ def test_order_and_flags_of_one_size_are_those_of_another(world: int, gathered: 
         for (a, b), rank in itertools.product(itertools.pairwise(schedules), (0, world - 1)):
             try:
                 like = rank_schedule(a, rank)
-            except ValueError:  # streams cannot run it, whatever its size
+            except ValueError:  # streams cannot run this schedule for any size
                 continue
             taken, found = rank_schedule(b, rank, like), rank_schedule(b, rank)
             assert taken == found, (made[0].name, rank)

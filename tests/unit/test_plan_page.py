@@ -1,5 +1,6 @@
-"""docs/planning.md shows the planner's present output: WEFT_WRITE_DOCS=1 pytest tests/unit/test_plan_page.py rewrites
-it."""
+"""docs/planning.md shows the planner's current output. To rewrite it: WEFT_WRITE_DOCS=1 pytest
+tests/unit/test_plan_page.py.
+"""
 
 import os
 import re
@@ -27,7 +28,7 @@ def _said(found: re.Match[str]) -> str:
 
 
 def test_the_examples_are_what_the_planner_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # no calibration
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # an empty cache, so that there is no calibration
     text = PAGE.read_text()
     said, count = BLOCK.subn(_said, text)
     assert count == 3
@@ -38,7 +39,7 @@ def test_the_examples_are_what_the_planner_says(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_page_says_the_planners_thresholds() -> None:
-    """Compare shares, times and factors of the text about the choice, whatever its words."""
+    """The percentages, times and factors in the text about the choice must be those of the code."""
     text = PAGE.read_text()
     first = text.index("## How the choice is made")
     steps = " ".join(text[text.index("\n1. ", first) : text.index("\n4. ", first)].split())

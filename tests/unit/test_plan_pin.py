@@ -63,7 +63,7 @@ def test_unknown_names_give_the_nearest() -> None:
 
 @pytest.mark.parametrize("op", HOUSE)
 def test_what_is_proposed_for_an_unknown_name_can_be_pinned(op: str) -> None:
-    """Whatever the problem: some have ways that fp8, few ranks or few rows rule out."""
+    """The proposed names must support the problem. Some builders do not support fp8, few ranks or few rows."""
     for m, ranks in ((64, 4), (64, 2), (64, 1), (0, 2)):
         p = described(op, m=m, n=64, k=64, ranks=ranks, **OPTIONS.get(op, {}))
         for name in ("nonsense", "ring", "direct[]", "tracked[chunk=8]"):

@@ -1,4 +1,4 @@
-"""Predictions by machine files alone, no GEMM having been timed, against calls that were recorded on these machines."""
+"""Predictions from machine files alone, without measured GEMMs, against calls that were recorded on these machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(machine: str, ranks: int) -> Model:
 
 
 def calls(file: str, mode: str) -> list[dict[str, Any]]:
-    """The records of schedules, with their names as `variant`."""
+    """Return the records of schedules, with the schedule's name as `variant`."""
     rows = [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
     rows = [row | {"variant": row["chosen"] if row["variant"] == "weft" else row["variant"]} for row in rows]
     return [row for row in rows if row["mode"] == mode and row["variant"] not in (None, "asynctp")]
@@ -57,7 +57,7 @@ def error(row: dict[str, Any], machine: str) -> float:
 def test_recorded_calls_take_about_as_long_as_predicted(
     file: str, mode: str, most: float, most_short: float | None
 ) -> None:
-    """In the mean of the calls of 100 us and more, and of the shorter ones; of single calls, of all."""
+    """Check the mean error of calls of at least 100 us, and of shorter calls. For single calls, check the mean of all."""
     rows = calls(file, mode)
     machine = file.partition("-")[0]
     long = [row for row in rows if mode == "single" or 1e3 * row["p50_ms"] >= SHORT_US]
@@ -70,7 +70,7 @@ def test_recorded_calls_take_about_as_long_as_predicted(
 
 
 def test_collectives_beside_matmuls_begin_late() -> None:
-    """The kernels of collectives wait for units, as copies by kernel do."""
+    """Kernels of collectives wait for compute units, like copies by kernel."""
     rows = [row for row in calls("h200-all_gather_matmul-schedules", "queued") if "collective" in row["variant"]]
     assert len(rows) >= 50
     assert sum(error(row, "h200") for row in rows) / len(rows) < 0.08

@@ -1,6 +1,6 @@
-"""The rule of the choice, on predictions that are made up so that each clause decides once by itself.
+"""The rule of the choice, with invented predictions in which each clause alone is decisive.
 
-`test_plan_choose.py` has the same planner on machines and shapes that there are.
+`test_plan_choose.py` tests the same planner with real machines and shapes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from weft.schedule import Schedule
 from weft.sim import model_of
 from weft.sim.run_time import TORCH_CALLS
 
-module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
+module = importlib.import_module("weft.plan.choose")  # `weft.plan.choose` is a function, so import the module by name
 PROBLEM = AllGatherMatmul.even(8192, 4096, 8192, 2)
 H200 = replace(model_of(load_machine("h200"), 2), host_call_us=10.0)
 SERIAL, ONE, TWO = "serial", "gather[by=dma]", "gather[by=kernel]"
 
 
 def row(name: str, us: float, **more: Any) -> Row:
-    """A call keeps the host busy for 10 us a GEMM and 15 us a collective; with several lanes, for 1 us a step besides."""
+    """Return the prediction of a call. It takes 10 us of CPU time per GEMM and 15 us per collective. With several
+    lanes, each step takes 1 us more.
+    """
     return Row(named(PROBLEM, name), us, problem=PROBLEM, model=H200, **({"gemms": 1, "steps": 1} | more))
 
 
@@ -58,7 +60,7 @@ def test_alike_is_what_differs_by_little_in_parts_or_in_microseconds(
 def test_a_call_may_keep_the_host_as_busy_as_serials_does(
     monkeypatch: pytest.MonkeyPatch, gemms: int, collectives: int, taken: str
 ) -> None:
-    """Serial takes 115 us on the device; on the host as long as its collectives are many."""
+    """Serial takes 115 us on the GPU. Its CPU time depends on its number of collectives."""
     serial = row(SERIAL, 115.0, gemms=8, collectives=collectives)
     choice = choice_of(monkeypatch, serial, row(ONE, 60.0, gemms=gemms))
     assert choice.candidate.name == taken
@@ -97,7 +99,9 @@ def test_of_those_that_spare_the_host_the_simplest_is_taken(monkeypatch: pytest.
 def test_the_margin_is_smaller_if_only_serial_waits_for_sizes(
     monkeypatch: pytest.MonkeyPatch, mode: Mode, serial_stops: bool, other_stops: bool, taken: str
 ) -> None:
-    """Kernels of weft must save 8% of serial's time, or in this case 8% minus the 20 us of serial's host time."""
+    """Weft's own kernels must save 8% of serial's time. If only serial waits for sizes, 20 us of serial's CPU time
+    count towards this margin.
+    """
     serial = row(SERIAL, 1000.0, gemms=2, stops_host=serial_stops)
     assert serial.host_us == 20.0
     margin_us = CLEARLY_OWN * 1000.0 - 20.0
@@ -116,7 +120,7 @@ def test_serials_reason_names_the_best_of_the_others(monkeypatch: pytest.MonkeyP
     assert "130.0 us" not in choice.reason
 
 
-# -- predictions, if the host decides
+# -- predictions that CPU time determines
 
 
 def built(problem: AllGatherMatmul | AllToAllMatmul | MatmulAllToAll, name: str) -> Schedule:
@@ -124,7 +128,9 @@ def built(problem: AllGatherMatmul | AllToAllMatmul | MatmulAllToAll, name: str)
 
 
 def test_reading_sizes_costs_the_host_each_dynamic_step_of_a_run() -> None:
-    """Serial waits for sizes before all else and then makes several torch calls for a step; others issue it in native code."""
+    """Serial waits for the sizes first, and then makes several torch calls per step. Other schedules issue a step in
+    native code.
+    """
     problem, slow = (
         AllToAllMatmul.even(64, 32, 16, 4, 2),
         replace(H200, host_dynamic_us=1e3, host_late_us=1e4, host_call_us=1e5),
@@ -144,7 +150,7 @@ def test_reading_sizes_costs_the_host_each_dynamic_step_of_a_run() -> None:
 def test_serial_of_experts_between_hosts_takes_at_most_the_sum_of_its_parts(
     problem_type: type[AllToAllMatmul | MatmulAllToAll], hosts: int
 ) -> None:
-    """Serial sorts the rows of all ranks at once, so its host time does not grow with the number of ranks."""
+    """Serial sorts the rows of all ranks in one call, so its CPU time does not grow with the number of ranks."""
     world, rows, n, k, experts = 8 * hosts, 4096, 2048, 2048, 4
     machine = load_machine("h100")
     model = replace(model_of(machine, world), wiring=load_topology(f"hosts:{hosts}x8", machine))

@@ -1,4 +1,4 @@
-"""The one warning of the planner: its text, its times, and when there is none."""
+"""The planner's only warning: its text, its times, and the cases without a warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.hw import load_machine
 from weft.plan.choose import decide
 from weft.sim import model_of
 
-module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
+module = importlib.import_module("weft.plan.choose")  # `weft.plan.choose` is a function, so import the module by name
 H200 = model_of(load_machine("h200"), 2)
 LARGE = AllGatherMatmul.even(8192, 4096, 8192, 2)
 TINY = AllGatherMatmul.even(2, 8, 8, 2)
@@ -37,7 +37,7 @@ def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WEFT_QUIET", "0")
     monkeypatch.setattr(module, "_warned", False)
     model = NO_COLLECTIVE
-    assert plan.choose(LARGE, H200).candidate.name != "serial"  # no warning: it overlaps
+    assert plan.choose(LARGE, H200).candidate.name != "serial"  # no warning, because the choice overlaps
     alone = AllGatherMatmul.even(64, 8, 8, 1)
     assert plan.choose(alone, model_of(load_machine("h200"), 1)).candidate.name == "serial"  # nor could this
     plan.choose(TINY, model, pinned="serial")  # nor should this
@@ -52,8 +52,9 @@ def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planned size stands for sizes near it. A graph in which nothing can be captured runs nothing. A choice
-    between measured times does not cover predicted candidates."""
+    """The text says if the planned size represents similar sizes. If a graph can capture no schedule, nothing runs. A
+    choice by measured times does not compare predicted candidates.
+    """
     monkeypatch.setenv("WEFT_QUIET", "0")
 
     def said(problem: Problem, **options: Any) -> list[str]:

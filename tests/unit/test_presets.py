@@ -1,4 +1,4 @@
-"""Presets say what their sources say, shrink as promised, and draw the inputs they claim to."""
+"""Presets have the sizes that their sources state, shrink as documented, and draw the inputs that they describe."""
 
 import itertools
 from dataclasses import replace
@@ -29,12 +29,16 @@ from weft.bench.table_1 import TABLE_1
 
 CPU = torch.device("cpu")
 META_2021_INDICES, META_2021_DISTINCT, META_2021_HOT_SHARE = 468_084_223, 61_644_628, 0.255
-"""Published statistics of the batch. hot: the share of indices that name a row that the batch reads more than 1024 times."""
+"""Published statistics of the batch. HOT_SHARE: the share of indices whose row occurs more than 1024 times in the
+batch.
+"""
 FP32 = torch.float32
 
 
 def probabilities(zipf: Zipf, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(probability of one row, number of rows that have it), the tail in groups: exact to about 1e-3."""
+    """Return (probability of a row, number of rows with this probability). The tail is grouped, with an error of about
+    1e-3.
+    """
     edges = np.unique(np.concatenate([np.arange(min(rows, 200)), np.geomspace(min(rows, 200), rows, 600).round()]))
     power = 1 - zipf.exponent
     mass = np.log(edges + 1) if abs(power) < 1e-9 else ((edges + 1) ** power - 1) / power
@@ -49,7 +53,7 @@ def expected_distinct(zipf: Zipf, rows: int, draws: float) -> float:
 
 
 def expected_hot_share(zipf: Zipf, rows: int, draws: float, reuse: float) -> float:
-    """The share of draws that name a row drawn more than `reuse` times."""
+    """Return the expected share of draws whose row is drawn more than `reuse` times."""
     probability, count = probabilities(zipf, rows)
     return float((count * probability)[draws * probability > reuse].sum())
 
@@ -69,7 +73,7 @@ def test_dcnv2_has_214_indices_a_sample_and_97_gib() -> None:
     assert sum(bag.mean for bag in config.bags) == 214
     assert len(config.sharding.tables) == 26
     assert sum(config.table_bytes(r) for r in range(2)) / 2**30 == pytest.approx(97, abs=0.5)
-    # One table has 100 of the 214: balanced by cost, neither rank reads more than 60% of the rows.
+    # One table has 100 of the 214 indices. After balancing by cost, no rank reads more than 60% of the rows.
     assert config.expected_rows_bytes(0) / sum(config.expected_rows_bytes(r) for r in range(2)) == pytest.approx(
         0.5, abs=0.1
     )
@@ -106,7 +110,8 @@ def test_meta_2021_keeps_its_reuse_when_scaled() -> None:
     draws = [config.bags[t].mean * config.global_batch for t in some]
     expected = sum(expected_distinct(config.preset.indices, r, n) for r, n in zip(rows, draws, strict=True))
     assert distinct == pytest.approx(expected, rel=0.02)
-    # A bounded Zipf law is not quite scale-free: 1/64 of rows and batch keeps about five sixths of the reuse.
+    # A bounded Zipf distribution is not quite scale-free: with 1/64 of the rows and of the batch, about 5/6 of the
+    # reuse remain.
     assert values.numel() / distinct == pytest.approx(META_2021_INDICES / META_2021_DISTINCT, rel=0.2)
 
 
@@ -239,7 +244,7 @@ def test_shapes_with_inputs_in_symmetric_memory_are_others() -> None:
 
 def test_layers_of_all_to_all_matmul_follow_from_the_models() -> None:
     file = shapes_file("all_to_all_matmul")
-    models = {  # hidden, MLP of an expert, experts, of a token
+    models = {  # hidden, MLP of an expert, experts, experts per token
         "mixtral-8x7b": (4096, 14336, 8, 2),
         "deepseek-v3": (7168, 2048, 256, 8),
         "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -300,7 +305,7 @@ def test_ficcos_gemms_have_n_over_the_ranks() -> None:
 
 
 class OneRank:
-    """All ranks are alike."""
+    """A group whose ranks all have the same values."""
 
     world_size = 2
 
@@ -328,4 +333,4 @@ def test_m_is_halved_until_inputs_results_and_schedules_fit(
         assert (left > 0 and schedules <= left / 2) == fits
     assert fit("g2-m2", 1e9).name == "g2-m2"  # M is given
     assert fit("512x512x512", 1.0).name == "512x512x512"
-    assert fit("g2", 1e9).name == "g2"  # whose weight alone is more: it is refused
+    assert fit("g2", 1e9).name == "g2"  # the weight alone does not fit, so the call will be refused

@@ -1,6 +1,6 @@
-"""Files and messages that others wrote: pipes, sizes, nesting and numbers beyond the limits are refused by name, at once.
+"""Files and messages from others: pipes, sizes, nesting and numbers beyond the limits are refused by name, at once.
 
-The slow tests make up such files, at random and out of valid ones. Nothing but the named errors may come of them.
+Slow tests generate such files, at random and by changing valid files. Only the named errors may be raised.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_what_is_valid_is_read(tmp_path: Path) -> None:
     value = {"a": [1, -2.5, True, None, 'a "quoted" [[[ bracket'], "b": {"c": 2**63 - 1}}
     (tmp_path / "a.json").write_text(json.dumps(value))
     assert reading.read_json(tmp_path / "a.json") == value
-    many = "[" * 100  # in texts and comments they nest nothing
+    many = "[" * 100  # brackets in strings and comments do not nest
     text = f"""
         a.b.c = [1.5, 2.5] # {many}
         "quoted.key" = 'literal {many} "'
@@ -129,10 +129,10 @@ def test_what_does_not_end_is_scanned_in_linear_time() -> None:
             start = time.monotonic()
             with contextlib.suppress(UnreadableError):
                 parse(text, "here")
-            assert time.monotonic() - start < 30  # the square of its length would take minutes
+            assert time.monotonic() - start < 30  # quadratic work would take minutes
 
 
-# -- made up
+# -- generated files
 
 
 TOPOLOGY = b"""
@@ -153,7 +153,7 @@ note = "400 Gb/s"
 
 
 class Places:
-    """Everything that reads such texts, each with a valid one and the errors that it may raise."""
+    """All readers of such files, each with a valid file and the errors that it may raise."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -281,7 +281,7 @@ def mutated(text: bytes, rng: random.Random) -> bytes:
 
 
 def replaced(value: Any, rng: random.Random) -> Any:
-    """`value` with another one somewhere in it."""
+    """Replace `value`, or a random value inside it, by another value."""
     if not value or not isinstance(value, dict | list) or rng.random() < 0.1:
         return rng.choice(VALUES)
     keys = list(value) if isinstance(value, dict) else range(len(value))

@@ -1,5 +1,6 @@
 """The README and the pages are true: every Python block runs as printed, on two processes. Links, targets and commands
-exist, and the first screen holds what was promised."""
+exist, and the first screen has the required contents.
+"""
 
 import json
 import re
@@ -33,12 +34,12 @@ def _run_on_two_ranks(script: str, folder: Path) -> str:
 def test_the_first_snippet_runs_as_printed(tmp_path: Path) -> None:
     snippet = BLOCKS[0]
     assert README.index(snippet) < README.index("\n## What works where"), "it comes before everything else"
-    printed = _run_on_two_ranks(snippet, tmp_path)  # by two processes, whose line ends may mix
+    printed = _run_on_two_ranks(snippet, tmp_path)  # lines of the two processes may be mixed
     assert sorted(re.findall(r"rank (\d): y \[256, 256\], x.grad \[128, 512\]", printed)) == ["0", "1"]
 
 
 def test_the_line_that_changes_is_the_one_that_runs() -> None:
-    """The diff's new call is the snippet's, and the old one differs in nothing but the name and the group."""
+    """The new call of the diff is the snippet's call. The old call differs only in the name and the group."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     old, new = (line[2:] for line in diff.splitlines())
     assert new.replace(", group,", ", dist.group.WORLD,") in BLOCKS[0]

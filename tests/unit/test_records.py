@@ -1,4 +1,4 @@
-"""Records say which code made them, with which variables and by which harness; and the documents say what the records say."""
+"""Records contain the commit, the variables and the harness that made them, and the documents agree with the records."""
 
 import json
 import re
@@ -36,7 +36,7 @@ DRAWN = {name for name, rows in MEASURED.items() if is_mine(rows[0])}
 
 @pytest.mark.parametrize("name", SIMULATED)
 def test_simulated_records_say_so(name: str) -> None:
-    """And of how many numbers that are assumed they are made."""
+    """The page must also give the number of assumed machine numbers."""
     last = RESULTS[name][-1]
     assert {(r["commit"], r["source"], *r["assumed"]) for r in RESULTS[name]} == {
         (last["commit"], last["source"], *last["assumed"])
@@ -54,7 +54,8 @@ def test_every_record_says_what_it_is(name: str) -> None:
     for record in RESULTS[name]:
         assert COMMIT.fullmatch(record["commit"]), record.where
         assert 1 <= record["harness"] <= HARNESS, record.where
-        if record["harness"] < 4:  # did not record these: null says so, and what is known otherwise stands beside it
+        # Earlier harnesses did not record these, so they are null; known values are in another field.
+        if record["harness"] < 4:
             assert record["source"] is None, record.where
             assert record["variables"] is None, record.where
             assert record["device"] == "cpu" or record["variables_by_hand"], record.where
@@ -116,7 +117,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A commit of one source file."""
+    """Make a repository with one commit of one source file."""
     root = tmp_path / "checkout"
     for folder in ("weft", "csrc", "benchmarks"):
         (root / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Remarks beside numbers in tables: noise as it is, claims within it in parentheses, options that peers ran without."""
+"""Remarks on numbers in tables: noise, gains within the noise in parentheses, and options that peers ran without."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
 
 
 def _records(**ms: float) -> list[dict[str, Any]]:
-    """Return records of queued calls, and of single calls, which are the faster the slower the queued calls are."""
+    """Return records of queued calls, and of single calls in the reverse order of speed."""
     return [
         _record(of**power, variant=name, mode=mode)
         for mode, power in (("queued", 1), ("single", -1))
@@ -89,7 +89,7 @@ def test_nccl_is_told_of_beyond_two_gpus() -> None:
 
 
 class _Alone:
-    """One rank that needs no process group."""
+    """A group of one rank, without a process group."""
 
     class device:
         type = "cpu"
@@ -106,7 +106,9 @@ class _Alone:
 
 
 def _times(monkeypatch: pytest.MonkeyPatch, spread: float, **how: Any) -> tuple[dict[str, Timing], list[str]]:
-    """Time three variants by a clock that gives each a time and a spread. Return also the order in which variants were measured."""
+    """Time three variants with a fake clock, which gives each variant a time and a spread. Return the timings, and the
+    order of measurements.
+    """
     base_ms, measured = {"serial": 100.0, "weft": 99.0, "other": 50.0}, []
 
     def measure(clock: Any, repetition: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Tables in documents come from recorded results, and those in this repository are up to date."""
+"""Tables in documents come from recorded results, and the tables in this repository are up to date."""
 
 import json
 import math
@@ -24,7 +24,7 @@ CODE = {"commit": "abcdef0123", "source": "0123456789abcdef", "variables": {}, "
 
 
 def _spread(ms: float, noise: float = 0.001) -> dict:
-    """Return a record's fields for a time whose median errs by so much."""
+    """Return a record's fields for a time of `ms` whose median has the relative error `noise`."""
     half = noise * ms * math.sqrt(9) * 1.6832 / 1.2533 / 2
     return {"p20_ms": ms - half, "p50_ms": ms, "p80_ms": ms + half, "repetitions": 9}
 
@@ -60,7 +60,7 @@ def test_speedups_and_their_geometric_mean() -> None:
     assert one[0] == "one"
     assert two[0] == "two (1/64)"
     assert one[column] == two[column] == mean[column] == "2.50x"
-    assert not [name for name in header if name.startswith(("put vs", "put /"))]  # of the default alone
+    assert not [name for name in header if name.startswith(("put vs", "put /"))]  # only the default variant is compared
     assert one[header.index("put, ms")]
     assert one[header.index("direct / roofline")] == "1.25"
     assert two[header.index("embedding_bag, ms")] == "5"

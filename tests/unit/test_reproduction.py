@@ -1,4 +1,6 @@
-"""docs/reproduction.md: current, a reason for each claim that is not reproduced, and verdicts that follow from the numbers."""
+"""docs/reproduction.md is up to date, gives a reason for each claim that is not reproduced, and its verdicts follow
+from the numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_the_page_is_made_from_records_and_reasons() -> None:
 
 
 def test_reasons_have_no_results() -> None:
-    """Results come from records. Items of the papers, their sections and numbers that both have may be in a reason."""
+    """Results come only from records. A reason may contain items and sections of the papers, and numbers that the paper
+    and weft share.
+    """
     for paper in tomllib.loads(script.REASONS.read_text()).values():
         for reason in [*paper["why"].values(), *(one["why"] for one in paper["not_built"])]:
             assert not re.search(r"\d\.\d+x|\d points|\d+\.\d+ ?(us|ms|%)", reason), reason

@@ -1,4 +1,4 @@
-"""One fp8 GEMM with scales on CPU, and the ones that a first call on GPUs times."""
+"""The fp8 GEMM with scales on CPU, and the fp8 GEMMs that a first call on GPUs times."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_parts_of_scaled_gemms_are_timed_with_their_scales() -> None:
 
 @pytest.mark.parametrize("by", ["tensor", "row"])
 def test_parts_of_one_scaled_gemm_are_timed_with_its_scales(by: str) -> None:
-    """In memory of their own, where the result has fewer rows."""
+    """Parts are timed in memory of their own, because the result may have fewer rows."""
     p = ScaledMatmulReduceScatter(2, 16, 48, 32, "bf16", by, True, True)  # type: ignore[arg-type]
     by_row = by == "row"
     tensors = {

@@ -1,5 +1,8 @@
-"""Gradients of all-gather + GEMM and of GEMM + all-gather as one schedule. Every candidate verifies, runs on GPUs, and
-gives the gradients in random legal orders over several runs. Small whole numbers: sums are exact in any order."""
+"""Gradients of all-gather + GEMM and of GEMM + all-gather, each as one schedule.
+
+Every candidate verifies, runs on GPUs, and gives the gradients in random legal orders over several runs. Inputs are
+small whole numbers, whose sums are exact in any order, so results are compared for equality.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def of_joined(p: MatmulAllGatherGradients, small: Small) -> tuple[list[Tensors],
 
 
 def calls(p: Problem, runs: int) -> tuple[list[list[Tensors]], list[list[Tensors]]]:
-    """(inputs, results) of each run and rank."""
+    """Return (inputs, results), each for every run and rank."""
     small = small_numbers(p.world_size)
     made = [
         of_joined(p, small) if isinstance(p, MatmulAllGatherGradients) else of_gathered(p, small) for _ in range(runs)
@@ -98,7 +101,7 @@ def test_every_candidate_gives_the_gradients(p: Problem) -> None:
 @pytest.mark.parametrize("world", [3, slow(4), slow(8)])
 @pytest.mark.parametrize("columns", [False, True])
 def test_every_number_of_chunks_verifies(world: int, columns: bool) -> None:
-    """Rows that no number of chunks divides, columns that are whole tiles, and that are not."""
+    """The sizes are rows that no number of chunks divides, columns that are whole tiles, and columns that are not."""
     for m, n in ((1030, 1100), (9, 300)):
         found = applicable(MatmulAllGatherGradients(world, m, n, 4, "bf16", columns))
         assert len(found) == 1 + 4 * 2
@@ -166,7 +169,7 @@ def test_each_wait_is_needed(p: Problem, name: str, signals: tuple[str, ...]) ->
 @pytest.mark.parametrize("name", ["direct[chunks=4]", "direct[chunks=4,last=columns]"])
 @pytest.mark.parametrize("columns", [False, True])
 def test_each_element_is_rounded_once_and_copy_engines_send(name: str, columns: bool) -> None:
-    """GEMMs do not accumulate, and write each element of both gradients once; no step packs columns."""
+    """GEMMs do not accumulate, and write each element of both gradients once. No step packs columns."""
     p = MatmulAllGatherGradients(3, 26, 18, 4, "bf16", columns)
     (compute, sender) = named(p, name).build().of_rank(1)
     written = {buffer: np.zeros(shape, int) for buffer, shape in (("grad_x", (p.m, p.k)), ("grad_w", (p.k, p.n)))}
@@ -189,7 +192,7 @@ def test_each_element_is_rounded_once_and_copy_engines_send(name: str, columns: 
 
 @pytest.mark.parametrize("p", [GATHERED[2], JOINED[3]], ids=str)
 def test_its_gemms_are_timed_on_random_matrices(p: Problem) -> None:
-    """A first call on GPUs measures them, of all that its choice rests on."""
+    """A first call on GPUs measures all GEMMs on which its choice depends."""
     op = OPERATORS[p.name]
     call = op.drawn(p, 0, torch.Generator().manual_seed(0))
     timer = GemmTimer(p, {**op.inputs(p, call), **op.outputs(call, p.world_size)})
@@ -211,8 +214,10 @@ def test_the_planner_hides_both_exchanges() -> None:
 
 
 def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output layer of Llama-3-8B on eight ranks, after both GEMMs. Joined columns cost the unfused way one more copy."""
-    monkeypatch.setenv("WEFT_QUIET", "1")  # sizes that are too small to gain from overlap run without it
+    """The problem is the output layer of Llama-3-8B on eight ranks. With concatenated columns, serial needs an
+    additional copy.
+    """
+    monkeypatch.setenv("WEFT_QUIET", "1")  # sizes that are too small to gain from overlap run serial
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []
         for columns in (False, True):

@@ -1,8 +1,8 @@
-"""Every registered builder of an operator. Its schedule verifies, survives JSON, can be issued from one thread, and
-computes x @ w in random legal orders over several runs.
+"""Every registered builder of all-gather + GEMM: its schedule verifies, survives JSON, can be issued from one thread,
+and computes x @ w in random legal orders over several runs.
 
-Small whole numbers, so that sums are exact in any order and results are compared for equality. That a random order would
-notice is tested too, on a schedule that fills its buffer again too early.
+Inputs are small whole numbers, whose sums are exact in any order, so results are compared for equality. A planted
+fault, a schedule that refills its buffer too early, shows that random orders find races.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ SCALED = (
 
 
 def applicable(problem: AllGatherMatmul) -> list[tuple[Candidate, Schedule]]:
-    """The candidates that have a schedule. Of those that differ in nothing but by whom copies are done, which matters to
-    none of this, one."""
+    """Return the candidates that support the problem. If candidates differ only in `by`, return only one of them,
+    because these tests do not depend on it.
+    """
     found: dict[Schedule, tuple[Candidate, Schedule]] = {}
     for candidate in candidates(problem):
         try:
@@ -93,7 +94,9 @@ def expected(problem: AllGatherMatmul, inputs: list[list[Tensors]]) -> list[list
 
 
 def product(x: np.ndarray, scale: np.ndarray | None, tensors: Tensors, i: int) -> np.ndarray:
-    """scale: of the rows of x; None: a rank's own is for all of them, or there is none."""
+    """Return x times weight i. scale: the scales of the rows of x; None if each rank applies its own scale, or if there
+    are no scales.
+    """
     scale = tensors.get("x_scale", np.ones(())) if scale is None else scale
     weights = tensors[f"w{i}"] * tensors.get(f"w_scale{i}", 1.0)
     return np.asarray((x * scale) @ weights + tensors.get(f"bias{i}", 0.0))

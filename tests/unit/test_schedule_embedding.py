@@ -1,5 +1,6 @@
-"""Schedules of embedding_all_to_all: they verify, survive JSON, compute the pooled sums in random legal orders, are
-simulated as measured, and match the operator."""
+"""Schedules of embedding_all_to_all: they verify, survive JSON, compute the pooled sums in random legal orders, match
+the operator, and have simulated times close to measured times.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from weft.timeline import Timeline
 
 
 def problem(batch_sizes: tuple[int, ...], owners: tuple[int, ...], dims: tuple[int, ...]) -> EmbeddingAllToAll:
-    """Slot i has dims[i] columns and is owners[i]'s."""
+    """Return a problem in which slot i has dims[i] columns and belongs to rank owners[i]."""
     columns = (0, *itertools.accumulate(dims))
     slots = tuple(
         tuple((columns[i], dims[i]) for i, owner in enumerate(owners) if owner == rank)
@@ -75,7 +76,7 @@ def inputs_of(p: EmbeddingAllToAll, runs: int) -> list[list[Tensors]]:
 
 
 def expected(p: EmbeddingAllToAll, tensors: Tensors, rank: int) -> np.ndarray:
-    """Slot by slot, bag by bag."""
+    """Compute the expected result slot by slot and bag by bag."""
     first, weights = sum(p.batch_sizes[:rank]), tensors["tables"]
     out = np.zeros((p.batch_sizes[rank], p.columns))
     for number, (column, dim) in enumerate(sorted(slot for of_rank in p.slots for slot in of_rank)):
@@ -134,7 +135,7 @@ def test_a_wait_that_is_missing_is_found(name: str) -> None:
     inputs = inputs_of(p, runs=1)
     wrong = 0
     for seed in range(20):
-        # What a peer stores late is not there yet when this rank's run ends.
+        # Without the wait, this rank's run could end before a slow peer has stored its vectors.
         found = interpret(hasty, inputs, seed, dims=dims_of(p), keep=("out",))[0]
         wrong += any(not np.array_equal(found[r]["out"][:2], expected(p, inputs[0][r], r)) for r in range(2))
     assert wrong
@@ -177,7 +178,7 @@ def test_they_are_candidates_the_one_without_overlap_first() -> None:
     assert named(PROBLEMS[1], "put[slice_size=3]").build() == slices.put(PROBLEMS[1], slice_size=3)
 
 
-# -- what the operator takes from them
+# -- values that the operator takes from schedules
 
 
 @pytest.mark.parametrize("transport", ["direct", "put"])
@@ -215,13 +216,14 @@ def h200(world: int) -> Model:
 
 
 def alike(tables: int, dim: int, batch: int, rows: int) -> EmbeddingAllToAll:
-    """Two ranks with so many tables each, a global batch, rows a bag."""
+    """Return a problem of two ranks with `tables` tables each. batch: the global batch. rows: rows per bag."""
     slots = tuple(tuple(((r * tables + i) * dim, dim) for i in range(tables)) for r in range(2))
     return EmbeddingAllToAll(2, (batch // 2,) * 2, slots, ((rows,) * tables,) * 2)
 
 
-# Queued, fp32, `direct` on two H200s, from benchmarks/results/h200-2-ranks.jsonl: milliseconds, and those of `batched`, which
-# is the same as `serial`. Predicted: 2.5%, 15%, 2% and 14% less; of `serial` 2%, 12%, 1% and 11% less.
+# Times of queued fp32 calls on two H200s, in milliseconds, from benchmarks/results/h200-2-ranks.jsonl: `direct`, and
+# `batched`, which is the same as `serial`. Predicted times are lower: by 2.5%, 15%, 2% and 14% for `direct`, and by 2%,
+# 12%, 1% and 11% for `serial`.
 MEASURED = {
     "pgas-weak": (alike(64, 64, 16384, 64), 4.327, 4.921),
     "pgas-strong": (alike(48, 64, 16384, 16), 0.977, 1.473),
@@ -245,7 +247,9 @@ def works(result: Simulated) -> int:
 
 
 def test_a_kernel_of_880_000_slices_is_one_task() -> None:
-    """Whatever the number of slices: one task for those of each destination, and at most 16 pulses of signals."""
+    """The engine needs one task for the slices of each destination, and at most 16 pulses for signals, for any number
+    of slices.
+    """
     few, many = (
         simulate(slices.put(alike(64, 64, 2 * samples, 64), slice_size=8, order="remote_first"), h200(2))
         for samples in (8, 55_000)
@@ -258,10 +262,12 @@ def test_a_kernel_of_880_000_slices_is_one_task() -> None:
 
 
 def test_uneven_slices_cost_what_they_move() -> None:
-    """The width differs from slice to slice, and so do the rows of a bag: memory traffic, added up by hand, with many units."""
+    """Slices differ in width, and bags in the number of rows. With many compute units, the time is that of the memory
+    traffic, which is computed by hand.
+    """
     p = EmbeddingAllToAll(1, (1000,), (((0, 4), (4, 1), (5, 8)),), ((2, 2, 7),), "fp16")
     model = replace(h200(1), compute_units=1 << 30)
-    columns = 4 * 2 + 1 * 2 + 8 * 7 + 13  # rows read, and written
+    columns = 4 * 2 + 1 * 2 + 8 * 7 + 13  # bytes of the rows that are read and written
     ids = 8 * (2 * (2 + 1) + (7 + 1))
     (lane,) = simulate(slices.direct(p, slice_size=1, order="remote_first"), model).program.lanes
     assert lane.tasks[0].work_us == pytest.approx(1000 * (2 * columns + ids) / model.hbm_bytes_per_us)  # type: ignore[union-attr]

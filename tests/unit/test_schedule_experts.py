@@ -1,5 +1,7 @@
-"""Schedules of experts, for any splits: each verifies, survives JSON, and can be issued from one thread. Tests on CPU
-processes check their results."""
+"""Schedules of experts with any splits: each verifies, survives JSON, and can be issued from one thread.
+
+Tests on CPU processes check their results.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ BOTH = (AllToAllMatmul, MatmulAllToAll)
 def problem(
     splits: list[list[int]], experts: int, exact: bool, of: type[ExpertsProblem] = AllToAllMatmul, **more: bool
 ) -> ExpertsProblem:
-    """splits: of each rank, tokens for each expert of all ranks."""
+    """Return a problem. splits: for each rank, the number of tokens for each expert of all ranks."""
     world, rows, given = len(splits), tuple(map(sum, splits)), tuple(map(tuple, splits))
     return of(world, experts, rows, 3, 4, "fp32", most=max(1, *rows), exact=exact, splits=given, **more)
 
@@ -80,7 +82,7 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
     assert launches["hetero,gemms=fused"] == [
         (0, 1, 4),
         *[(1, 3, 1)] * 4,
-    ]  # the own tokens of all experts, then all others'
+    ]  # this rank's own tokens for all experts, then all other tokens
     assert launches["hetero,gemms=unfused"] == [(0, 1, 4), *[(3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4]
     assert launches["uniform,gemms=unfused"] == [(0, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4
     for name, why in (
@@ -100,7 +102,7 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
 
 
 def test_ficco_adds_up_columns_of_tokens() -> None:
-    p = AllToAllMatmul.even(48, 8, 40, 4, 4)  # 5 times 16 bytes of bf16
+    p = AllToAllMatmul.even(48, 8, 40, 4, 4)  # 5 pieces of 16 bytes, in bf16
     for start, gemms, launches in (
         ("uniform", "fused", [(0, 4)]),
         ("uniform", "unfused", [(0, 1), (3, 1), (2, 1), (1, 1)]),
@@ -125,8 +127,9 @@ def test_ficco_adds_up_columns_of_tokens() -> None:
 
 @pytest.mark.parametrize("world", [2, slow(4), slow(8)])
 def test_every_candidate_of_the_combine_verifies_and_can_be_simulated(world: int) -> None:
-    """However fast, it takes the products' time. These take long here, so sending meanwhile is faster than serial, unless the last
-    tiles of a launch leave units idle."""
+    """No schedule is faster than its GEMMs. The GEMMs are long in this test, so overlapping is faster than serial,
+    unless the last tiles of a launch leave units idle.
+    """
     p = MatmulAllToAll.even(16384, 4096, 4096, 4, world)
     found, model = applicable(p), model_of(load_machine("h200"), world)
     ends = {}

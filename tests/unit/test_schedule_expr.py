@@ -1,4 +1,6 @@
-"""Expressions of the rank: arithmetic as Python's, text that reads back, and nothing but arithmetic."""
+"""Expressions of the rank: their arithmetic is Python's, their text can be parsed again, and only arithmetic is
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,15 @@ def test_a_peer_in_the_ring() -> None:
 )
 def test_arithmetic_and_its_text_agree_with_python(data: object, rank: int, i: int) -> None:
     def build(tree: object) -> tuple[Index, int]:
-        """Return an expression as `Expr` makes it, and its value as Python computes it."""
+        """Return (an expression built by `Expr`, its value computed by Python)."""
         if isinstance(tree, int):
             return tree, tree
         if isinstance(tree, str):
             return Expr(tree), {"rank": rank, "i": i}[tree]
         left, operator, right = tree
         (a, x), (b, y) = build(left), build(right)
-        if operator in "/%" and (y == 0 or isinstance(a, int)):  # a number on the left divides in Python, not in Expr
+        # With a number on the left, Python computes the division.
+        if operator in "/%" and (y == 0 or isinstance(a, int)):
             return a, x
         match operator:
             case "+":
@@ -85,7 +88,7 @@ def test_a_table_of_numbers() -> None:
     step=st.integers(1, 4),
 )
 def test_sums_of_what_a_buffer_holds(contents: list[int], bounds: list[tuple[int, int]], step: int) -> None:
-    """One by one and many at once, of numbers and of what keeps its sums."""
+    """Evaluate sums one by one and for arrays, over plain numbers and over prefix sums."""
     part = total("held", Expr("first"), Expr("end"), step)
     assert isinstance(part, Expr)
     wanted = [sum(contents[first:end:step]) for first, end in bounds]
@@ -123,7 +126,7 @@ def test_what_has_no_value_says_so() -> None:
 
 
 def test_what_differs_between_ranks_is_no_comparison() -> None:
-    """Python makes True or False of it when the schedule is written, and a step would be on all ranks or on none."""
+    """Python evaluates a comparison while the schedule is written, so a step would be on all ranks or on none."""
     with pytest.raises(
         TypeError, match=r"rank has no truth value while the schedule is being written\. .* lookup\(\(0, 1\), RANK\)"
     ):

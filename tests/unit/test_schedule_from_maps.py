@@ -1,8 +1,9 @@
-"""Builders that are made from output maps write the schedules that were once written by hand, step for step.
+"""Builders that use output maps give the same schedules, step for step, as earlier builders that were written by hand.
 
-`schedules_by_hand.json` has a digest for each number of ranks and each candidate: every rank's lanes in numbers, tile by tile, for
-several problems. Scratch and symmetric buffers, and signals, have neutral names, in the order in which steps first name them. To
-write the file anew: `WEFT_WRITE_SCHEDULES=1 pytest tests/unit/test_schedule_from_maps.py`.
+`schedules_by_hand.json` has a digest for each number of ranks and each candidate. It covers the evaluated lanes of
+every rank, tile by tile, for several problems. Scratch and symmetric buffers, and signals, get neutral names in the
+order in which steps first use them. To rewrite the file: `WEFT_WRITE_SCHEDULES=1 pytest
+tests/unit/test_schedule_from_maps.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def problems(world: int) -> Iterator[MatmulReduceScatter | MatmulAllReduce]:
 
 
 def lines(schedule: Schedule) -> Iterator[str]:
-    """Yield every step of every rank in numbers, tiles one by one, with neutral names for the schedule's own memory and signals."""
+    """Yield every evaluated step of every rank as text, with one line per tile. The schedule's own buffers and signals
+    get neutral names.
+    """
     roles = {buffer.name: buffer.role for buffer in schedule.buffers if buffer.role in ("scratch", "symmetric")}
     own = roles | dict.fromkeys((signals.name for signals in schedule.signals), "signals")
     neutral: dict[str, str] = {}

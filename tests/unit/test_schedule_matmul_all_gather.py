@@ -1,7 +1,7 @@
-"""Every registered builder of GEMM + all-gather. Its schedule verifies, survives JSON, can be issued from one thread,
-runs on GPUs, and gathers the products in random legal orders over several runs.
+"""Every registered builder of GEMM + all-gather: its schedule verifies, survives JSON, can be issued from one thread,
+and runs on GPUs. In random legal orders, over several runs, it gathers the products.
 
-Small whole numbers, so that results are compared for equality.
+Inputs are small whole numbers, so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check(p: MatmulAllGather, schedule: Schedule, name: str, runs: int = 3) -> N
     inputs = inputs_of(p, runs, seed=len(name))
     schedule_checks.check(
         schedule, inputs, expected(p, inputs), on_gpus=name != "serial"
-    )  # serial unpacks, which streams do not
+    )  # serial has an unpack step, which the GPU executor does not support
 
 
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:10]), ids=str)
@@ -122,7 +122,9 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:
-    """Overlap hides most of the shorter of the two; joined columns cost NCCL one more pass."""
+    """Overlap hides most of the shorter of GEMM and all-gather. With concatenated columns, NCCL needs an additional
+    copy.
+    """
     found = {}
     for dim in (0, -1):
         text = plan.explain("matmul_all_gather", M=8192, N=8192, K=8192, ranks=2, hw="h200", gather_dim=dim)

@@ -1,7 +1,7 @@
-"""Every registered builder of GEMM + all-reduce. Its schedule verifies, survives JSON, can be issued from one thread,
-runs on GPUs, and reduces the products in random legal orders over several runs.
+"""Every registered builder of GEMM + all-reduce: its schedule verifies, survives JSON, can be issued from one thread,
+and runs on GPUs. In random legal orders, over several runs, it reduces the products.
 
-Small whole numbers, so that sums are exact in any order and results are compared for equality.
+Inputs are small whole numbers, whose sums are exact in any order, so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
     "name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=store]"]
 )
 def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
-    """The sums notify the sender that its earlier data have been reduced."""
+    """Without the wait, a rank overwrites sums that a peer still reads, because only these sums tell it that its
+    earlier data were reduced.
+    """
     p = MatmulAllReduce(3, 18, 2, 3, "fp32")
     early = edited(named(p, name).build(), lambda s: None if isinstance(s, Wait) and s.signal == "ready" else s)
     with pytest.raises(ScheduleError, match=r"race on (box|sums)"):
@@ -134,7 +136,7 @@ def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
 
 
 def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_before() -> None:
-    """A run of other sizes has its buffers elsewhere in the same memory."""
+    """A run with other sizes has its buffers at other places in the same memory."""
     for schedule in applicable(MatmulAllReduce(3, 18, 2, 3, "fp32")).values():
         ranks = [schedule.of_rank(rank) for rank in range(3)]
         setter = {key: r for r, lanes in enumerate(ranks) for lane in lanes for s in lane.steps for key in s.sets()}
@@ -151,7 +153,7 @@ def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_
 
 @pytest.mark.parametrize("by", ["dma", "kernel", "load"])
 def test_all_ranks_add_up_in_the_order_of_ranks(by: str) -> None:
-    """In one_shot each rank reduces for itself."""
+    """In one_shot each rank reduces for itself, so the order must be the same on all ranks."""
     schedule = named(MatmulAllReduce(4, 6, 2, 3, "bf16"), f"one_shot[by={by}]").build()
     for rank in range(4):
         (step,) = (s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Reduce))
@@ -161,7 +163,7 @@ def test_all_ranks_add_up_in_the_order_of_ranks(by: str) -> None:
 
 @pytest.mark.parametrize("name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]"])
 def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
-    """From where its owner has added it up to each rank's result."""
+    """Each sum is copied directly from its owner's memory to the result of each rank."""
     schedule = named(MatmulAllReduce(4, 32, 8, 3, "bf16"), name).build()
     copied = np.zeros((32, 8), int)
     for lane in schedule.of_rank(1):
@@ -209,7 +211,7 @@ def test_what_a_builder_does_not_do_is_said(name: str, m: int, why: str) -> None
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:
-    """Large products are reduced in parts, and products of few rows by every rank."""
+    """Large products are reduced in parts. Products with few rows are reduced by every rank."""
     text = plan.explain("matmul_all_reduce", M=8192, N=8192, K=4096, ranks=2, hw="h200")
     assert "less than serial's" in text
     assert "errs more" not in text
@@ -247,7 +249,7 @@ def test_a_part_of_one_row_is_added_to_each(parts: tuple[int, ...], fits: bool) 
 
 
 def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] = (4, 3), **options: Any) -> Schedule:
-    """One step, as it should be but for one thing."""
+    """Return a schedule with one reduce step, which is valid except for `change`."""
     d = Draft("normed", 2)
     a, b = (d.buffer(name, 4, 3, "fp32", "input").part() for name in ("a", "b"))
     w = d.buffer("w", *weight, "bf16" if change == "dtype" else "fp32", "input").part()
@@ -297,7 +299,7 @@ def test_what_is_no_number_from_zero_on_is_no_eps(eps: Any) -> None:
 
 
 def test_what_is_normed_must_be_there_and_not_change() -> None:
-    """Norms of fetched sums wait for them, chunk by chunk."""
+    """Norms of fetched sums wait for the sums, chunk by chunk."""
     p = MatmulAllReduce(2, 8, 3, 4, "fp32", eps=1e-6)
     for name in ("two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=dma]"):
         schedule = named(p, name).build()
@@ -332,8 +334,9 @@ def test_a_norm_is_written_read_and_named() -> None:
 
 
 def test_a_norm_costs_the_bytes_that_it_adds() -> None:
-    """A norm costs a write after a sum in the same kernel, and a read and a write after a fetch. A kernel of its own is
-    a launch."""
+    """In the reducing kernel, a norm adds one write. After a fetch it adds a read and a write. A separate kernel also
+    adds a launch.
+    """
     model, m, n = gpu("h200", 2), 4096, 8192
     matrix, row = Operand(m, n, "bf16", 0, True), Operand(1, n, "bf16", 0, True)
     d = Draft("costs", 2)
@@ -351,7 +354,7 @@ def test_a_norm_costs_the_bytes_that_it_adds() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_row_is_normed_once(world: int) -> None:
-    """Every rank norms a row once, with one kernel if that has the whole row."""
+    """Every rank computes the norm of each row once. A kernel that has the whole row does both the sum and the norm."""
     p = MatmulAllReduce(world, 32 * world, 8, 3, "bf16", residual=True, eps=1e-6)
     for name, schedule in applicable(p).items():
         steps = [s for lane in schedule.of_rank(1) for s in lane.steps if isinstance(s, Reduce) and s.norm]

@@ -1,7 +1,7 @@
-"""Every registered builder of GEMM + reduce-scatter. Its schedule verifies, survives JSON, can be issued from one
-thread, runs on GPUs, and reduces the products in random legal orders over several runs.
+"""Every registered builder of GEMM + reduce-scatter: its schedule verifies, survives JSON, can be issued from one
+thread, and runs on GPUs. In random legal orders, over several runs, it reduces the products.
 
-Small whole numbers, so that sums are exact in any order and results are compared for equality.
+Inputs are small whole numbers, whose sums are exact in any order, so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from weft.sim import NULL, simulate
 PROBLEMS = (
     MatmulReduceScatter(1, 5, 3, 4, "fp32"),
     MatmulReduceScatter(2, 14, 3, 4, "bf16"),
-    MatmulReduceScatter(2, 600, 270, 2, "fp16"),  # tiles in several chunks, the last of them smaller
+    MatmulReduceScatter(2, 600, 270, 2, "fp16"),  # several chunks of whole tiles, the last of which is smaller
     MatmulReduceScatter(3, 15, 2, 3, "bf16"),
     MatmulReduceScatter(4, 36, 17, 3, "fp32"),
     MatmulReduceScatter(8, 32, 3, 2, "bf16"),
@@ -115,7 +115,7 @@ def test_scaled_gemms_have_the_schedules_in_which_none_adds(p: ScaledMatmulReduc
 
 @pytest.mark.parametrize("by", ["tensor", "row"])
 def test_scaled_products_travel_and_are_priced_as_they_are(by: str) -> None:
-    """Half the bytes of operands, GEMMs at the rate of fp8, and as many bytes between ranks as without scales."""
+    """Operands have half the bytes, GEMMs have the fp8 rate, and ranks exchange as many bytes as without scales."""
     plain, model = MatmulReduceScatter(2, 16384, 8192, 4096, "bf16"), gpu("h200", 2)
     p = ScaledMatmulReduceScatter(2, 16384, 8192, 4096, "bf16", by, False, False)  # type: ignore[arg-type]
     assert p.family[0] == replace(p, m=2)
@@ -176,7 +176,7 @@ def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, ch
         assert 1 <= w.cols <= kernel.cols
         assert matmul.out.row == (x.row + (1 + rank) * rows) % (
             2 * rows
-        )  # as they are computed: the other rank's first
+        )  # in the order of computation: the other rank's rows first
         done[x.row : x.row + x.rows, w.col : w.col + w.cols] += 1
         order.append(told.index)
     assert (done == 1).all()
@@ -220,8 +220,9 @@ def test_plans_take_the_dtype_of_a_scaled_result() -> None:
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:
-    """Overlap is much faster if the GEMM and the reduce-scatter take equally long. Sums in 16 bits do not exclude a schedule
-    here: NCCL's are in 16 bits too."""
+    """Overlap is much faster if GEMM and reduce-scatter take equally long. Schedules that sum in 16 bits are allowed,
+    because NCCL's sums are in 16 bits too.
+    """
     text = plan.explain("matmul_reduce_scatter", M=8192, N=8192, K=4096, ranks=2, hw="h200")
     assert "less than serial's" in text
     assert "errs more" not in text
@@ -232,7 +233,7 @@ def test_it_is_planned_by_the_model_and_explained() -> None:
 
 
 def test_its_gemms_are_timed_in_memory_of_their_own() -> None:
-    """The result has fewer rows than they, and what the caller multiplies stays as it is."""
+    """The result has fewer rows than the GEMMs, and the caller's operands must not change."""
     p = MatmulReduceScatter(2, 64, 8, 16, "fp32")
     tensors = {"x": torch.ones(64, 16), "w": torch.ones(16, 8), "y": torch.ones(32, 8)}
     timer = GemmTimer(p, tensors)
@@ -251,7 +252,7 @@ def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_sum_is_pulled_unasked() -> None:
-    """The cost of reading sums from peers has not been measured."""
+    """`pulled` is used only if it is pinned, because the cost of reading sums from peers has not been measured."""
     model = gpu("h200", 2)
     for p in (MatmulReduceScatter(2, 8192, 4096, 4096, "bf16"), MatmulReduceScatter(2, 512, 4096, 4096, "bf16")):
         assert not any(p.takes(one) or p.worth_running(one) for one in candidates(p, ("pulled",)))

@@ -1,4 +1,4 @@
-"""An operator's own options: texts and values of each annotation, and refused ones."""
+"""An operator's own options: strings and values for each type of annotation, and refused values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The order in which one thread issues a rank's steps, and what is certain to happen before what.
+"""The order in which one thread issues a rank's steps, and the happens-before relation.
 
-Known orders of issue, cycles, and `HappensBefore` against its definition: x is before y if y never runs while x is held
-up. test_schedule_candidates.py checks that every candidate can be issued.
+The tests compare known orders of issue, find cycles, and compare `HappensBefore` with its definition: x is before y if
+y never runs while x is blocked. test_schedule_candidates.py checks that every candidate can be issued.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_who_changes_what_a_step_sets_changes_no_other_step() -> None:
     before = [dict(step.sets()) for step in steps]
     assert {len(sets) for sets in before} == {0, 1}
     for step in steps:
-        with contextlib.suppress(TypeError):  # it may be read only
+        with contextlib.suppress(TypeError):  # only reads are allowed
             step.sets()[0, "credit", 0] = 7  # type: ignore[index]
     assert [dict(step.sets()) for step in steps] == before
 
@@ -60,7 +60,9 @@ def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:
 
 
 def test_a_step_that_waits_for_a_peer_is_behind_what_the_peer_waits_for() -> None:
-    """Lane a is first and waits for the peer's lane b: issued lane by lane, both ranks' queues would stop."""
+    """Lane a comes first and waits for lane b of the peer. If steps were issued lane by lane, the queues of both ranks
+    would block.
+    """
     d = Draft("crossed", 2)
     ready = d.signals("ready", 1)
     d.lane("a").wait(ready)
@@ -104,7 +106,9 @@ def test_a_collective_that_not_all_ranks_come_to_is_named() -> None:
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[tuple[Lane, ...]]:
-    """Two or three ranks of two lanes that set and wait for two counters each, written in an order in which they can run."""
+    """Draw two or three ranks with two lanes, which set and wait for two counters each. Steps are drawn in an order in
+    which they can run.
+    """
     world = draw(st.integers(2, 3))
     lanes: list[list[list[Step]]] = [[[], []] for _ in range(world)]
     total: Counter[tuple[int, int]] = Counter()
@@ -128,7 +132,7 @@ def programs(draw: st.DrawFn) -> list[tuple[Lane, ...]]:
 
 
 def reached(ranks: list[tuple[Lane, ...]], runs: int, held: Event) -> set[Event]:
-    """Return the events that can happen if `held` does not, played without regard to any order."""
+    """Return the events that can still happen if `held` never happens, in any order."""
     steps = {
         Event(0, r, i, n): s
         for r, lanes in enumerate(ranks)
@@ -171,7 +175,9 @@ def test_before_means_that_it_cannot_come_without(ranks: list[tuple[Lane, ...]])
 
 
 def test_a_fast_ranks_second_set_may_stand_in_for_a_slow_ranks_first() -> None:
-    """Rank 2 waits for two sets; ranks 0 and 1 set once per run and wait for nothing. Rank 0 alone may make both."""
+    """Rank 2 waits for two sets. Ranks 0 and 1 set once per run and wait for nothing, so rank 0 alone may make both
+    sets.
+    """
     lanes = {
         "free": [(Lane("a", "compute", (Set("both", 0, 2),)),)] * 2,
         "bound": [(Lane("a", "compute", (Set("both", 0, 2), Wait("both", 1))),)] * 2,

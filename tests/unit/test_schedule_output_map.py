@@ -1,8 +1,8 @@
-"""Output maps. All of weft's and random maps make schedules that verify, survive JSON, run on GPUs and give the
-collective's result in random legal orders. The paper's example has the paper's steps. An impossible map is refused by
-chunk, with a fix.
+"""Output maps: weft's maps and random maps give schedules that verify, survive JSON, run on GPUs and compute the
+collective in random legal orders.
 
-Small whole numbers, so that sums are exact in any order and results are compared for equality.
+The paper's example has the paper's steps. An impossible map is refused with its chunk and a fix. Inputs are small whole
+numbers, whose sums are exact in any order, so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def test_larger_maps_verify(world: int) -> None:
 
 
 def test_the_papers_example() -> None:
-    """Figures 11 and 12: GPU 0 of four stores its first chunk in GPU 3's memory. It sends the next two there when they
-    have been updated twice, and keeps the last."""
+    """Figures 11 and 12: GPU 0 of four stores its first chunk in GPU 3's memory. It sends the next two chunks there
+    after two updates, and keeps the last chunk.
+    """
     ring = OutputMap(rows=20, chunks=4).remote_map(0, to=3, op="update")
     ring = ring.dma_map(1, to=3, op="update", after=2).dma_map(2, to=3, op="update", after=2).local(3)
     assert maps.ring_reduce_scatter(20, 4, rank=0) == ring
@@ -98,7 +99,9 @@ def test_the_papers_example() -> None:
 
 
 def test_a_function_that_asks_for_its_rank() -> None:
-    """Ranks 0 and 1, and ranks 2 and 3, first add their products; one of each pair sends the sum to the owner."""
+    """Ranks 0 and 1, and ranks 2 and 3, first add their products. One rank of each pair then sends the sum to the
+    owner.
+    """
 
     def in_pairs(rank: int) -> OutputMap:
         made = OutputMap(20, 4, order=(0, 1, 2, 3))
@@ -125,7 +128,7 @@ def test_a_function_that_asks_for_its_rank() -> None:
     gemm=st.booleans(),
 )
 def test_random_trees(seed: int, world: int, collective: str, gemm: bool) -> None:
-    """With add="gemm" too, unless GEMMs would wait for one another: the error gives the fix."""
+    """Maps also work with add="gemm", unless GEMMs would wait for each other. In this case the error gives the fix."""
     one = output_maps.random_map(random.Random(seed), collective, world, ROWS)
     gemm = gemm and "gemm" not in one.options
     if gemm:
@@ -160,11 +163,11 @@ def test_who_fills_a_slot_again_too_early_is_noticed(name: str) -> None:
     assert not all(same(interpret(hasty, inputs, seed), expected(one.collective, inputs)) for seed in range(20))
 
 
-# --- what is refused ---
+# --- refused maps ---
 
 
 def scatter(*, world: int = 4, ranks: dict[int, Callable[[OutputMap], OutputMap]] | None = None) -> Schedule:
-    """Return a ring in which some ranks rewrite their maps."""
+    """Return the maps of a ring, changed for the ranks in `ranks` by the given functions."""
     changed = ranks or {}
     of_each = [changed.get(r, lambda made: made)(maps.ring_reduce_scatter(20, world, rank=r)) for r in range(world)]
     return schedule_of(of_each, MatmulReduceScatter(world, 20, N, K, "fp32"))
@@ -212,17 +215,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "waits for more than come": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=3)}),
-        "chunk 2 of rank 0, rows of rank 3: after=3, but the chunk gets 2 updates, its own GEMM's and rank 1's. "
+        "chunk 2 of rank 0, rows of rank 3: after=3, but the chunk gets 2 updates, from this rank's GEMM and from rank 1. "
         "It would never be sent: use after=2, or change which ranks send it here",
     ),
     "sent too early": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=1)}),
-        "chunk 2 of rank 0, rows of rank 3: after=1, but the chunk gets 2 updates, its own GEMM's and rank 1's. It would be "
-        "sent before all updates have arrived: use after=2",
+        "chunk 2 of rank 0, rows of rank 3: after=1, but the chunk gets 2 updates, from this rank's GEMM and from rank 1. It would "
+        "be sent before all updates have arrived: use after=2",
     ),
-    "ranks disagree": (  # rank 1 sends the rows of rank 0 straight there, and rank 0's ring has no place for that
+    # Rank 3 sends a chunk of rank 1's rows directly to rank 1, but the ring of the other ranks passes it through rank
+    # 2.
+    "ranks disagree": (
         lambda: scatter(ranks={3: lambda m: without(m, 1).dma_map(1, to=1, op="update", after=2)}),
-        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
+        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, from this rank's GEMM. It would never be sent",
     ),
     "updates of what is not here": (
         lambda: scatter(
@@ -238,9 +243,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             0: lambda m: without(m, 0).dma_map(0, to=3, op="update", after=2),
             2: lambda m: without(m, 2).dma_map(2, to=0, op="update", after=2),
         }),
-        "chunk 0 of rank 0, rows of rank 1: chunks wait for each other, so none of them is ever sent: it waits "
-        "for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits for chunk 0 of rank 0. Fix: send "
-        "one of them elsewhere",
+        "chunk 0 of rank 0, rows of rank 1: chunks wait for each other, so none of them is ever sent: this chunk "
+        "waits for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits for chunk 0 of rank 0. Fix: send "
+        "one of these chunks to another rank",
     ),
     "a store among updates": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).remote_map(0, to=3)}),
@@ -356,7 +361,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an exchange that waits for others": (
         lambda: exchanged(lambda m: without(m, 0).dma_map(0, to=(RANK + 1) % 4, after=2)),
-        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
+        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, from this rank's GEMM. It would never be sent",
     ),
 }  # fmt: skip
 
@@ -398,8 +403,9 @@ def serial(collective: str, world: int, m: int, n: int, k: int) -> Schedule:
 
 @pytest.mark.parametrize("world", mostly(range(2, 9), 2, 4))
 def test_they_are_simulated_and_faster_than_serial_where_there_is_much_to_do(world: int) -> None:
-    """On a switch all maps are faster than serial. On a mesh, where a single link has a seventh of the bandwidth, only
-    maps that send to all peers at once are, and the ring is slower than these."""
+    """On a switch all maps are faster than serial. On a mesh, where one link has a seventh of the bandwidth, only maps
+    that send to all peers at once are faster.
+    """
     m, n, k = 4096 * world, 8192, 1024
     switch, mesh = gpu("h200", world), gpu("mi300x", world)
     times = {

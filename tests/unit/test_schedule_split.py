@@ -1,4 +1,4 @@
-"""Cuts of a shard: pieces follow each other to the end, none is empty, and they have the requested sizes."""
+"""Cuts of a shard: pieces are contiguous and cover the shard, none is empty, and they have the requested sizes."""
 
 from __future__ import annotations
 

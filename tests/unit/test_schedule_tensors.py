@@ -1,4 +1,6 @@
-"""Memory that a run of a schedule writes overlaps no other: matrices in one tensor, with any strides, against sets of elements."""
+"""The check that memory which a run writes overlaps no other tensor of the run. Matrices in one tensor, with any
+strides, are compared with sets of elements.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ BASE = torch.zeros(400, dtype=torch.float16)
 
 @st.composite
 def matrices(draw: st.DrawFn, pitch: int | None = None) -> torch.Tensor:
-    """Return a matrix in `BASE`: by rows or by columns, with or without gaps between them, or with overlapping rows."""
+    """Draw a matrix in `BASE`: stored by rows or by columns, with or without gaps, or with overlapping rows."""
     rows, cols = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     pitch = draw(st.integers(0, 12)) if pitch is None else pitch
     strides = (pitch, 1) if draw(st.booleans()) else (1, pitch)

@@ -1,4 +1,6 @@
-"""Tables of schedules, and their JSON: complete, the same value again, and refused if anything in it is unknown."""
+"""Tables of schedules, and their JSON: JSON is complete, gives an equal schedule, and is refused if anything in it is
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from weft.schedule.text import fingerprint, from_json, to_json
 
 
 def every_kind_of_step() -> Schedule:
-    """Not one that would pass `verify`: it has one of everything."""
+    """Return a schedule with a step of every kind. It would not pass `verify`."""
     d = Draft("everything", 3)
     x = d.buffer("x", lookup((4, 2, 3), RANK), 8, "fp16", "input")
     box = d.buffer("box", 9, 8, "fp16", "symmetric")
@@ -182,7 +184,7 @@ def test_what_is_unknown_is_refused(path: str, new: Any, message: str) -> None:
 
 
 def edited_json(path: str, new: Any) -> str:
-    """Return the JSON of `every_kind_of_step` with a change in one place."""
+    """Return the JSON of `every_kind_of_step` with one value replaced."""
     document = json.loads(to_json(every_kind_of_step()))
     *above, last = path.split(".")
     place = document
@@ -230,7 +232,7 @@ def test_numbers_beyond_the_limits_are_refused(path: str, new: Any, message: str
 
 @pytest.mark.parametrize("extent", [2000, "1999 - i"])
 def test_loops_in_loops_are_counted_through(extent: int | str) -> None:
-    """2000 x 2000 x 2 steps, or half of them."""
+    """The extent gives 2000 x 2000 x 2 steps, or half as many."""
     document = json.loads(to_json(every_kind_of_step()))
     loop = document["lanes"][0]["steps"][2]
     document["lanes"][0]["steps"][2] = {"step": "for", "index": "i", "extent": 2000,
@@ -243,7 +245,7 @@ def test_loops_in_loops_are_counted_through(extent: int | str) -> None:
 
 @pytest.mark.parametrize("extent", ["i - i", 0])
 def test_turns_without_a_step_are_counted_too(extent: int | str) -> None:
-    """Or a loop of 2^40 of them would be taken, and gone through."""
+    """Otherwise a loop of 2^40 empty iterations would be accepted and then unrolled."""
     loop = {"step": "for", "index": "j", "extent": extent, "body": []}
     with pytest.raises(ValueError, match="at most 100000"):
         from_json(edited_json("lanes.0.steps.2", {"step": "for", "index": "i", "extent": 2**40, "body": [loop]}))

@@ -1,4 +1,4 @@
-"""Tiles: a persistent kernel as one step. Their counts, their order, their faults, and the time of their signals."""
+"""Tiles, a persistent kernel as one step: their number, their order, their faults, and the times of their signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ T = Expr("t")
 
 
 def pushed(rows: int = 4, extent: int | None = None, wait: int | None = None, shift: int = 0) -> Schedule:
-    """Two ranks; each puts x row by row into the other's box, which computes on it when all rows are there."""
+    """Return a schedule in which each of two ranks puts x row by row into the other's box, and computes when all rows
+    have arrived.
+    """
     d = Draft("pushed", 2)
     x, y = d.buffer("x", rows, 8, "fp32", "input"), d.buffer("y", rows, 8, "fp32", "output")
     box = d.buffer("box", rows, 8, "fp32", "symmetric")
@@ -49,7 +51,7 @@ def test_right_ones_verify(rows: int) -> None:
 def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
     text = faults(pushed(rows, wait=rows - 1))
     assert "race on box@" in text
-    assert "lane compute, step 2: relu y" in text  # as in the table
+    assert "lane compute, step 2: relu y" in text  # as printed in the table
     assert "sets, but a run makes" in faults(pushed(rows, wait=rows + 1))
 
 
@@ -148,7 +150,9 @@ def test_an_expression_with_some_of_its_variables() -> None:
 
 
 def test_signals_come_as_the_kernel_goes_on() -> None:
-    """1600 rows of 32 bytes over a link of 100 bytes/us: 512 us. A wait for half of them ends after half of it."""
+    """1600 rows of 32 bytes take 512 us over a link of 100 bytes/us. A wait for half of the rows ends after half of
+    this time.
+    """
     half, whole = (
         {s.name: s.end_us for s in simulate(pushed(1600, wait=count), SWITCH).timeline if s.rank == 0}
         for count in (800, 1600)
@@ -157,7 +161,8 @@ def test_signals_come_as_the_kernel_goes_on() -> None:
     assert half["wait arrived[0]"] == pytest.approx(256, rel=1e-6)
     assert whole["wait arrived[0]"] == pytest.approx(512, rel=1e-6)
     late = {s.name: s.end_us for s in simulate(pushed(1600, wait=801), SWITCH).timeline if s.rank == 0}
-    assert late["wait arrived[0]"] == pytest.approx(512 * 9 / 16, rel=1e-6)  # in sixteenths
+    # The kernel's signals have a resolution of one sixteenth.
+    assert late["wait arrived[0]"] == pytest.approx(512 * 9 / 16, rel=1e-6)
 
 
 def test_tiles_with_too_few_sets_hang_in_the_simulator() -> None:

@@ -1,7 +1,7 @@
-"""Planted faults: each is found, and named with rank, lane, step and region. That what is right passes is tested with all
-candidates in test_schedule_candidates.py.
+"""Planted faults: each is found, and the error gives rank, lane, step and region.
 
-The faults that a run may or may not show (races, early reuse) are also planted in real schedules.
+test_schedule_candidates.py tests that all candidates pass. Faults that not every run shows (races, early reuse) are
+also planted in real schedules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from weft.schedule.verify.occupancy import occupancy_deadlock
 
 
 def push() -> Schedule:
-    """Each of two ranks puts x into the other's box, which computes on it and says when it is done."""
+    """Return a schedule in which each of two ranks puts x into the other's box, and signals when it has computed on its
+    own box.
+    """
     d = Draft("push", 2)
     x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
     box = d.buffer("box", 4, 8, "fp32", "symmetric")
@@ -51,7 +53,7 @@ def without(schedule: Schedule, kind: type, **values: object) -> Schedule:
 
 
 def with_steps(*steps: Step) -> Schedule:
-    """`push` with a further lane of these steps."""
+    """Return `push` with an additional lane of these steps."""
     schedule = push()
     return replace(schedule, lanes=(*schedule.lanes, Lane("more", "compute", steps)))
 
@@ -146,7 +148,7 @@ def test_an_uninitialised_read() -> None:
 
 
 def test_what_an_earlier_run_has_written_is_nothing() -> None:
-    """Let each of two ranks read elements that it writes only afterwards, in each of three runs."""
+    """Each of two ranks reads elements that it writes only later in the same run, in each of three runs."""
     d = Draft("late", 2)
     x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
     d.lane("compute").compute("silu", y.part(), box.part()).copy(x.part(), box.part())
@@ -156,14 +158,17 @@ def test_what_an_earlier_run_has_written_is_nothing() -> None:
 
 
 def test_a_rank_that_is_two_runs_ahead() -> None:
-    """Three sets are waited for, of which a second rank makes one. It waits for nobody, so its sets of three runs may come before
-    the others'. Those of two runs could not stand in for both, for one of them comes after the other."""
+    """A wait counts three sets, one of which a second rank makes. This rank waits for nothing, so its sets of three
+    runs may come before the other sets.
+
+    Sets of two runs could not replace both other sets, because one of them comes after the other.
+    """
     d = Draft("ahead", 2)
     x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
     box = d.buffer("box", 4, 8, "fp32", "scratch")
     d.signals("arrived", 1)
     d.signals("filled", 1)
-    first = 1 - RANK  # how often rank 0 does a step that rank 1 leaves out
+    first = 1 - RANK  # how often rank 0 repeats a step that rank 1 omits
     d.lane("fill").repeat("i", first, Copy(x.part(), box.part()), Set("filled"), Set("arrived"))
     d.lane("after").repeat("i", first, Wait("filled"), Set("arrived"))
     d.lane("other").repeat("i", RANK, Set("arrived", 0, 0))
@@ -309,8 +314,9 @@ def test_a_run_begins_when_all_lanes_of_its_rank_have_ended_the_one_before() -> 
 
 
 def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
-    """Two ranks write into each other's memory; one collective signals that data have arrived, another that they were
-    read."""
+    """Two ranks write into each other's memory. One collective signals that data have arrived, and another that they
+    have been read.
+    """
 
     def exchange(heard: bool) -> Schedule:
         d = Draft("exchange", 2)
@@ -337,7 +343,9 @@ def test_the_first_ten_of_many_faults() -> None:
 
 
 def polling(lanes: int, by: CopyBy = "kernel") -> Schedule:
-    """Each of two ranks computes, and has that many lanes which copy when the other one has computed."""
+    """Return a schedule in which each of two ranks computes, and has `lanes` lanes that copy when the other rank has
+    computed.
+    """
     d, peer = Draft("polling", 2), 1 - RANK
     x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
     box, z = (d.buffer(name, 4 * lanes, 8, "fp32", role) for name, role in (("box", "symmetric"), ("z", "output")))
@@ -367,8 +375,10 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, slow(4), slow(8)])
 def test_no_schedule_of_the_house_polls_for_what_it_keeps_from_coming(world: int) -> None:
-    """No schedule of weft can deadlock on any GPU. Most of their launches poll for the previous run. A launch that
-    polls for its own run does so by one program, beside copies by kernel that need another unit."""
+    """No schedule of weft can deadlock on any GPU. Most launches poll only for the previous run.
+
+    If a launch polls for its own run, only one of its programs polls, while copies by kernel need another unit.
+    """
     rows, polls = world * max(4, world), 0
     for p in (AllGatherMatmul.even(rows, 2, 8, world), AllToAllMatmul.even(8, 2, 2, 2, world)):
         for candidate in candidates(p):
@@ -392,7 +402,7 @@ REAL = [
 
 @pytest.mark.parametrize("schedule", mostly(REAL, *REAL[::2]), ids=lambda s: s.name)
 def test_real_schedules_need_each_of_their_waits(schedule: Schedule) -> None:
-    """No wait of any candidate is there for nothing: without it something races."""
+    """Without any of its waits, a candidate has a race."""
     for i, lane in enumerate(schedule.lanes):
         for number, step in enumerate(lane.steps):
             if isinstance(step, Wait):

@@ -1,5 +1,6 @@
-"""When ranks measure their GPUs, whose numbers count, and what measures them. The group is made up, in one process; that of
-`tests/processes` is real."""
+"""When ranks measure their GPUs, which rank's numbers count, and what measures them. The group is simulated in one
+process; `tests/processes` has a real group.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +37,18 @@ def test_without_a_cache_it_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch, t
     with pytest.warns(UserWarning, match="measured times cannot be saved in .*set WEFT_CACHE_DIR"):
         assert ranks.call(monkeypatch)
     assert calibrated(machine(), 2).source == "self-calibration"
-    assert not ranks.again().call(monkeypatch).measured  # by another group of this process
+    assert not ranks.again().call(monkeypatch).measured  # known from another group of this process
 
 
 def test_it_measures_once_saves_and_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks = Ranks()
     assert ranks.call(monkeypatch)
-    assert not ranks.call(monkeypatch)  # the group has chosen before
+    assert not ranks.call(monkeypatch)  # the group has chosen a schedule before
     assert ranks.measured == 1
     (path,) = tmp_path.iterdir()
     assert path.name == "self-calibration-nvidia-nobody-s-1-2.json"
     assert json.loads(path.read_text()) == json.loads(json.dumps(asdict(made())))
-    self_calibration._known.clear()  # another process
+    self_calibration._known.clear()  # as in another process
     later = Ranks()
     assert later.call(monkeypatch)
     assert later.measured == 0
@@ -60,7 +61,7 @@ def test_the_first_ranks_numbers_are_everybodys(monkeypatch: pytest.MonkeyPatch,
     assert ranks.call(monkeypatch)
     assert find(NAME, 2) == made(1.3)
     assert list(tmp_path.iterdir()) == []  # the first rank saves
-    save(made(1.2))  # this rank knows numbers from before, and the first rank others
+    save(made(1.2))  # this rank knows other numbers than the first rank
     ranks = Ranks(rank=1, other=lambda mine: mine._replace(known=made(0.9), sizes=None))
     assert ranks.call(monkeypatch)
     assert ranks.measured == 0
@@ -74,7 +75,7 @@ def test_what_the_first_rank_knows_decides_whether_to_measure(monkeypatch: pytes
     ranks = Ranks(rank=1, other=lambda mine: mine._replace(known=None, sizes=SIZES))
     ranks.of_first = made(1.3)
     Calibration(NAME, 2, "2020-01-01", versions(), (), 3.5, 1.5).save()
-    assert ranks.call(monkeypatch)  # though this one has a calibration
+    assert ranks.call(monkeypatch)  # although this rank has a calibration
     assert ranks.measured == 1
 
 
@@ -126,7 +127,7 @@ def test_if_one_rank_cannot_measure_none_does_and_the_first_says_why(
     assert ranks.measured == 0
     assert calibrated(machine(), 2).source == "derived"
     assert not Ranks(rank=1, other=other).call(monkeypatch)
-    assert not [one for one in recwarn if one not in warned.list]  # the others are silent
+    assert not [one for one in recwarn if one not in warned.list]  # the other ranks do not warn
 
 
 def test_parts_of_gpus_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +199,11 @@ def test_models_of_calls_change_with_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert this_machine.machine_model(gpu, 2) is model
 
 
-# -- what times GPUs
+# -- measurements on GPUs
 
 
 class _Event:
-    """A CUDA event on a clock of this test's: each GEMM takes 7 us."""
+    """A CUDA event on a simulated clock: each GEMM takes 7 us."""
 
     now_us = 0.0
 
@@ -221,8 +222,9 @@ class _Properties:
 
 
 def _on_no_gpu(monkeypatch: pytest.MonkeyPatch, whys: tuple[str, ...] = ()) -> Any:
-    """Stand in for `weft.runtime.cuda.measure`, with torch's CPU as a GPU and this rank's part of a group of two;
-    record allocations."""
+    """Replace GPUs by torch's CPU in `weft.runtime.cuda.measure`, with this rank's part of a group of two. Record
+    allocations.
+    """
     pytest.importorskip("triton", reason="what times GPUs launches Triton's kernels, and there is no Triton here")
     from weft.runtime.cuda import measure as gpu_measure
 

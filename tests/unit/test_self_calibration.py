@@ -1,4 +1,4 @@
-"""Self-calibration: the source of a model, the measured numbers that count, and their description."""
+"""Self-calibration: the source of a model, which measured numbers are used, and their description."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield from nothing_known(tmp_path, monkeypatch)
 
 
-# -- which numbers count
+# -- which numbers are used
 
 
 def test_numbers_near_the_derived_ones_are_in_the_model() -> None:
@@ -122,7 +122,7 @@ def test_sizes_are_short_on_slow_machines_too(factor: float) -> None:
         assert model.matmul_us(*large) <= 2000
 
 
-# -- saved numbers, and the source that counts
+# -- saved numbers, and the source of a model
 
 
 def test_the_best_source_counts() -> None:
@@ -166,7 +166,7 @@ def test_a_refused_calibration_is_warned_of_at_a_call(
         assert this_machine.calibrated_model(torch.device("cuda"), 2) == BASE
     this_machine.model_by_name.cache_clear()
     this_machine.calibrated_model(torch.device("cuda"), 2)
-    assert len(recwarn) == 0  # said before
+    assert len(recwarn) == 0  # already printed
 
 
 def test_it_is_old_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_a_broken_or_foreign_file_leaves_derived_numbers_and_a_note(how: str, tm
 
 
 class _Torch:
-    """The part of torch that the doctor asks for `names`."""
+    """The attributes of torch that the doctor reads."""
 
     def __init__(self, *names: str) -> None:
         self.cuda, self.names = self, names

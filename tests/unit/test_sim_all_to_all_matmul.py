@@ -1,4 +1,6 @@
-"""Tokens to experts on modelled machines: what segments and exchanges cost, against times measured on an H200."""
+"""Dispatch to experts on modelled machines: the times of grouped GEMMs and exchanges, against times measured on an
+H200.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from weft.sim.costs import Operand, cost
 from weft.sim.lower import Work, lower
 from weft.sim.tile_costs import cost_of_tiles
 
-# The kernel alone on an H200, bf16, rows of a balanced random router with 2 ranks, or 8 in the last two:
-# (rows, N, K, experts, sources that the launch multiplies, milliseconds).
+# Times of the kernel alone on an H200, in bf16, for rows of a balanced random router on 2 ranks (8 ranks in the last
+# two lines): (rows, N, K, experts, sources that the launch multiplies, milliseconds).
 MEASURED_ON_H200 = {
     "Mixtral up": (8192, 14336, 4096, 4, 1, 1.379), "Mixtral up, few": (256, 14336, 4096, 4, 1, 0.126),
     "Mixtral down": (8192, 4096, 14336, 4, 1, 1.224), "Mixtral gate and up, own": (8230, 28672, 4096, 4, 1, 2.96),
@@ -29,7 +31,7 @@ MEASURED_ON_H200 = {
 
 @pytest.mark.parametrize("name", MEASURED_ON_H200)
 def test_grouped_matmuls_take_what_was_measured(name: str) -> None:
-    """One number, `compute.grouped_matmul`, was chosen with these times in sight."""
+    """The number `compute.grouped_matmul` was fitted to these times."""
     rows, n, k, experts, sources, ms = MEASURED_ON_H200[name]
     d = Draft("grouped", 1)
     x, w = d.buffer("x", rows, k, "bf16", "input"), d.buffer("w", experts * k, n, "bf16", "input")
@@ -42,7 +44,7 @@ def test_grouped_matmuls_take_what_was_measured(name: str) -> None:
 
 
 def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
-    """48 experts for each of which each of 3 ranks has 2 tokens: there is nothing to do but read weights."""
+    """Each of 3 ranks has 2 tokens for each of 48 experts, so nearly all time is for reading weights."""
     p = AllToAllMatmul.even(3 * 16 * 2, 4096, 7168, 16, 3)
     model = gpu("h200", 3)
     once_us = 16 * 7168 * 4096 * 2 / model.hbm_bytes_per_us
@@ -54,8 +56,8 @@ def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
     assert grouped["dispatch[by=kernel,rest=together]"] == pytest.approx([once_us] * 2, rel=0.07)
     assert grouped["dispatch[by=kernel,rest=each]"] == pytest.approx([once_us] * 3, rel=0.07)
     assert grouped["dispatch_sorted[chunks=1]"] == pytest.approx([once_us], rel=0.07)
-    # 4 experts x 3 ranks are 384 tiles of 64 x 128: the third round leaves units idle, and takes as long as the others. Each tile
-    # loads its weights from the cache again.
+    # 4 experts x 3 ranks give 384 tiles of 64 x 128. The third round leaves units idle, but takes as long as the
+    # others. Each tile loads its weights from the cache again.
     chunks = grouped["dispatch_by_expert[by=kernel,chunks=4]"]
     assert len(chunks) == 4
     assert all(once_us / 4 < us < 1.7 * once_us / 4 for us in chunks)
@@ -82,7 +84,7 @@ def test_an_exchange_takes_what_leaves_and_comes_and_not_what_stays() -> None:
     assert cost(TOY, 4, step, (whole, whole, *kept)).sent_bytes == 12 * 100  # type: ignore[arg-type]
     model = replace(TOY, collective_bytes_per_us=50.0, collective_latency_us=3.0, host_read_us=20.0)
     more = Operand(100, 25, "fp32", 0, True)
-    for source, target in ((whole, more), (more, whole)):  # 12 rows leave and 72 arrive, or the other way round
+    for source, target in ((whole, more), (more, whole)):  # 12 rows are sent and 72 arrive, or vice versa
         found = cost(model, 4, step, (source, target, *kept))  # type: ignore[arg-type]
         assert found.work_us == pytest.approx(72 * 100 / 50)
         assert found.latency_us == 3 + 20, "the host has just read the sizes"
@@ -107,7 +109,7 @@ def test_rank_0_stands_for_all_where_splits_are_even(p: AllToAllMatmul, alike: b
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_copies_whose_sizes_only_the_run_knows_share_a_few_units(ranks: int) -> None:
-    """All lanes together have 16 of 132, beside GEMMs that leave them some."""
+    """Together, all lanes hold 16 of 132 units, so that concurrent GEMMs get the others."""
     p = AllToAllMatmul.even(1024 * ranks, 1024, 1024, 4, ranks)
     schedules = applicable(replace(p, exact=False))
     for name in ("dispatch_by_expert[by=kernel,chunks=2]", "dispatch[by=kernel,rest=each]"):

@@ -1,4 +1,4 @@
-"""Better hardware is never slower: every number of a machine file, made better by any amount, on schedules of all kinds."""
+"""Better hardware is never slower: improve each number of a machine file by any factor, for schedules of all kinds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from weft.plan.predict import MODES, Mode, predict
 from weft.schedule import Schedule
 from weft.sim import Model, model_of
 
-# What a machine takes: less is better. Of everything else in a file more is.
+# Costs, for which less is better. For all other numbers more is better.
 _LESS = (
     "latency", ".launch", ".row", ".beside", "_slowdown", "signal.", "host.", "graph.", ".tile_half", ".tile_ramp",
     "compute.sustained", "kernel_copy.units", "collective.units", "contention.kernel_copy_units",
 )  # fmt: skip
-# No quality of a machine but its form. More units at one rate are slower ones, a larger tile wastes more at the edges.
+# Numbers that are neither better nor worse. With more units at the same total rate each unit is slower, and a larger
+# tile wastes more at the edges.
 _FORM = (
     "compute.multiprocessors",
     "compute.tile_rows",
@@ -30,12 +31,13 @@ _FORM = (
     "copy_engine.count",
     "heuristic.threshold",
 )
-# Parts of what a matmul was measured to take: the units' own rate is worked out from it, and stays as it was here.
+# Parts of a measured GEMM time, from which the rate of a unit is derived. The rate stays constant in these tests.
 _WITHIN = ("compute.launch", "compute.tile_half", "compute.tile_ramp")
-# Where anything runs beside anything, a step that comes sooner may meet another one that it slows down.
+# With concurrent work, a step that begins earlier may overlap with another step, and slow it down.
 _MEETS = 0.02
-# A collective waits for the units of a GEMM that was there first. With a faster machine a GEMM may be first that was not before:
-# 13% for "4000 ficco_2d_collective[start=hetero,gemms=fused,steps=0]" on an H200 with half its `compute.tile_half`.
+# A collective waits for the units of a GEMM that began first. On a faster machine another GEMM may begin first: this
+# costs 13% for "4000 ficco_2d_collective[start=hetero,gemms=fused,steps=0]" on an H200 with half its
+# `compute.tile_half`.
 _COMES_FIRST = 0.15
 _SHAPES = ((512, 1024, 1024), (2048, 4096, 2048), (4000, 1792, 4096))
 
@@ -93,13 +95,15 @@ def _margin(which: str) -> float:
 def test_more_of_a_gpu_is_never_slower(name: str, of: str, factor: float, which: str, mode: Mode) -> None:
     schedule, model = _schedules()[which], gpu(name, 4)
     usual, better = (predict(schedule, one, mode) for one in (model, model.scaled(**{of: factor})))
-    # With more units a copy by kernel begins beside a GEMM that it had to wait for before, and takes units from it.
+    # With more units, a copy by kernel may run beside a GEMM, and take units from it, instead of waiting for it.
     assert better <= usual * (1 + (_COMES_FIRST if "by=kernel" in which else _margin(which)))
 
 
 @pytest.mark.parametrize("name", ["h200", "mi300x", "h100"])
 def test_more_of_a_gpu_moves_what_it_should(name: str) -> None:
-    """Twice the units halve a large GEMM, twice the memory a thin one, and twice the links a large copy; each leaves the others."""
+    """Doubling the units halves a large GEMM, doubling the memory bandwidth a thin GEMM, and doubling the links a large
+    copy. The other times do not change.
+    """
     model = gpu(name, 4)
     more = {of: model.scaled(**{of: 2.0}) for of in ("units", "memory", "links")}
     large, thin, copied = (16384, 16384, 8192, "bf16"), (8, 8192, 65536, "bf16"), 1 << 30

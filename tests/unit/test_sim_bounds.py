@@ -1,4 +1,4 @@
-"""No simulated schedule is faster than the bound, and the bound is what can be computed by hand."""
+"""No simulated schedule is faster than the bound, and the bound equals values computed by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_links_of_a_reduce_scatter_by_hand() -> None:
 
 
 def test_links_of_an_all_to_all_on_a_torus_by_hand() -> None:
-    """In a row of four, each link carries what goes one step, and half of what goes two: 2 of 8 vectors, for both rows."""
+    """In a row of four, a link carries all traffic over one step, and half of the traffic over two steps: 2 of 8
+    vectors, for both rows.
+    """
     slots = tuple(((64 * rank, 64),) for rank in range(8))
     problem: Problem = EmbeddingAllToAll(8, (512,) * 8, slots)
     model = replace(gpu("mi300x", 8), wiring=TORUS)

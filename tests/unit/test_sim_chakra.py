@@ -1,4 +1,6 @@
-"""Chakra traces: protobuf that others read, graphs that run to their end, and the bytes and times of the schedule."""
+"""Chakra traces: other programs can read the protobuf, the graphs run to their end, and bytes and times are those of
+the schedule.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def _attributes(fields: list[tuple[int, int | bytes]], number: int) -> dict[str,
 
 
 def _read(trace: Trace) -> list[list[dict]]:
-    """Return the nodes of each rank: id, name, type, after, us, attributes."""
+    """Return the nodes of each rank: id, name, type, dependencies, us, attributes."""
     found = []
     for rank in range(RANKS):
         about, *nodes = _messages(trace.files[f"weft.{rank}.et"])
@@ -86,7 +88,9 @@ def _read(trace: Trace) -> list[list[dict]]:
 
 
 def _play(ranks: list[list[dict]]) -> None:
-    """Run all graphs as ASTRA-sim does: nodes after those that they name, receives after their sends, collectives together."""
+    """Run all graphs as ASTRA-sim does: a node runs after its dependencies, a receive after its send, and a collective
+    on all ranks together.
+    """
     done: list[set[int]] = [set() for _ in ranks]
     sent: set[tuple] = set()
     while any(len(d) < len(of) for d, of in zip(done, ranks, strict=True)):
@@ -185,7 +189,7 @@ def test_what_chakra_cannot_have_is_refused() -> None:
 
 
 def test_chakras_own_reader() -> None:
-    """With PyPI's `mlc-chakra`, if it is installed."""
+    """Read the traces with PyPI's `mlc-chakra`, if it is installed."""
     et_def = pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="mlc-chakra is not installed")
     trace = chakra_trace(applicable(PROBLEMS[0])["gather[by=dma]"], _model())  # type: ignore[arg-type]
     _, *nodes = _messages(trace.files["weft.1.et"])

@@ -1,4 +1,4 @@
-"""Library collectives on any topology: times from textbooks, bytes that arrive, and bounds that no simulation beats."""
+"""NCCL's collectives on any topology: times from textbooks, arriving bytes, and lower bounds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from weft.sim import Model, costs, simulate
 from weft.sim.collectives import Op, algorithm, algorithms, least_us
 
 MIB = 1 << 20
-LINK, LATENCY = 75e3, 0.5  # T3's ring: 150 GB/s both ways together, 500 ns
+LINK, LATENCY = 75e3, 0.5  # T3's ring: 150 GB/s for both directions together, and a latency of 500 ns
 IDLE = replace(TOY, name="links alone", hbm_bytes_per_us=1e12, copy_latency_us=0.0, copy_bytes_per_us=1e12)
-"""A model on which only links and their latencies take time."""
+"""A model in which only links take time."""
 
 
 def _collective(op: str, world: int, count: int) -> Schedule:
-    """Return a schedule of one collective of `count` bytes: of all shards of an all-gather, or of a rank's input otherwise."""
+    """Return a schedule of one collective. count: the bytes of all shards of an all-gather; for other collectives, the
+    bytes of each rank's input.
+    """
     d = Draft(op, world)
     cols = 64
     rows = count // cols // 4
@@ -47,7 +49,7 @@ def _us(op: str, world: int, count: int, wiring: Wiring, model: Model = IDLE) ->
 @pytest.mark.parametrize("mib", [6, 24, 192])
 @pytest.mark.parametrize("link", [LINK, 2 * LINK])
 def test_on_a_ring_shards_go_around_it(world: int, mib: int, link: float) -> None:
-    """(W - 1) (latency + S / W / bandwidth), and twice that for an all-reduce."""
+    """The time is (W - 1) (latency + S / W / bandwidth), and twice as long for an all-reduce."""
     count, wiring = mib * MIB, Wiring(ring, (link, LATENCY))
     closed_form = (world - 1) * (LATENCY + count / world / link)
     assert _us("reduce_scatter", world, count, wiring) == pytest.approx(closed_form, rel=1e-6)
@@ -62,7 +64,9 @@ def test_on_a_switch_and_a_mesh_shards_go_to_all_at_once() -> None:
 
 
 def test_on_a_torus_and_on_hosts_one_dimension_follows_the_other() -> None:
-    """Rings of eight along rows leave an eighth of the bytes for those along columns. NICs carry what a host has summed."""
+    """Rings of eight along rows leave an eighth of the bytes for the rings along columns. NICs carry the sums of each
+    host.
+    """
     count = 64 * MIB
     on_torus = 7 * (0.5 + count / 8 / 100) + 7 * (0.5 + count / 64 / 100)
     for op in ("reduce_scatter", "all_gather"):
@@ -73,7 +77,7 @@ def test_on_a_torus_and_on_hosts_one_dimension_follows_the_other() -> None:
 
 
 def test_few_bytes_take_few_rounds() -> None:
-    """Ring: 31 rounds. By halving: 5, over up to 16 links each way."""
+    """A ring needs 31 rounds. Recursive halving needs 5, over up to 16 links each way."""
     wiring = Wiring(ring, (LINK, LATENCY))
     assert algorithm(wiring.of(32), "all_gather", 32.0).name == "direct"
     assert algorithm(wiring.of(32), "all_gather", 96.0 * MIB).name == "ring"
@@ -82,10 +86,10 @@ def test_few_bytes_take_few_rounds() -> None:
 
 
 def test_a_torus_all_to_all_takes_its_bound() -> None:
-    """The bound is a cut: half of all ranks send to the other half over the links between two halves of the rows."""
+    """The bound is a cut: half of the ranks send to the other half, over the links between two halves of the rows."""
     world, wiring = 128, Wiring(torus, (100.0, 0.0, 16))
     part = 1000 * 64 * 4
-    # Two links of each of 8 rows lead from one half of the columns to the other.
+    # In each of 8 rows, two links lead from one half of the columns to the other.
     bound = (world / 2) ** 2 / (8 * 2) * part / 100
     assert _us("all_to_all", world, world * part, wiring) <= 1.05 * bound
     assert _us("all_to_all", world, world * part, wiring) >= bound * (1 - 1e-9)
@@ -108,7 +112,7 @@ TOPOLOGIES = st.one_of(
 @settings(max_examples=60)
 @given(TOPOLOGIES, st.sampled_from(OPS))
 def test_no_algorithm_beats_what_links_allow(topology: Topology, op: Op) -> None:
-    """Bytes over all links of a rank, and the bytes on each link, bound every algorithm."""
+    """The bytes over all links of a rank, and over each link, bound every algorithm."""
     world = topology.ranks
     needed = (world - 1) / world * (2 if op == "all_reduce" else 1)
     for one in algorithms(topology, op):

@@ -1,4 +1,4 @@
-"""The fluid engine on schedules whose times can be worked out by hand: copies, contention, signals, stragglers, deadlock."""
+"""The engine on schedules whose times can be computed by hand: copies, contention, signals, stragglers, deadlocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_behind_a_switch_a_rank_sends_no_more_than_its_port_does() -> None:
 
 
 def test_behind_a_switch_a_rank_receives_no_more_than_its_port_does() -> None:
-    """All others send to rank 0."""
+    """All other ranks send to rank 0."""
     d = Draft("towards one", 4)
     x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 40, 25, "fp32", "symmetric")
     send = Copy(x.part(), box.part(rows=(RANK * 10, 10), at=0))
@@ -48,7 +48,7 @@ def test_behind_a_switch_a_rank_receives_no_more_than_its_port_does() -> None:
 
 
 def test_an_all_gather_writes_and_reads_all_that_it_gathers() -> None:
-    """Its links take 10 us; memory is scarcer for the 2 x 2000 bytes that it receives and forwards."""
+    """The links take 10 us. Memory is the bottleneck, with 2 x 2000 bytes that the rank receives and forwards."""
     d = Draft("gather", 2)
     x, y = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("y", 20, 25, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
@@ -81,7 +81,9 @@ def test_rows_of_a_two_dimensional_copy_cost_extra_and_whole_rows_do_not() -> No
 
 
 def test_a_slow_copy_takes_no_more_of_a_port_than_it_can_and_leaves_the_rest_to_a_fast_one() -> None:
-    """The port gives 100 bytes/us; over its link, one copy gets 100 and another one, by a kernel, 10: 90 and 10."""
+    """The port has 100 bytes/us. Alone, one copy gets 100 and another copy, by kernel, gets 10. Together they get 90
+    and 10.
+    """
     model = replace(SWITCH, copy_latency_us=0.0, put_bytes_per_us=((1, 10.0),))
     d = Draft("two", 2)
     x, peer = d.buffer("x", 10, 25, "fp32", "input"), (RANK + 1) % 2
@@ -93,15 +95,16 @@ def test_a_slow_copy_takes_no_more_of_a_port_than_it_can_and_leaves_the_rest_to_
 
 
 def test_copying_kernels_beyond_the_device_wait_for_each_other() -> None:
-    """Each copy holds two of four units. Six copies at once, none of which has to wait for a link, take three times as long as
-    two."""
+    """Each copy holds two of four units. Six concurrent copies, none of which waits for a link, take three times as
+    long as two.
+    """
     model = replace(TOY, kernel_copy_units=2, wiring=Wiring(mesh, (1e6,)))
     two, six = (simulate(puts(7, *range(1, n + 1), by="kernel"), model).end_us for n in (2, 6))
     assert six == pytest.approx(3 * two)
 
 
 def _matmul_and_copy(by: str = "dma", lanes: int = 1) -> Draft:
-    """A 128^3 matmul in fp16 on each of `lanes` lanes, and a put of 30720 bytes."""
+    """Return a schedule with a 128^3 fp16 GEMM on each of `lanes` lanes, and a put of 30720 bytes."""
     d = Draft("beside", 2)
     a, b = d.buffer("a", 128, 128, "fp16", "input"), d.buffer("b", 128, 128, "fp16", "input")
     for lane in range(lanes):
@@ -111,8 +114,8 @@ def _matmul_and_copy(by: str = "dma", lanes: int = 1) -> Draft:
     return d
 
 
-# The matmul: 2 x 128^3 operations in 200 us; 98304 bytes, which are 0.8 of this memory. The copy: 100 us, and rank and
-# peer together put 2 x 307.2 bytes/us on each memory.
+# The GEMM alone has 2 x 128^3 operations in 200 us, and uses 0.8 of the memory bandwidth for its 98304 bytes. The copy
+# alone takes 100 us. A rank's copy and its peer's copy together use 2 x 307.2 bytes/us of each memory.
 MATMUL_US, COPY_US = 200.0, 100.0
 SCARCE = replace(
     TOY, compute_units=1, launch_us=1e-9, hbm_bytes_per_us=98304 / MATMUL_US / 0.8, wiring=Wiring(mesh, (307.2,)),
@@ -121,7 +124,7 @@ SCARCE = replace(
 
 
 def test_a_matmul_beside_a_copy_loses_what_the_memory_lacks() -> None:
-    """The leaving copy, the arriving copy and the matmul get a third of the memory each: they want 0.5, 0.5 and 0.8."""
+    """The outgoing copy, the incoming copy and the GEMM need 0.5, 0.5 and 0.8 of the memory, and get a third each."""
     copied = COPY_US * 0.5 * 3
     matmul_us = copied + MATMUL_US - copied / (0.8 * 3)
     result = simulate(_matmul_and_copy().schedule(), SCARCE)
@@ -143,7 +146,7 @@ def test_two_matmuls_on_two_lanes_share_the_compute_units() -> None:
 
 
 def test_matmuls_that_leave_units_idle_fill_each_others_gaps() -> None:
-    """16 tiles on 12 units are two waves, of which the second is a third full: 1.5 matmuls fit in the time of one."""
+    """16 tiles on 12 units are two waves, the second of which is a third full. So 1.5 GEMMs fit into the time of one."""
     model = replace(SCARCE, hbm_bytes_per_us=1e12, compute_units=12, tile=(32, 32), launch_us=500.0)
     alone = simulate(_matmul_and_copy(lanes=1).schedule(), model).end_us - 500
     two = simulate(_matmul_and_copy(lanes=2).schedule(), model).end_us - 500
@@ -151,7 +154,9 @@ def test_matmuls_that_leave_units_idle_fill_each_others_gaps() -> None:
 
 
 def _matmuls_and_copies(size: int, matmuls: int, rows: int, cols: int, copies: int) -> Schedule:
-    """Cubes one after the other, and beside them puts by kernel, none of which is part of the launch before it."""
+    """Return a schedule of cubic GEMMs, one after the other, with concurrent puts by kernel. Each put is a launch of
+    its own.
+    """
     d = Draft("beside", 2)
     a, b, y = (
         d.buffer(name, size, size, "fp16", role) for name, role in (("a", "input"), ("b", "input"), ("y", "output"))
@@ -167,7 +172,7 @@ def _matmuls_and_copies(size: int, matmuls: int, rows: int, cols: int, copies: i
 
 
 def test_a_copying_kernel_takes_its_compute_units_from_the_matmul() -> None:
-    """One unit of four; then the matmul gets three quarters of its speed until the copy has ended."""
+    """The copy takes one of four units. The GEMM has three quarters of its speed until the copy has ended."""
     model = replace(SCARCE, hbm_bytes_per_us=1e12, compute_units=4, tile=(32, 32), put_bytes_per_us=((1, 307.2),))
     model = replace(model, matmul_flops_per_us={"fp16": 2 * 128**3 / MATMUL_US})
     done_beside = COPY_US * 3 / 4
@@ -179,7 +184,9 @@ def test_a_copying_kernel_takes_its_compute_units_from_the_matmul() -> None:
 def test_a_copying_kernel_that_comes_later_waits_until_a_matmul_gives_its_units_back(
     keeps: float, second_begins_us: float
 ) -> None:
-    """The first copy is there before the first matmul, and has its unit. The second gets one when that matmul has ended."""
+    """The first copy begins before the first GEMM, and has its unit. The second copy gets a unit when that GEMM has
+    ended.
+    """
     model = replace(SCARCE, hbm_bytes_per_us=1e12, compute_units=4, tile=(32, 32), put_bytes_per_us=((1, 307.2),))
     model = replace(model, matmul_flops_per_us={"fp16": 2 * 128**3 / MATMUL_US}, matmul_keeps=keeps)
     timeline = simulate(_matmuls_and_copies(128, 2, 128, 120, 2), model).timeline
@@ -189,8 +196,9 @@ def test_a_copying_kernel_that_comes_later_waits_until_a_matmul_gives_its_units_
 
 
 def test_copying_kernels_beside_matmuls_are_as_slow_as_they_were_measured() -> None:
-    """On two H100s, while kernels of 64 programs copied 64 MiB each: GEMMs took 1.06 to 1.09 times as long, and copies got 41 to
-    44.5 GB/s of 354."""
+    """Measured on two H100s, with copies of 64 MiB by kernels of 64 programs: GEMMs were slower by 6% to 9%, and copies
+    got 41 to 44.5 of 354 GB/s.
+    """
     model, size, matmuls, count = gpu("h100", 2), 8192, 4, 64 << 20
     timeline = simulate(_matmuls_and_copies(size, matmuls, 8192, 4096, 20), model).timeline
     mine = [s for s in timeline if s.rank == 0]
@@ -201,7 +209,7 @@ def test_copying_kernels_beside_matmuls_are_as_slow_as_they_were_measured() -> N
 
 
 def test_engines_disturb_a_matmul_without_being_slowed_down_themselves() -> None:
-    """Each GPU's memory is read at 307.2 bytes/us and written at as many; a tenth of its compute is lost by that."""
+    """Each GPU's memory is read and written at 307.2 bytes/us each, which costs a tenth of its compute rate."""
     plenty = replace(SCARCE, hbm_bytes_per_us=1e12, copy_disturbance=0.1 / (2 * 307.2))
     ends = sorted(s.end_us for s in simulate(_matmul_and_copy().schedule(), plenty).timeline if s.rank == 0)
     assert ends == pytest.approx([COPY_US, MATMUL_US + 0.1 * COPY_US], rel=1e-6)
@@ -211,7 +219,7 @@ def test_engines_disturb_a_matmul_without_being_slowed_down_themselves() -> None
 
 
 def _chain(world: int) -> Draft:
-    """Let every rank put to its right neighbour, and square the data from the left."""
+    """Return a schedule in which every rank puts to its right neighbour, and squares the data from its left neighbour."""
     d = Draft("chain", world)
     x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10, 25, "fp32", "symmetric")
     y = d.buffer("y", 10, 25, "fp32", "output")
@@ -233,9 +241,11 @@ def test_a_wait_ends_when_the_signal_has_come() -> None:
 
 
 def test_runs_wait_for_the_run_before() -> None:
-    """A rank's second run begins when its lanes have ended; its copy then waits until the receiver has read the first."""
+    """A rank's second run begins when its lanes have ended the first. Its copy then waits until the receiver has read
+    the first data.
+    """
     first, third = (simulate(_chain(3).schedule(), SIGNALS, runs=n) for n in (1, 3))
-    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the signal `credit` travels between runs
+    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the latency of the signal `credit` between runs
     assert third.per_run_us == pytest.approx(first.end_us + 2)
     assert [len(ends) for ends in third.ends_us] == [3, 3, 3]
     (waits,) = {
@@ -245,8 +255,9 @@ def test_runs_wait_for_the_run_before() -> None:
 
 
 def test_a_straggler_delays_exactly_what_depends_on_it() -> None:
-    """The right neighbour waits for all of it; the rank itself until its copy has gone, because its input arrived long
-    before."""
+    """The right neighbour waits for the whole delay. The late rank itself waits only until its copy is sent, because
+    its input arrived earlier.
+    """
     on_time = simulate(_chain(4).schedule(), SIGNALS).end_us
     late = simulate(_chain(4).schedule(), SIGNALS, late_us=(0, 0, 50, 0)).ends_us
     assert [ends[0] for ends in late] == pytest.approx([on_time, on_time, 50 + 7 + 10, on_time + 50])
@@ -281,7 +292,7 @@ def test_loops_are_written_out() -> None:
     assert arrived.count == 5
 
 
-# -- what may not be
+# -- refused schedules
 
 
 def test_a_deadlock_names_lanes_and_waits() -> None:
@@ -305,7 +316,9 @@ def test_a_set_too_few_is_found_in_the_run_that_lacks_it() -> None:
 
 
 def test_a_signal_within_a_rank_ends_a_launch() -> None:
-    """Two copies by kernel of one source are one launch, unless another stream of the rank hears of the first."""
+    """Two copies by kernel with the same source are one launch, unless a signal to another stream of the rank is
+    between them.
+    """
 
     def end_us(tell: bool) -> float:
         d = Draft("two copies", 2)
@@ -338,8 +351,9 @@ def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
 
 @pytest.mark.parametrize("world", [2, 16])
 def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int) -> None:
-    """An all-to-all whose ranks receive less than is sent, a copy of more rows than there are, and one into a buffer that is a
-    peer's own."""
+    """The invalid steps are an all-to-all that receives less than is sent, a copy of more rows than exist, and a copy
+    into private memory of a peer.
+    """
 
     def draft(rows: int, role: str = "symmetric") -> tuple[Draft, Buffer, Buffer]:
         d = Draft("odd", world)
@@ -397,7 +411,7 @@ def test_a_model_of_other_ranks_is_refused() -> None:
         simulate(puts(2, 1), gpu("h200", 4))
 
 
-# -- all schedules that there are
+# -- all registered schedules
 
 
 @pytest.mark.parametrize(
@@ -466,7 +480,7 @@ def test_a_rank_is_late_in_each_of_its_runs() -> None:
 
 
 def test_an_hour_of_work_ends() -> None:
-    """Late in a long run the clock is coarser than the rest of a step."""
+    """Late in a long run, the clock's resolution is coarser than the remaining time of a step."""
     problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
     roomy = replace(gpu("h200", 2), memory_bytes=math.inf)
     assert simulate(applicable(problem)["shard[chunks=1,send=in_turn,by=dma]"], roomy).end_us > 1e9

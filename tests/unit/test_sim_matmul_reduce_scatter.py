@@ -1,5 +1,6 @@
-"""GEMMs in front of a reduce-scatter on modelled machines: what stores in peers' memory and tracked tiles cost, against times
-measured on two H200s."""
+"""GEMM + reduce-scatter on modelled machines: the costs of stores in peers' memory and of tracked tiles, against times
+measured on two H200s.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from weft.sim.costs import Cost, Links, Operand, cost
 from weft.sim.lower import Work, lower
 from weft.sim.tile_costs import Rates, cost_of_tiles
 
-# M, N, K on each of 2 ranks, bf16, queued calls, milliseconds: the schedule that was the fastest, and some others.
+# Milliseconds of queued bf16 calls by (M, N, K) on each of 2 ranks: of the fastest schedule, and of some others.
 FASTEST = {
     (512, 8192, 4096): ("direct[chunks=1,by=dma,add=reduce]", 0.0656),
     (2048, 8192, 4096): ("direct[chunks=1,by=dma,add=reduce]", 0.1970),
@@ -42,7 +43,7 @@ def test_the_planner_takes_what_was_the_fastest(sizes: tuple[int, int, int]) -> 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_schedules_take_what_was_measured(name: str) -> None:
-    """Two numbers, `link.stored_late` and how tiles that store in peers' memory wait for it, were chosen with these in sight."""
+    """Two numbers were fitted to these times: `link.stored_late`, and the wait of tiles that store in peers' memory."""
     for sizes, ms in zip(FASTEST, OTHERS[name], strict=True):
         schedule = named(MatmulReduceScatter(2, *sizes, "bf16"), name).build()
         assert simulate(schedule, gpu("h200", 2), runs=2).per_run_us == pytest.approx(1e3 * ms, rel=0.21), sizes
@@ -67,7 +68,7 @@ def test_the_end_of_a_gemm_that_stores_in_a_peers_memory_is_not_hidden() -> None
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_librarys_gemm_copies_what_it_adds_to_before(at: int) -> None:
-    """It copies the addend from its rank, and the span says which bytes cross between ranks."""
+    """cuBLAS's GEMM first copies the addend from its rank. The span gives the bytes that cross between ranks."""
     model = gpu("h200", 2)
     a, b, out = (
         Operand(4096, 8192, "bf16", 0, True),
@@ -84,7 +85,7 @@ def test_the_librarys_gemm_copies_what_it_adds_to_before(at: int) -> None:
 
 
 def test_tiles_that_read_what_they_add_to_at_a_peers_wait_for_it() -> None:
-    """And no sooner than the link has brought it is the kernel done."""
+    """The kernel cannot end before the link has delivered the addend."""
     model = gpu("h200", 2)
     a, b = Operand(128, 4096, "bf16", 0, True), Operand(4096, 256, "bf16", 0, False)
     out = Operand(128, 256, "bf16", 0, False)
@@ -103,8 +104,9 @@ def test_tiles_that_read_what_they_add_to_at_a_peers_wait_for_it() -> None:
 
 
 def test_a_tile_is_one_units_work() -> None:
-    """The unit computes it at its part of the rate, or loads its operands at its part of the cache's rate; then it stores the
-    tile."""
+    """A unit computes a tile at its share of the rate, or loads operands at its share of the cache's rate. Then it
+    stores the tile.
+    """
     model = replace(gpu("h200", 2), tile_ramp=0.0, tile_half=0.0)
     assert model.unit_loads_bytes_per_us is not None
     per_unit, of_unit, loads = (
@@ -112,7 +114,8 @@ def test_a_tile_is_one_units_work() -> None:
         for rate in (model.matmul_flops_per_us["bf16"], model.hbm_bytes_per_us, model.unit_loads_bytes_per_us)
     )
     computing_us, stored_us = 2 * 128 * 256 * 4096 / per_unit, 128 * 256 * 2 / of_unit
-    quick = replace(model, unit_loads_bytes_per_us=2 * model.unit_loads_bytes_per_us)  # whose cache is no limit
+    # A machine whose cache is not a bottleneck.
+    quick = replace(model, unit_loads_bytes_per_us=2 * model.unit_loads_bytes_per_us)
     assert quick.tile_us(128, 256, 4096, "bf16") == pytest.approx(computing_us + stored_us)
     loading_us = (16 + 256) * 4096 * 2 / loads
     assert model.tile_us(16, 256, 4096, "bf16") == pytest.approx(loading_us + stored_us / 8)
@@ -121,7 +124,9 @@ def test_a_tile_is_one_units_work() -> None:
 
 
 def test_tiles_that_run_together_are_there_together() -> None:
-    """Two chunks of 64 tiles on 132 units: neither can be sent before the kernel's end. With half the units the first can."""
+    """With two chunks of 64 tiles on 132 units, no chunk can be sent before the end of the kernel. With half of the
+    units, the first chunk can.
+    """
     p = MatmulReduceScatter(2, 512, 8192, 4096, "bf16")
     schedule = named(p, "tracked[chunks=1,to=dma]").build()
     for units, shares in ((132, (1.0, 1.0)), (64, (0.5, 1.0))):
@@ -134,7 +139,7 @@ def test_tiles_that_run_together_are_there_together() -> None:
 
 @pytest.mark.parametrize(("behind", "longer_us"), [(False, 10.0), (True, 3.0)])
 def test_in_a_graph_a_collective_takes_longer_by_where_it_stands(behind: bool, longer_us: float) -> None:
-    """The collective is a lane's first step, or follows a kernel."""
+    """The collective is the first step of a lane, or follows a kernel."""
     model = replace(gpu("h200", 2), graph_collective_us=10.0, graph_run_us=3.0)
     d = Draft("scattered", 2)
     x, w, whole = (d.buffer(name, 256, 256, "bf16", "scratch") for name in ("x", "w", "whole"))

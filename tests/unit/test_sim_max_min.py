@@ -1,4 +1,4 @@
-"""Max-min fair shares: examples by hand, and properties for any loads."""
+"""Max-min fair shares: examples computed by hand, and properties for any loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_equal_steps_get_equal_parts() -> None:
 
 
 def test_who_is_held_up_elsewhere_leaves_the_rest_to_the_others() -> None:
-    """Two steps fill a, one of them also needs b, where three more want all: b gives a quarter each, a the rest."""
+    """Two steps share resource a. One of them also needs resource b, which three other steps want completely. b gives a
+    quarter to each, and the other step on a gets the rest of a.
+    """
     loads = [_load(a=1.0), _load(a=1.0, b=1.0), _load(b=1.0)]
     assert speeds(loads, {0: 1, 1: 1, 2: 3}) == {0: pytest.approx(0.75), 1: 0.25, 2: 0.25}
 
@@ -47,13 +49,13 @@ def test_speed_goes_no_higher_than_alone() -> None:
 def test_what_is_capped_below_its_share_gets_its_cap_and_the_others_share_the_rest(
     link: float, caps: tuple[float, ...], wanted: tuple[float, ...]
 ) -> None:
-    """In bytes, not in fractions of each step's rate alone."""
+    """Shares are equal in bytes, not in fractions of each step's rate alone."""
     found = speeds([_load(a=cap / link) for cap in caps], dict.fromkeys(range(len(caps)), 1))
     assert tuple(found[i] * cap for i, cap in enumerate(caps)) == pytest.approx(wanted)
 
 
 Flow = tuple[tuple[int, ...], int]
-"""The links that a flow crosses, and its rate alone."""
+"""A flow: the links that it crosses, and its rate when it runs alone."""
 
 
 def _rates(links: list[int], flows: list[Flow]) -> list[float]:
@@ -63,7 +65,7 @@ def _rates(links: list[int], flows: list[Flow]) -> list[float]:
 
 
 def _progressive_filling(links: list[int], flows: list[Flow]) -> list[Fraction]:
-    """Return the rates of textbooks' method: all rates rise alike, each until its cap or a full link stops it."""
+    """Return the rates by progressive filling: all rates rise equally, each until its cap or a full link stops it."""
     rates, left = [Fraction(0)] * len(flows), [Fraction(link) for link in links]
     growing = set(range(len(flows)))
     while growing:
@@ -78,7 +80,7 @@ def _progressive_filling(links: list[int], flows: list[Flow]) -> list[Fraction]:
 
 
 def test_links_of_different_bandwidth_are_shared_by_bytes() -> None:
-    """The slow link stops the first flow at 30, so the third gets the rest of the last link."""
+    """The slow link stops the first flow at 30, so the third flow gets the rest of the last link."""
     flows: list[Flow] = [((0, 1, 2, 3), 100), ((0, 3), 20), ((3,), 100)]
     assert _rates([50, 100, 50, 90], flows) == pytest.approx([30, 20, 40])
 
@@ -96,14 +98,16 @@ def test_flows_over_unequal_links_get_what_progressive_filling_gives_them() -> N
 
 
 def test_a_resource_that_stands_for_several_counts_each_of_its_parts() -> None:
-    """A step that takes 0.6 of its own rank's link and 1.0 of the next rank's: on each link both parts meet."""
+    """A step uses 0.6 of its own rank's link and 1.0 of the next rank's link. So both amounts occur on every link."""
     assert speeds([Load(((0, 0.6), (0, 1.0)))], {0: 1}) == {0: pytest.approx(1 / 1.6)}
     both = speeds([Load(((0, 0.6), (0, 1.0))), Load(((0, 0.5),))], {0: 1, 1: 1})
     assert both == {0: pytest.approx(1 / 2.6), 1: pytest.approx(1 / 1.3)}
 
 
 def test_a_resource_gives_equal_amounts_to_those_that_it_stops_however_much_others_give_them() -> None:
-    """A port of 300 is shared by three copies over links of 100 each and one that could take all of it: each gets 75."""
+    """A port of 300 is shared by three copies over links of 100 each, and by one copy that could use the whole port.
+    Each gets 75.
+    """
     loads = [Load(((i, 1.0), (9, 1 / 3))) for i in range(3)] + [Load(((9, 1.0),))]
     assert speeds(loads, dict.fromkeys(range(4), 1)) == pytest.approx({0: 0.75, 1: 0.75, 2: 0.75, 3: 0.25})
 
@@ -115,7 +119,7 @@ def test_each_of_two_steps_may_be_stopped_by_the_resource_of_which_it_takes_more
 
 @pytest.mark.parametrize("holders", [1, 8, 9, 31])
 def test_holders_share_at_most_the_device(holders: int) -> None:
-    """Kernels that hold an eighth of the units each: beyond eight at once, they wait for each other."""
+    """Each kernel holds an eighth of the units. If more than eight run at once, they wait for each other."""
     found = speeds([Load(share=((2, 0.01),), hold=((1, 0.125),))], {0: holders})
     assert found[0] == pytest.approx(min(1.0, 8 / holders))
 
@@ -152,7 +156,7 @@ def test_holders_of_all_kinds_take_their_units_together() -> None:
 
 
 def test_a_disturbance_takes_from_what_holders_have_left() -> None:
-    """Half of the units are held and a fifth is lost: the sharers have three tenths."""
+    """Half of the units are held and a fifth is lost, so three tenths remain for the other steps."""
     loads = [
         Load(share=((1, 1.0),)),
         Load(share=((2, 1.0),), hold=((1, 0.5),)),
@@ -163,14 +167,16 @@ def test_a_disturbance_takes_from_what_holders_have_left() -> None:
 
 
 def test_a_transfer_with_split_routes_gets_the_rate_of_transfers_on_one_route() -> None:
-    """Half of the first transfer takes the other direction, where nothing else goes: both have 2/3 of a link's rate."""
+    """Half of the first transfer takes the other direction, which is free. Both transfers get 2/3 of a link's rate."""
     loads = [Load(((1, 0.5), (2, 0.5)), whole=((1, 1.0), (2, 1.0))), Load(((1, 1.0),))]
     assert speeds(loads, {0: 1, 1: 1}) == {0: pytest.approx(2 / 3), 1: pytest.approx(2 / 3)}
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_flows_on_a_torus_followed_from_change_to_change_have_the_speeds_of_a_new_start(split: bool) -> None:
-    """About 500 flows. split: with an even number of columns and rows, the transfers to half-way ranks have several routes."""
+    """There are about 500 flows. split: True for even numbers of columns and rows, where transfers to half-way ranks
+    have several routes.
+    """
     wiring = torus(64 if split else 63, 100.0, 0.0, 8 if split else 9)
     flows = [(rank, to) for rank in range(8) for to in range(wiring.ranks) if to != rank]
     places: dict[tuple[str, int], int] = {}
@@ -200,7 +206,7 @@ def _used(loads: list[Load], counts: dict[int, int], found: dict[int, float]) ->
 def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
     steps: list[tuple[dict[int, float], int]],
 ) -> None:
-    """Every step below full speed takes of a resource that is used up, of which nobody takes more."""
+    """Every step below full speed uses a resource that is fully used, and no other step gets more of this resource."""
     loads = [Load(tuple(share.items())) for share, _ in steps]
     counts = {i: n for i, (_, n) in enumerate(steps)}
     found = speeds(loads, counts)
@@ -218,9 +224,10 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
 def test_many_flows_have_the_same_speeds_when_they_are_followed_from_change_to_change(
     units: float, disturbing: int
 ) -> None:
-    """300 flows over 24 links, at first 300 at once, as when solved anew whenever one of them ends.
+    """300 flows over 24 links begin together. Whenever a flow ends, the updated speeds must equal a new solution.
 
-    units: of one of 6 GPUs, which each flow holds; at 0.05 they hold more than there is. disturbing: flows that slow down a GPU.
+    units: the fraction of one of 6 GPUs' units that each flow holds; at 0.05 all flows together hold more than exist.
+    disturbing: the number of flows that slow down a GPU.
     """
     rng = random.Random(5)
     loads = [
@@ -243,4 +250,4 @@ def test_many_flows_have_the_same_speeds_when_they_are_followed_from_change_to_c
         done = {flow for flow, end in ends.items() if end <= min(ends.values()) + 1e-6}
         assert {flow for flow, is_done in fluid.to(then) if is_done} == done
         left = {flow: rest - min(ends.values()) * found[flow] for flow, rest in left.items() if flow not in done}
-    assert fluid.known == 0  # so many steps at once are not looked up
+    assert fluid.known == 0  # speeds of so many concurrent steps are not cached

@@ -1,6 +1,7 @@
-"""T3's memory controller: what it moves is counted exactly, it is never faster than its parts, and it refuses nonsense.
+"""T3's memory controller: bytes are counted exactly, it is never faster than its parts, and invalid input is refused.
 
-Cheapest first: bad input; bytes; bounds and monotony; arbitration; the tracker. GEMMs are small, on a GPU of 8 units.
+Cheapest first: bad input; bytes; bounds and monotonicity; arbitration; the tracker. GEMMs are small, on a GPU of 8
+units. Docstrings begin with sections of the T3 paper.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from weft.studies.t3_figures import without_stagger
 
 WORLD = 4
 SMALL = t3_gpu().with_values({"gpu.units": 8, "link.bandwidth": 7.5, "memory.effective": 0.046, "memory.llc": 1.6})
-"""A tenth of the paper's GPU: the same ratios, with less to simulate."""
+"""A tenth of the paper's GPU, with the same ratios, which is faster to simulate."""
 GEMM = HardwareGemm(2048, 1024, 512)
 
 
@@ -54,7 +55,9 @@ def test_bad_input_is_refused_with_the_values_and_the_fix():
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_every_byte_of_the_ring_is_counted_once(world):
-    """6.2: the fused GEMM stores its first chunk at the peer; each later one is updated twice and read once, the last one not."""
+    """6.2: the fused GEMM stores its first chunk at the peer. Every later chunk is updated twice and read once, except
+    the last chunk, which is not read.
+    """
     gemm = HardwareGemm(128 * 24, 1024, 128)
     out, chunk = gemm.out_bytes, gemm.out_bytes / world
     run = fused(gemm, ring(gemm, world=world), world, SMALL, "mca", bin_us=5)
@@ -79,7 +82,7 @@ def test_a_gemm_reads_its_operands_once_if_they_fit_and_at_most_once_for_each_ti
         run = alone(GEMM, gpu)
         assert operands * (1 - 1e-9) <= run.gemm_read <= 2 * GEMM.k * (128 + 256) * GEMM.tiles(gpu)
         assert run.gemm_write == pytest.approx(GEMM.out_bytes)
-    # What is written past the cache leaves more of it to the operands.
+    # Writes that bypass the cache leave more of it to the operands.
     assert alone(GEMM, SMALL, bypass=True).gemm_read <= alone(GEMM, SMALL).gemm_read
 
 
@@ -104,16 +107,18 @@ RATES, UNITS = ("link.bandwidth", "memory.effective", "memory.llc"), ("gpu.units
     ],
 )
 def test_more_of_anything_is_no_slower(key, arbitration):
-    """Within 2%: with other rates other work-groups meet in the cache.
-
-    Faster units make a GEMM more memory-intensive. Where it goes first, the ring then waits for longer."""
+    """A tolerance of 2% is needed, because with other rates other work-groups share the cache. Faster units make a GEMM
+    more memory-intensive, and if the GEMM has priority, the ring waits longer.
+    """
     times = [fused(GEMM, ring(), WORLD, SMALL.scaled(key, factor), arbitration).us for factor in (0.5, 1.0, 1.5, 2.0)]
     assert all(later <= 1.02 * earlier for earlier, later in itertools.pairwise(times))
     assert times[-1] < times[0] or key == "memory.llc"
 
 
 def test_a_ring_alone_takes_its_closed_form():
-    """Steps of the link, its latency, and the last step of the kernel; memory that adds has no last step."""
+    """The time consists of the steps of the link, its latency, and the last step of the kernel. Memory that adds has no
+    last step.
+    """
     gpu = t3_gpu()
     for world, faster in ((8, 0.07), (16, 0.03)):
         for megabytes in (6, 24, 96):
@@ -128,7 +133,7 @@ def test_a_ring_alone_takes_its_closed_form():
 
 
 def test_a_sum_travels_step_by_step() -> None:
-    """4.2.1: the tracker counts the peer's updates too, so a piece goes on only once the sum so far is there."""
+    """4.2.1: the tracker counts the peer's updates too, so a piece is sent only when it contains the sum so far."""
     latency_us = 10_000
     slow = SMALL.with_values({"link.latency": 1e3 * latency_us})
     for world in (2, 4, 8):
@@ -137,7 +142,7 @@ def test_a_sum_travels_step_by_step() -> None:
 
 
 def test_arbitration_and_adding_memory_move_results_as_the_paper_says():
-    """6.1.2, 6.1.3: T-NLG's FC-2 on 16 ranks; without MCA the GEMM is held up, and quick updates hold it up less."""
+    """6.1.2, 6.1.3: T-NLG's FC-2 on 16 ranks. Without MCA the ring delays the GEMM; faster updates delay it less."""
     gpu, gemm = t3_gpu(), HardwareGemm(8192, 4256, 1064)
     output = ring_reduce_scatter(gemm.tiles(gpu), 16)
     t3, mca = (fused(gemm, output, 16, gpu, arbitration) for arbitration in ("round_robin", "mca"))
@@ -147,7 +152,7 @@ def test_arbitration_and_adding_memory_move_results_as_the_paper_says():
     assert mca.us < 0.95 * t3.us
     quick = gpu.with_values({"memory.update": 1})
     assert fused(gemm, output, 16, quick, "round_robin").us < t3.us
-    # What T3 saves is the same whoever goes first.
+    # T3 saves the same for any arbitration.
     assert (t3.ring_read, t3.ring_write) == (mca.ring_read, mca.ring_write)
 
 
@@ -161,7 +166,9 @@ def test_results_converge_as_entries_become_smaller(arbitration):
 
 @pytest.mark.parametrize("arbitration", ["round_robin", "mca"])
 def test_one_gpu_stands_for_all(arbitration: str) -> None:
-    """5.1.1: all ranks together, each with its peers, take to the byte and the moment what one takes alone."""
+    """5.1.1: a simulation of all ranks with their peers gives exactly the bytes and the times of a simulation of one
+    rank.
+    """
     one = fused(GEMM, ring(), WORLD, SMALL, arbitration)
     maps = [ring_reduce_scatter(GEMM.tiles(SMALL), WORLD, rank=rank) for rank in range(WORLD)]
     for run in fused_on_all(GEMM, maps, SMALL, arbitration):
@@ -169,7 +176,7 @@ def test_one_gpu_stands_for_all(arbitration: str) -> None:
 
 
 def test_without_stagger_the_last_chunk_follows_the_gemm() -> None:
-    """4.4: ranks that compute the same chunk at once have its sum only after a round of the ring."""
+    """4.4: if all ranks compute the same chunk at once, its sum is complete only after a round of the ring."""
     tiles = GEMM.tiles(SMALL)
     staggered = fused(GEMM, ring(), WORLD, SMALL, "mca")
     runs = fused_on_all(GEMM, [without_stagger(tiles, WORLD, rank) for rank in range(WORLD)], SMALL, "mca")
@@ -179,7 +186,9 @@ def test_without_stagger_the_last_chunk_follows_the_gemm() -> None:
 
 
 def test_own_stores_and_reads_decide_between_t3_and_mca() -> None:
-    """T3's losses are the GEMM's reads behind its own stores, which the ring holds up: reads first, and there are few."""
+    """T3's losses are GEMM reads that wait behind the GEMM's own stores, which the ring delays. If reads have priority,
+    the losses are small.
+    """
     gpu, gemm = t3_gpu(), HardwareGemm(8192, 4256, 2128)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
     times = {
@@ -193,7 +202,9 @@ def test_own_stores_and_reads_decide_between_t3_and_mca() -> None:
 
 
 def test_a_direct_reduce_scatter_has_no_accesses_of_its_own_but_the_arriving_updates() -> None:
-    """7.1: the GEMM stores each tile at its owner, over a link to each; cut finely enough, all links are busy at once."""
+    """7.1: the GEMM stores each tile in its owner's memory, over a link to each peer. If tiles are small enough, all
+    links are busy at once.
+    """
     tiles, chunk = GEMM.tiles(SMALL), GEMM.out_bytes / WORLD
     whole, fine = (
         fused(GEMM, direct_reduce_scatter(tiles, WORLD, per_rank=n, sliced=True), WORLD, SMALL, "mca")
@@ -208,7 +219,7 @@ def test_a_direct_reduce_scatter_has_no_accesses_of_its_own_but_the_arriving_upd
 
 
 def test_copies_may_take_several_wavefronts_pieces_at_once() -> None:
-    """4.2.2. The same bytes go; a piece waits for the others of its copy."""
+    """4.2.2: the same bytes are sent, but a piece waits for the other pieces of its copy."""
     runs = [fused(GEMM, ring(), WORLD, SMALL.with_values({"copies.block": n}), "mca") for n in (1, 3, 8)]
     for run in runs:
         assert (run.ring_read, run.link) == pytest.approx((runs[0].ring_read, runs[0].link))
@@ -226,7 +237,9 @@ def test_finer_chunks_of_the_ring_move_the_same(per_rank: int) -> None:
 
 
 def test_a_small_tracker_stalls_work_groups_and_a_large_one_does_not():
-    """A work-group begins once its set of the tracker has room, so a small tracker costs time and never the result."""
+    """A work-group begins only if its set in the tracker has space. So a small tracker costs time, but never changes
+    the result.
+    """
     runs = {
         sets: fused(GEMM, ring(), WORLD, SMALL.with_values({"tracker.sets": sets}), "round_robin")
         for sets in (1, 4, 16, 256, 0)
@@ -248,7 +261,7 @@ def test_every_number_has_a_source_and_the_other_reading_doubles_the_links():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_gpus_and_maps_end_with_every_byte_sent_once(seed: int) -> None:
-    """Trackers, queues and windows of any size: nothing waits for ever, whatever is ahead of what."""
+    """With trackers, queues and windows of any size, no simulation deadlocks."""
     rng = random.Random(seed)
     for _ in range(12):
         waves, world, per_rank = rng.choice([1, 2, 8]), rng.choice([2, 3, 4]), rng.choice([1, 2])

@@ -1,4 +1,4 @@
-"""Costs: the matmul formula by hand and where measured points correct it, traffic, copies, machine files into models."""
+"""Costs: the GEMM formula by hand, its correction by measured points, traffic, copies, and models from machine files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from weft.hw import Machine, known_machines, load_machine
 from weft.schedule import Draft, Schedule
 from weft.sim import NULL, model_of, simulate
 
-# One size of tile (32 is the smallest), four units, one operation a microsecond each; splitting k costs too much to pay.
+# One tile size (32 is the smallest), and four units with one operation per microsecond each. Splitting k is too
+# expensive to be used.
 TILES = replace(
     TOY, tile=(32, 32), compute_units=4, matmul_flops_per_us={"fp16": 4.0}, hbm_bytes_per_us=math.inf, launch_us=1e9
 )
@@ -47,7 +48,7 @@ def test_smaller_tiles_are_less_efficient_but_fill_more_units() -> None:
 
 
 def test_tiles_of_three_quarters_fill_a_wave_that_halves_overfill() -> None:
-    """96 tiles of 128 x 192: with 128 x 256 there are 72, with 128 x 128 two waves."""
+    """There are 96 tiles of 128 x 192. With tiles of 128 x 256 there are 72, and with tiles of 128 x 128 two waves."""
     assert gpu("h200", 2).matmul(768, 3072, 4096, "bf16").units_busy == pytest.approx(96 / 132)
 
 
@@ -71,14 +72,16 @@ def test_a_matmul_that_memory_cannot_feed_takes_as_long_as_its_bytes() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp8", "bf16"])
 def test_a_few_more_rows_do_not_double_a_matmul_that_reads_its_weights(dtype: str) -> None:
-    """Its last block of columns may be narrow, and then reads few weights."""
+    """The last block of columns may be narrow, and then reads few weights."""
     model = gpu("h100", 2)
     times = [model.matmul_us(m, 34304, 14464, dtype) for m in range(64, 257)]
     assert all(after <= 1.02 * before for before, after in pairwise(times))
 
 
 def test_operands_are_read_again_for_each_block_that_the_cache_does_not_hold() -> None:
-    """Four tiles at once are 64 x 64: of 128 x 128 there are four, and each reads its (64 + 64) x k."""
+    """Four concurrent tiles cover 64 x 64 of the output. An output of 128 x 128 has four such blocks, each of which
+    reads (64 + 64) x k elements.
+    """
     small = replace(TILES, l2_bytes=0.0)
     assert small.matmul(128, 128, 10, "fp16").hbm_bytes == pytest.approx(2 * (4 * 128 * 10 + 128 * 128))
     assert TILES.matmul(128, 128, 10, "fp16").hbm_bytes == pytest.approx(2 * (256 * 10 + 128 * 128))
@@ -94,7 +97,7 @@ def test_measured_points_are_met_and_correct_their_neighbours() -> None:
     without_launch = [(corrected.matmul_us(*s) - model.launch_us) / (plain[s] - model.launch_us) for s in (slow, fast)]
     between, other = (1448, 1448, 1448), (4096, 4096, 4096, "fp16")
     ratio = corrected.matmul(*between, "bf16").time_us / model.matmul(*between, "bf16").time_us
-    assert ratio == pytest.approx(math.sqrt(math.prod(without_launch)), rel=0.01)  # as far from both
+    assert ratio == pytest.approx(math.sqrt(math.prod(without_launch)), rel=0.01)  # equally far from both
     assert corrected.matmul_us(*other) == model.matmul_us(*other)
 
 
@@ -115,7 +118,9 @@ def test_a_dtype_without_a_rate_is_named() -> None:
 def test_a_faster_machine_needs_no_more_of_its_units_for_a_matmul(
     shape: tuple[int, int, int], factor: float, what: str
 ) -> None:
-    """Nor more time alone: a matmul that gains a little and takes much more from others would make schedules slower."""
+    """It must not need more time alone either. A GEMM that gains a little time but takes many more units would slow
+    down schedules.
+    """
     usual = gpu("h200", 2)
     memory, matmuls = usual.hbm_bytes_per_us * factor, usual.matmul_flops_per_us["bf16"] * factor
     better = (
@@ -137,8 +142,9 @@ def test_the_large_matmul_is_as_fast_as_the_machine_file_says() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8", "fp32"])
 def test_the_best_size_is_as_fast_as_the_machine_file_says_and_no_other_is_faster(dtype: str) -> None:
-    """On MI300X 4096 x 4864 x 32896, a tile for each unit. Of the 1024 tiles of 8192^3 the last wave has a third; half as large
-    ones lose less there, and some more in each."""
+    """On MI300X, 4096 x 4864 x 32896 has one tile for each unit. Of the 1024 tiles of 8192^3, the last wave has only a
+    third. Tiles of half the size waste less at the end, but more in each wave.
+    """
     machine, model = load_machine("mi300x"), gpu("mi300x", 8)
     best = machine[f"compute.{dtype}_matmul_best"].si * 1e-6
     of = {
@@ -234,7 +240,7 @@ def test_what_does_not_fit_in_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("name", mostly(known_machines(), "h200", "mi300x"))
 def test_every_number_of_a_model_comes_from_its_machine_file(name: str) -> None:
-    """Changing a number that the simulator reads, and no other, changes the model."""
+    """Changing a number that the simulator reads must change the model. Changing any other number must not."""
     others = ("memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
               "collective.reduce_scatter", "heuristic.")  # fmt: skip
     machine = load_machine(name)

@@ -1,4 +1,4 @@
-"""The executor that does nothing: every schedule runs on it, in an order that its signals allow."""
+"""The null executor runs every schedule, in an order that its signals allow."""
 
 from __future__ import annotations
 

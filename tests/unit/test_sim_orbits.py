@@ -1,4 +1,6 @@
-"""One rank of a torus represents all: its time is that of a simulation of every rank, and the work grows with the ranks."""
+"""One rank of a torus represents all ranks: its time equals that of a simulation of every rank, and the work grows
+linearly with the number of ranks.
+"""
 
 from __future__ import annotations
 

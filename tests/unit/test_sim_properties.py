@@ -1,4 +1,4 @@
-"""Whatever the machine: no schedule is faster than its resources allow, and one rank may stand for all."""
+"""Properties for any machine: no schedule is faster than its resources allow, and one rank may represent all ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_nothing_is_faster_than_what_it_needs(model: Model, case: tuple[int, str
     sent = bytes_leaving(schedule, 0)
     leaving = {route[0] for other in range(1, world) for route in model.wiring.of(world).routes(0, other) if route}
     assert result.end_us >= sent / sum(link.bytes_per_us for link in leaving) * (1 - 1e-9)
-    assert result.end_us >= 2 * sent / model.hbm_bytes_per_us * (1 - 1e-9)  # sent, and as much received
+    assert result.end_us >= 2 * sent / model.hbm_bytes_per_us * (1 - 1e-9)  # bytes sent; equally many are received
     assert 0 <= result.exposed_us <= result.end_us
     assert max(result.compute_us) <= result.end_us * (1 + 1e-9)
     for span in result.timeline:
@@ -92,8 +92,8 @@ def test_all_ranks_simulated_end_when_the_one_does(model: Model, case: tuple[int
     assert len(one.simulated_ends_us) == 1
     each = _Engine(lower(schedule, model, alike=False), [0.0] * world, None, 2).run()
     assert len(each.simulated_ends_us) == world
-    # Shares of steps that load several resources in other proportions are only nearly fair in rare nets, and then depend on the
-    # number of equal steps.
+    # If steps use several resources in different proportions, shares are only nearly fair in rare cases, and then
+    # depend on the number of equal steps.
     for run in range(2):
         assert [ends[run] for ends in each.ends_us] == pytest.approx([one.ends_us[0][run]] * world, rel=1e-3)
 
@@ -111,8 +111,9 @@ APART = ("serial", SHARD, "shard[chunks=2,send=in_turn,by=dma]")
 
 
 def with_nothing_shared(model: Model) -> Model:
-    """Return a model without sharing. If matmuls and copies share a resource, an earlier or later copy may be at a
-    worse moment."""
+    """Return a model in which GEMMs and copies share no resource. With sharing, an earlier copy may run at a worse
+    moment.
+    """
     wiring = Wiring(mesh, model.wiring.numbers)
     return replace(model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12, wiring=wiring)
 
@@ -128,7 +129,7 @@ def test_better_hardware_is_no_slower(model: Model, world: int, what: str, facto
 
 @pytest.mark.parametrize("what", sorted(FASTER))
 def test_each_kind_of_hardware_matters_to_these_schedules(what: str) -> None:
-    """The property "no slower" must not hold for numbers that nothing depends on."""
+    """The property "no slower" would be trivial for a number on which nothing depends."""
     usual = gpu("h200", 2)
     worse = FASTER[what](usual, 1 / 30)
     assert any(
@@ -139,7 +140,7 @@ def test_each_kind_of_hardware_matters_to_these_schedules(what: str) -> None:
 @RUNS
 @given(models(), st.sampled_from(WORLDS), st.lists(st.floats(0, 500), min_size=4, max_size=4))
 def test_stragglers_delay_by_no_more_than_they_are_late(model: Model, world: int, late: list[float]) -> None:
-    """The bound holds without sharing. On shared links, ranks that are out of step may send to one place at once."""
+    """The bound holds without sharing. On shared links, ranks that are out of step may send to the same rank at once."""
     for name in APART:
         schedule, machine = SCHEDULES[world][name], with_nothing_shared(model)
         on_time, found = (simulate(schedule, machine, late_us=us).end_us for us in ((), late[:world]))

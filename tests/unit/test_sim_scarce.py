@@ -1,4 +1,6 @@
-"""Lanes that cannot slow each other down are simulated apart: the numbers are the same, and the work grows with the ranks."""
+"""Lanes that cannot slow each other down are simulated separately: the numbers are the same, and the work grows only
+linearly with the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from weft.sim.result import Simulated
 from weft.sim.scarce import parts_of, scarce_only
 
 _DIFFERS = "ficco_1d_collective[start=hetero,gemms=fused,steps=0]"
-"""Every rank computes the part before and after its own rows, which differs between ranks."""
+"""Every rank computes the rows before and after its own rows, so ranks compute different sizes."""
 
 
 def _differing(world: int) -> Schedule:
@@ -33,8 +35,9 @@ def _run(machine: str, world: int) -> tuple[engine._Engine, Simulated]:
 def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not_for_all_together(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are as many sets of concurrent steps as on one rank, times ranks; otherwise every rank's steps would meet every
-    other's."""
+    """The number of sets of concurrent steps is that of one rank times the number of ranks. Otherwise the steps of all
+    ranks would be combined.
+    """
     world = 12
     apart, found = _run(machine, world)
     assert not found.program.symmetric
@@ -84,7 +87,7 @@ _LOADS = st.lists(st.tuples(_AMOUNTS, _AMOUNTS, _AMOUNTS), min_size=1, max_size=
 
 @given(_LOADS)
 def test_speeds_of_a_part_are_those_beside_all_others(some: list[tuple[dict[int, float], ...]]) -> None:
-    """Lanes with one load each: with scarce resources only, and for each part alone."""
+    """Each lane has one load. Compare speeds with all resources and with scarce resources only, for each part alone."""
     loads = [Load(*(tuple(uses.items()) for uses in one)) for one in some]
     lanes = [{i} for i in range(len(loads))]
     scarce = scarce_only(loads, lanes)

@@ -1,4 +1,6 @@
-"""One rank stands for all where they do the same: then the numbers are those of all, and elsewhere it does not."""
+"""One rank represents all ranks if they all do the same work: the numbers must equal those of a simulation of all
+ranks. Otherwise all ranks are simulated.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from weft.sim.vectorised import Numbers, at_rank
 
 Mode = Literal["queued", "graph", "single"]
 SAME = 1e-7
-"""A relative tolerance: work that the engine counts as none (1e-7 us), relative to tens of microseconds or more."""
+"""The relative tolerance: the engine neglects 1e-7 us of work, and runs take tens of microseconds or more."""
 
 
 @lru_cache(maxsize=1)
@@ -61,13 +63,16 @@ def _numbers(result: Simulated) -> list[float]:
 @pytest.mark.parametrize("mode", ["queued", "graph", "single"])
 @pytest.mark.parametrize(("machine", "world"), [("h200", 2), slow("mi300x", 3), slow("h200", 5)])
 def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode) -> None:
-    """All schedules in queued mode. Modes differ at the begin and end of a run, so a third of them in each other mode."""
+    """Try all schedules in queued mode. Modes differ only at the begin and the end of a run, so each other mode tries a
+    third of them.
+    """
     model, alike = gpu(machine, world), 0
     every = 1 if mode == "queued" else 3
     for name, schedule in list(_schedules(world).items())[mode == "single" :: every]:
         one = simulate(schedule, model, runs=2, mode=mode)
         alike += one.program.symmetric
-        # Ranks that send in the order of their numbers, or compute rows before and after their own, do not do the same.
+        # Ranks that send in the order of their numbers, or compute the rows before and after their own, do different
+        # work.
         differ = "order=natural" in name or "collective[start=hetero,gemms=fused" in name
         assert one.program.symmetric != differ, name
         if one.program.symmetric:
@@ -112,7 +117,7 @@ def _spans(result: Simulated) -> list[tuple]:
 
 
 def test_a_slow_link_is_told_from_the_others() -> None:
-    """Rank 0 puts over it to rank 1, as all others do over theirs."""
+    """Rank 0 puts to rank 1 over the slow link, and all other ranks do the same over their links."""
     ends = simulate(_rings(), replace(TOY, wiring=Wiring(_one_slow_link))).communication_us
     assert ends == pytest.approx((27, 17, 17, 17))
 
@@ -125,8 +130,11 @@ def _rings(
     set_at: tuple[tuple[int, ...], ...] = (ZERO,),
     wait_at: tuple[tuple[int, ...], ...] = (ZERO,),
 ) -> Schedule:
-    """On lane i rank r puts rows[r] rows, and i times 5 more, to the rank i + 1 further on, and sets its signal set_at[i][r].
-    Then it waits for its own ones wait_at[..][r], one after the other, and copies."""
+    """Return a schedule in which rank r puts rows[r] + 5 i rows on lane i to rank r + i + 1, and sets signal
+    set_at[i][r].
+
+    Then the rank waits for its own signals wait_at[..][r] one after the other, and copies.
+    """
     d = Draft("rings", 4)
     x, box = (d.buffer(name, max(rows) + 15, 25, "fp32", role) for name, role in (("x", "input"), ("box", "symmetric")))  # type: ignore[arg-type]
     came, kept = d.signals("came", 4), d.buffer("kept", max(rows) + 15, 25, "fp32", "scratch")
@@ -143,14 +151,14 @@ def _rings(
     ("schedule", "alike"),
     [
         (_rings(), True),
-        # Rank r - 1 sets what rank r waits for, under a number of each rank's own.
+        # Rank r - 1 sets the signal for which rank r waits. The index of the signal differs between ranks.
         (_rings(set_at=((1, 2, 3, 0),), wait_at=((0, 1, 2, 3),)), True),
         (_rings(set_at=((1, 2, 1, 0),), wait_at=((0, 1, 2, 1),)), True),
         (_rings(rows=(10, 10, 30, 10)), False),
-        # At rank 0 two counters, and one at the others; and the other way round.
+        # Rank 0 uses two counters and the other ranks one, or vice versa.
         (_rings(set_at=(ZERO, (0, 0, 1, 0)), wait_at=(ZERO,)), False),
         (_rings(set_at=(ZERO, (1, 1, 0, 1)), wait_at=(ZERO,)), False),
-        # Rank 0 waits for data from the next rank but one, the others for data from the next.
+        # Rank 0 waits for data from a rank at distance two, the other ranks for data from a neighbour.
         (_rings(set_at=(ZERO, (1,) * 4), wait_at=((1, 0, 0, 0),)), False),
     ],
 )
@@ -178,7 +186,7 @@ TABLES = st.lists(
 @settings(max_examples=200)
 @given(TABLES, TABLES, st.sampled_from([(10,) * 4, (10, 20, 10, 20)]), st.sampled_from([TOY, SWITCH]))
 def test_whatever_counters_are_used(set_at: list, wait_at: list, rows: tuple, model: Model) -> None:
-    """A simulation as one rank ends, or hangs, as that of all ranks does."""
+    """A simulation of one rank must end, or hang, like a simulation of all ranks."""
     schedule = _rings(rows, tuple(set_at), tuple(wait_at))
     found: list[list[float] | None] = []
     for run in (lambda: simulate(schedule, model, runs=2), lambda: _every_rank(schedule, model, "queued")):
@@ -201,7 +209,7 @@ def test_loops_whose_turns_differ_are_written_out_for_each_rank() -> None:
 
 @pytest.mark.parametrize("even", [slow(True), False])
 def test_numbers_are_those_of_each_rank(even: bool) -> None:
-    """Whatever is evaluated for all ranks at once, against `Schedule.of_rank`, which writes out one."""
+    """Compare numbers that are evaluated for all ranks at once with `Schedule.of_rank`, which evaluates one rank."""
     splits = tuple(tuple((rank + 2 * e) % 5 for e in range(8)) for rank in range(4))
     moe = AllToAllMatmul(4, 2, tuple(map(sum, splits)), 96, 64, "bf16", most=16, splits=splits)
     slots = (((0, 32),), ((32, 32), (64, 32)), (), ((96, 64),))

@@ -1,4 +1,4 @@
-"""Sizes that only a run knows, on streams: who reads them, and where copies find theirs."""
+"""Dynamic sizes on streams: who reads them, and where copies find their sizes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_only_copies_by_kernel_leave_the_host_out() -> None:
 
 
 class Numbers:
-    """Stand in for `Totals`: as many sizes as requested, at its own addresses."""
+    """A replacement for `Totals`, with the requested number of sizes at its own addresses."""
 
     made: list[Numbers]
 
@@ -120,7 +120,7 @@ class Numbers:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
-    """And copies on several lanes have no more programs together than those on one."""
+    """Copies on several lanes together have no more programs than copies on one lane."""
     copies: list[dict[str, Any]] = []
 
     def move(device: object, **what: Any) -> SimpleNamespace:
@@ -137,9 +137,13 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         permuted.extend(range(sizes, sizes + 3 * len(copies), 3))
         return SimpleNamespace(prepare=0, writes_outputs=False)
 
-    monkeypatch.setattr(tile_kernels, "Sorted", permute)
+    monkeypatch.setattr(tile_kernels, "PermuteCall", permute)
     made = SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0, writes_outputs=True)
-    for module, name in ((stream_compiler, "Agreeing"), (stream_compiler, "ReadAhead"), (tile_kernels, "Gemms")):
+    for module, name in (
+        (stream_compiler, "Agreeing"),
+        (stream_compiler, "ReadAhead"),
+        (tile_kernels, "GroupedMatmulCall"),
+    ):
         monkeypatch.setattr(module, name, lambda *_: made)
     for name, schedule in schedules(4, 4, exact=exact):
         if "by=kernel" not in name and "dispatch_sorted" not in name:
@@ -152,8 +156,8 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]
         assert len(lanes) == (3 if "send=at_once" in name else 1), name
-        # What the combine, or a dispatch that returns tokens, brings from its inbox to the result is copied when the GEMMs are
-        # done, and by all units.
+        # Copies from the inbox to the result run after the GEMMs, on all units. A combine has them, and a dispatch that
+        # returns tokens.
         placed = 1 if not name.startswith("dispatch") else 2 if "x" in {b.name for b in schedule.buffers} else 0
         streams = [*([0] if placed or permuted else []), *(1 + i for i in range(len(lanes)))]
         assert sorted(numbers.stream for numbers in Numbers.made) == streams, name

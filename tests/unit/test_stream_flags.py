@@ -1,5 +1,8 @@
-"""Flags, by which streams of several ranks wait for each other. A flag is never set on top of another. The watchdog derives from
-flags what a run waits for. Loading kernels changes nothing that peers read. `test_modelled_gpus.py` plays streams with flags."""
+"""Flags, by which streams of several ranks wait for each other.
+
+A flag is never set while it is still set. The watchdog derives from flags which signals a run waits for. Loading
+kernels does not change memory that peers read. `test_modelled_gpus.py` runs streams with flags.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "scattered to 2 ranks"))
 def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A new layout's kernels are loaded while peers may be in the run before, or have sent data of the next run."""
+    """Kernels for a new layout are loaded while peers may still be in the previous run, or may have sent data for the
+    next run.
+    """
     model(monkeypatch)
     for what in ("current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
@@ -88,9 +93,11 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
     ("previous", "heard", "safe"), [(False, True, True), (False, False, False), (True, True, False)]
 )
 def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
-    """Each rank notifies its peer at once in every run; the peer answers once its wait has ended. A rank that waits for the
-    answer in another lane ends its run only then. That is in time for the flag of the next run, but too late for a flag that a
-    wait for the previous run has left until then."""
+    """Each rank notifies its peer at the beginning of every run, and the peer answers when its wait has ended.
+
+    A rank that waits for the answer in another lane ends its run only then. This is early enough for the flag of the
+    next run, but too late for a flag of the previous run.
+    """
     d, peer = Draft("answered", 2), (RANK + 1) % 2
     x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
     told, answered = d.signals("told", 2), d.signals("answered", 2)
@@ -129,8 +136,9 @@ def test_what_a_run_waits_for_is_told_from_its_words(
 
 
 def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
-    """One of three ranks did not arrive: the other's flags have arrived and are cleared, and both lack the same
-    flag."""
+    """One of three ranks did not arrive. The flag of the other rank has arrived and is cleared, so the flags of both
+    look the same.
+    """
     schedule = next(c for c in candidates(PROBLEMS["3 ranks, uneven"]) if c.name.startswith("shard[chunks=1")).build()
     flags = flags_of(schedule)[2]
     found = missing(flags, [0] * len(flags), 0)
@@ -139,8 +147,9 @@ def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
 
 
 def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
-    """In one hardware queue the flags would never arrive: each rank's copy lane waits for the set of the other's
-    launch."""
+    """If the streams share a hardware queue, delayed sets would never arrive: each rank's copy lane waits for a set of
+    the other rank's launch.
+    """
     d = Draft("two lanes", 2)
     x, y, box = (
         d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output"), d.buffer("box", 8, 8, "fp32", "symmetric"),
@@ -154,7 +163,7 @@ def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
     _, side = schedule.of_rank(0)
 
     def launched(found: list[Launch]) -> int:
-        """Return the number of steps of the launch on the side."""
+        """Return the number of steps of the launch on the side lane."""
         return next(len(one.steps) for one in found if one.lane == 1 and one.copies)
 
     found = launches_of_rank(schedule, 0, ["compute", "side"], order, awaited, buffers)

@@ -1,8 +1,8 @@
-"""`_core.StreamProgram` against a small driver of our own (`fake_cuda`). What only a GPU can show (that streams run beside each
-other, that a wait holds) is tested on GPUs.
+"""`_core.StreamProgram` with a fake driver (`fake_cuda`).
 
-Cheapest first: what a program refuses; what each operation asks of the driver; bases and ranges of a run;
-copies against numpy; errors of the driver; loading; events; threads.
+Tests on GPUs check what only a GPU can show: that streams run concurrently, and that a wait blocks. Cheapest first:
+what a program refuses; the driver calls of each operation; bases and ranges of a run; copies against numpy; errors of
+the driver; loading; events; threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def built(build):
 
 @pytest.fixture
 def driver(built):
-    if built["live_events"]:  # of a program that the traceback of an expected error holds
+    if built["live_events"]:  # of a program that the traceback of an expected error keeps alive
         gc.collect()
     built.calls()
     assert built["live_events"] == 0

@@ -1,4 +1,4 @@
-"""When the watching thread looks into a run that does not get on: the thread's own looks, without a GPU and without waiting."""
+"""The watching thread's checks of a run that makes no progress, without a GPU and without waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.runtime.cuda.watch import Watch
 
 
 class Runs:
-    """Stand in for an executor: marks of runs, and the times at which it was asked what it waits for."""
+    """A fake executor: marks of runs, and the times of calls of `standing_still`."""
 
     deadline_s = 10.0
 
@@ -27,7 +27,7 @@ class Runs:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch):
-    """A watch, and a function that has it look at a time."""
+    """Return a watch, and a function that lets it check at a given time."""
     watch, now = Watch(), [0.0]
     monkeypatch.setattr(stream_watch.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(stream_watch.threading.Thread, "start", lambda thread: None)

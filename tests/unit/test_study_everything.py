@@ -1,4 +1,6 @@
-"""`weft reproduce all`: it runs every study, its progress adds up, and it shows and writes what the studies give."""
+"""`weft reproduce all`: it runs every study, its progress sums to 100%, and it shows and writes the results of the
+studies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FiCCO's evaluation: what tables say of made-up times, the simulated records against the model, the command and the page."""
+"""FiCCO's evaluation: tables of invented times, the simulated records against the model, the command and the page."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ def of(config: str, **ms: float) -> list[dict]:
 
 
 def made_up() -> list[dict]:
-    """Return records: for g1 the pick is the best of the paper's four, 10% slower than another one; for g2 it is 20% slower than
-    the best."""
+    """Return records. For g1 the heuristic's choice is the best of the paper's four schedules, and 10% slower than
+    another schedule. For g2 it is 20% slower than the best of the four.
+    """
     g1 = of("g1", serial=10.0, shard=40.0, **{PICK["g1"]: 8.0, ficco("2d", "hetero", "fused"): 7.2})
     return g1 + of("g2-m4", serial=12.0, **{PICK["g2"]: 10.0, STUDIED["hetero-fused-1D"]: 8.0})
 
 
 def cells(records: list[dict]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return a page's cells by the end of a table's title and the first cell of a line; in the table of choices by the first
-    three."""
+    """Return the cells of a page's tables, by the end of the table's title and the first cell of a line. In the table
+    of choices, by the first three cells.
+    """
     found = {}
     for table in tables(rows_of(records)):
         assert {len(line) for line in table.cells} == {len(table.columns)}
@@ -94,7 +96,9 @@ def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
 
 @pytest.mark.parametrize(("name", "machine", "ranks"), [("sim-ficco", "mi300x", 8), ("sim-ficco-h200", "h200", 4)])
 def test_the_simulated_records_are_the_models(name: str, machine: str, ranks: int) -> None:
-    """Checks two GEMMs. If the model has changed, run `weft reproduce ficco` once more, as benchmarks/README.md says."""
+    """This checks two GEMMs. If the model has changed, run `weft reproduce ficco` again, as benchmarks/README.md
+    explains.
+    """
     kept = [r for r in files.read([RESULTS / f"{name}.jsonl"]) if r["config"] in ("g5", "g14")]
     now = simulated(machine, ranks, gemms=find_gemms(["g5", "g14"]))
     assert {(r["config"], r["variant"]): r["p50_ms"] for r in now} == pytest.approx(

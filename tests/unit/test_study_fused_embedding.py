@@ -1,4 +1,6 @@
-"""Fused embedding's study: the model of two nodes against a loop, the iteration's graph by hand, the records, command and page."""
+"""The study of fused embeddings: the model of two nodes against a loop, the iteration's graph by hand, the records, the
+command and the page.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_wavefronts_contend_beyond_three_quarters() -> None:
 def test_skew_is_half_of_what_the_nic_takes_longer_than_pooling(share: float) -> None:
     numbers = NUMBERS.with_value("memory.share", share)
     pooling_us, nic_us = slice_us(numbers)
-    setting = Setting(65536, 64)  # so many slices that latency and launch are nothing
+    setting = Setting(65536, 64)  # with so many slices, latency and launch are negligible
     natural, first = (between_nodes(setting, numbers, order=order).skew for order in study.ORDERS)
     assert natural == pytest.approx(max(0.0, (nic_us / pooling_us - 1) / 2), abs=1e-4)
     assert first == 0
@@ -111,7 +113,8 @@ def test_no_gain_is_above_what_is_exposed(samples: int, tables: int) -> None:
     dlrm = Dlrm(samples, tables, NUMBERS)
     saved = dlrm.iteration_us(False) - dlrm.iteration_us(True)
     assert 0 <= saved <= min(dlrm.exposed_us, dlrm.embedding_us) + 1e-6
-    # All ranks send as many bytes: a node's links need this long for theirs, each over half of a line's length.
+    # All ranks send equally many bytes. A node's links need this time for the node's own bytes, each over half of a
+    # line.
     links_us = dlrm.exchange_bytes * 127 / 128 / (4 * 25e9) * 1e6
     assert dlrm.exchange_us > links_us
 
@@ -127,10 +130,10 @@ def test_collectives_on_the_torus_take_what_the_simulator_finds_by_all_routes(no
 
 
 def test_a_training_pass_on_16384_nodes_gains_less_than_on_128() -> None:
-    """The exchange grows with the torus, and the pooling of a node's tables with the samples alone."""
+    """The exchange takes longer on a larger torus, while the pooling of a node's tables only grows with the samples."""
     large = NUMBERS.with_value("scale.nodes", 16384).with_value("scale.columns", 128)
     few, many = Dlrm(512, 7, NUMBERS), Dlrm(512, 7, large)
-    assert many.exchange_us / few.exchange_us > 128  # as many times the bytes, over longer ways
+    assert many.exchange_us / few.exchange_us > 128  # as many times the bytes, over longer routes
     assert many.embedding_us == pytest.approx(128 * few.embedding_us, rel=0.01)
     assert 0 < many.gain < few.gain
     with pytest.raises(ValueError, match="128 nodes have no whole rows of 12: use a divisor"):

@@ -1,4 +1,6 @@
-"""PGAS's study: bounds by hand, what the paper's speedups imply, records against the model, the command and the page."""
+"""PGAS's study: bounds by hand, conclusions from the paper's speedups, records against the model, the command and the
+page.
+"""
 
 from __future__ import annotations
 

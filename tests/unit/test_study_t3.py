@@ -1,4 +1,6 @@
-"""T3's sub-layers: sizes by the paper, tables and memory by hand, simulated records against the model, the command, the page."""
+"""T3's sub-layers: sizes from the paper, tables and memory by hand, simulated records against the model, the command,
+the page.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ def test_sub_layers_have_the_papers_sizes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pinned", [slow(None), "serial"])
 def test_a_machine_that_is_not_here_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch, pinned: str | None) -> None:
-    """Some sub-layers take serial, although other schedules exist; a schedule pinned for calls here is not pinned
-    there."""
+    """The planner chooses serial for some sub-layers, but must not warn. A schedule that is pinned for calls does not
+    apply to the study.
+    """
     monkeypatch.setattr(importlib.import_module("weft.plan.choose"), "_warned", False)
     monkeypatch.delenv("WEFT_QUIET", raising=False)
     with warnings.catch_warnings(), plan.use(pinned):
@@ -58,7 +61,7 @@ def test_a_machine_that_is_not_here_is_nothing_to_warn_of(monkeypatch: pytest.Mo
 
 
 def test_rows_of_measured_sub_layers_and_what_they_say() -> None:
-    """A sub-layer whose GEMM takes 3, whose reduce-scatter 2, serial 5 and weft 4 ms."""
+    """The GEMM takes 3 ms, the reduce-scatter 2 ms, serial 5 ms and weft 4 ms."""
     other = measured(64, 64, 64, 1.0, 1.0)
     (row,) = t3.rows_of(
         [
@@ -92,7 +95,9 @@ def test_simulated_records_are_the_planners() -> None:
 
 
 def test_bytes_through_memory_by_hand() -> None:
-    """Two ranks with 64 rows each: of the peer's rows none is written here by a GEMM that stores them there, and the peer's are."""
+    """Two ranks have 64 rows each. If the GEMM stores the peer's rows at the peer, this rank's memory gets the peer's
+    products instead.
+    """
     model, p = gpu("h200", 2), MatmulReduceScatter(2, 128, 4096, 512, "bf16")
     operands, half = 2 * (128 * 512 + 512 * 4096), 2 * 64 * 4096
     serial = traffic(named(p, "serial").build(), model)

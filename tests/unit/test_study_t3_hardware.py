@@ -1,4 +1,6 @@
-"""T3 on its own hardware: the recorded study meets the paper's numbers, the model still gives the records, the page is theirs."""
+"""T3's hardware: the recorded study meets the paper's numbers, the model still gives the records, and the page is up to
+date.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def rows() -> t3_hardware.Rows:
 
 
 def test_the_paper_is_met(rows: t3_hardware.Rows) -> None:
-    """Every number with an allowed deviation. `test_the_model_gives_the_records` compares records and model."""
+    """Every number must be within its allowed deviation. `test_the_model_gives_the_records` compares records and model."""
     claims = t3_sublayers.claims(rows.small["75"], rows.large["75"])
     assert len(claims) == 25
     assert not [claim for claim in claims if claim.said == "no"]
@@ -74,7 +76,7 @@ def test_the_timings_of_the_dram_bear_out_the_rate_and_bank_groups_the_updates()
         assert 0.9 < dram.rate(patterns[name]) / effective < 1.25
     assert 0.9e12 < dram.rate(patterns["stores in a row"]) < 1.03e12
     assert 1.1 < dram.update_ratio(1500) < t3_gpu()["memory.update"]
-    # One bank group alone: a column each CCDL clocks, and each CCDWL clocks if memory adds.
+    # With one bank group, a column takes CCDL clocks, or CCDWL clocks if memory adds.
     same = [dram.Access(op, 0, 0) for op in ("store", "update") for _ in range(200)]
     assert dram.cycles(same[:200]) == pytest.approx(200 * dram.CCDL, abs=40)
     assert dram.cycles(same[200:]) == pytest.approx(200 * dram.CCDWL, abs=40)
@@ -95,7 +97,7 @@ def test_iterations_are_their_parts(rows: t3_hardware.Rows) -> None:
 
 
 def test_the_roofline_of_a_layer_by_hand() -> None:
-    """Mega-GPT-2 on 8 ranks: 24 heads of 128, 16 sequences of 1024 tokens; 1 TB/s."""
+    """The layer is Mega-GPT-2's on 8 ranks: 24 heads of 128, 16 sequences of 1024 tokens; 1 TB/s."""
     gpu = t3_gpu()
     us = t3_iteration.roofline_us(3072, 16384, 8, "prompt", gpu)
     scores, flop = 16 * 3 * 1024 * 1024, 2 * 2 * 16 * 3 * 1024 * 1024 * 128
@@ -136,7 +138,9 @@ def test_figure_20_is_shown_with_other_memory_and_links(rows: t3_hardware.Rows) 
 
 
 def test_splitting_units_slows_both_sides(rows: t3_hardware.Rows) -> None:
-    """Figure 6, by hand: a ring of 8 units moves 3 bytes for each that the reduce-scatter sends, and 2 of the all-gather."""
+    """Figure 6, by hand: a ring on 8 units moves 3 bytes for each byte that the reduce-scatter sends, and 2 bytes for
+    the all-gather.
+    """
     gpu, cells = t3_gpu(), rows.figures["6"]["cells"]
     (few,) = (c for c in cells if c["name"] == "Mega-GPT-2 FC-2" and c["split"] == [72, 8])
     sent = 7 / 8 * 2 * 16384 * 3072
@@ -165,7 +169,7 @@ def test_the_page_is_made_from_its_records() -> None:
 
 
 def test_simulated_records_are_those_of_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one network and without what only repeats it."""
+    """Simulate only one network, and skip repetitions."""
     few = (t3_sublayers.NETWORKS[1]._replace(ranks=(8,)), t3_sublayers.NETWORKS[2])
     monkeypatch.setattr(t3_sublayers, "NETWORKS", few)
     empty = {"figure": "sensitivity", "lines": []}

@@ -1,4 +1,4 @@
-"""Cutting symmetric memory on GPUs from slabs and giving it back, without a GPU: all but the memory itself."""
+"""Cutting symmetric GPU memory from slabs, and returning it, without a GPU and without the memory itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.symm import cuda
 
 
 class _Rank:
-    """A communicator of one rank, in ordinary memory, which receives the scripted messages of `others`."""
+    """A communicator of one rank with ordinary memory. It receives the scripted messages `others`."""
 
     def __init__(self, others: list[Any] | None = None) -> None:
         self.rank, self.world_size, self.device, self.others = 0, 1, torch.device("cpu"), others
@@ -66,7 +66,7 @@ def test_what_one_rank_still_holds_is_not_had_again() -> None:
     region = cuda.allocate(comm, 1000, "test")
     slab_bytes, first = cuda.slab_bytes(comm), region.address(0)
     region.give_back()
-    comm.others = [(1000, [[(1024, slab_bytes)]])]  # the other rank has not given it back
+    comm.others = [(1000, [[(1024, slab_bytes)]])]  # the other rank has not returned it
     again = cuda.allocate(comm, 1000, "test")
     assert again.address(0) == first + 1024
     with pytest.raises(ValueError, match="closed"):
@@ -82,7 +82,7 @@ def test_views_stay_within_their_region() -> None:
 
 
 def test_what_is_given_back_is_whole_again() -> None:
-    """Small regions one after the other: once all are back, one as large as the slab fits where they were."""
+    """After several adjacent small regions are returned, a region as large as the slab fits."""
     comm: Any = _Rank()
     regions = [cuda.allocate(comm, 100, "test") for _ in range(20)]
     slab_bytes, first = cuda.slab_bytes(comm), regions[0].address(0)

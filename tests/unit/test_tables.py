@@ -1,6 +1,6 @@
-"""Tables and shardings: what they refuse, where the columns are, and the fingerprint that ranks compare.
+"""Tables and shardings: what they refuse, the places of columns, and the fingerprint that ranks compare.
 
-Cheapest first: single descriptions, then columns against a plain recount, then the fingerprint in another process.
+Cheapest first: single descriptions, then columns against a plain count, then the fingerprint in another process.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_torchrec_configs_are_read_by_their_fields():
         EmbeddingBagConfig.of({"name": "x"})
 
 
-OTHER = {  # values that are not the default, of the fields that do not say what weft makes of a table
+OTHER = {  # non-default values of the fields that weft does not use
     "num_embeddings_post_pruning": 3,
     "need_pos": True,
     "input_dim": 3,
@@ -151,7 +151,7 @@ OTHER = {  # values that are not the default, of the fields that do not say what
     "enable_embedding_update": True,
     "stash_weights": True,
 }
-TAKEN = {  # and the values made from them
+TAKEN = {  # and the values derived from these fields
     "num_embeddings": (7, lambda made: made.num_embeddings == 7),
     "embedding_dim": (7, lambda made: made.embedding_dim == 7),
     "name": ("y", lambda made: made.name == "y"),
@@ -299,7 +299,7 @@ def test_statistics_are_no_part_of_the_identity():
     assert BASE.difference(informed) is None
 
 
-@pytest.mark.slow  # test_embedding_plan.py has the same of whole plans
+@pytest.mark.slow  # test_embedding_plan.py tests the same for whole plans
 def test_the_fingerprint_is_the_same_in_another_process():
     program = (
         "from weft.embedding import *\n"

@@ -1,5 +1,8 @@
-"""A step's kernel, which GPUs run, and its tiles, which all other executors run, do the same. This is checked for every candidate,
-with made-up sizes, against the documentation of each kernel (`weft.schedule.kernels`)."""
+"""A step's kernel, which GPUs run, and its tiles, which all other executors run, do the same.
+
+This is checked for every candidate, with invented sizes, against the documentation of each kernel
+(`weft.schedule.kernels`).
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,13 @@ def dispatches(
 
 
 Segment = tuple[str, int, int, str, int, int, int, str, int, bool]
-"""y, its row, rows, x, its row, its column, columns, weights, their row, whether it adds to y"""
+"""A segment: (y, row of y, number of rows, x, row of x, column of x, number of columns, weights, row of the weights,
+True if it adds to y).
+"""
 
 
 def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int) -> list[Segment]:
-    """Return the segments by the docstring of `weft.kernels.grouped_matmul`, for the columns that `GroupedMatmul` names."""
+    """Return the segments according to the docstring of `weft.kernels.grouped_matmul`, for the columns of `kernel`."""
     world, mine = len(counts), rank * kernel.experts
     found: list[Segment] = []
     for turn, expert in itertools.product(range(kernel.n_sources), range(kernel.n_experts)):
@@ -60,7 +65,9 @@ def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int)
 
 
 def by_sorted_kernel(kernel: SortedMatmul, counts: list[list[int]], rank: int, k: int) -> list[Segment]:
-    """Return the segments by the docstring of `SortedMatmul`: an expert's rows are at the same place in x and y."""
+    """Return the segments according to the docstring of `SortedMatmul`: an expert's rows are at the same place in x and
+    y.
+    """
     mine = rank * kernel.experts
     of_expert = [sum(of_source[mine + e] for of_source in counts) for e in range(kernel.experts)]
     its = range(kernel.first_expert, kernel.first_expert + kernel.n_experts)
@@ -71,7 +78,9 @@ def by_sorted_kernel(kernel: SortedMatmul, counts: list[list[int]], rank: int, k
 
 
 def require_sorted(step: Tiles, counts: list[list[int]], rank: int, inbox: str, most: int) -> None:
-    """Check that the tiles copy each source's rows for each expert from where they arrive to where they are sorted by expert."""
+    """Check that the tiles copy each source's rows for each expert from their place of arrival to their place in expert
+    order.
+    """
     held, world, experts = {"counts": tuple(itertools.chain(*counts))}, len(counts), len(counts[0]) // len(counts)
     mine, found, wanted = rank * experts, [], []
     tiles = [substitute(step.body, {**held, step.index: number}) for number in range(value(step.extent))]
@@ -156,8 +165,11 @@ def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
 
 
 def back_by_kernel(kernel: ReturningMatmul, counts: list[list[int]], rank: int, k: int) -> list[tuple[int, Segment]]:
-    """Return the segments of the way back, by the docstring of `weft.kernels.grouped_matmul`, with the rank whose
-    memory is written. counts: arrived rows, by source, and below them this rank's tokens, by rank."""
+    """Return the segments of `ReturningMatmul`, according to the docstring of `weft.kernels.grouped_matmul`, with the
+    rank whose memory is written.
+
+    counts: the arrived rows by source; below them, this rank's tokens by rank.
+    """
     world = len(counts) // 2
     came, given = counts[:world], counts[world:]
     found: list[tuple[int, Segment]] = []
@@ -180,7 +192,7 @@ def test_returning_matmuls(world: int, experts: int, exact: bool) -> None:
     for name, schedule in dispatches(world, experts, exact, MatmulAllToAll):
         schedule = from_json(to_json(schedule))
         for rank in (0, world - 1):
-            counts[world + rank] = counts[rank]  # what this rank keeps, it has for its own experts
+            counts[world + rank] = counts[rank]  # rows that stay on this rank are for its own experts
             held = {"counts": tuple(itertools.chain(*counts))}
             done: list[tuple[int, int]] = []
             for step in tiles_of(schedule, rank):
@@ -200,7 +212,7 @@ def test_returning_matmuls(world: int, experts: int, exact: bool) -> None:
 
 
 def stored(body: tuple[Step, ...]) -> tuple[Index, Index, Index]:
-    """The rank, the column and the width that a tile's vectors have in the end."""
+    """Return the final rank, column and width of a tile's vectors."""
     *_, last = (step for step in body if isinstance(step, Copy | Compute))
     region = last.dst if isinstance(last, Copy) else last.out
     return region.at, region.col, region.cols

@@ -1,4 +1,4 @@
-"""Timelines: spans with a rank and a lane, on one clock, that can be moved to zero."""
+"""Timelines: spans with a rank and a lane, on one clock, which can be shifted to begin at zero."""
 
 import pytest
 

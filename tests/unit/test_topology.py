@@ -1,4 +1,4 @@
-"""Topologies: routes of every shape, flows that share links or do not, times from textbooks, and files that are wrong."""
+"""Topologies: routes of every shape, flows that share links, times from textbooks, and invalid files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOPOLOGIES = st.one_of(
 
 
 def _distances(topology: Topology, source: int) -> dict[int, int]:
-    """Links to each node, by rounds over all links."""
+    """Return the number of links from `source` to each node, by breadth-first search."""
     found = {source: 0}
     while more := [link for link in topology.links if link.source in found and link.target not in found]:
         for link in more:
@@ -70,7 +70,9 @@ def test_every_route_leads_from_source_to_target_over_the_fewest_links(topology:
 
 @given(TOPOLOGIES, st.lists(st.tuples(RANKS, RANKS, st.integers(1, 1000)), max_size=20))
 def test_what_goes_into_a_node_comes_out_of_it(topology: Topology, flows: list[tuple[int, int, int]]) -> None:
-    """Links carry all bytes of each flow, and no others: at every node what arrives leaves, but what begins or ends there."""
+    """Links carry the bytes of each flow and no others. At every node the arriving bytes leave, except at the ends of a
+    flow.
+    """
     ranks = topology.ranks
     carried, left = dict.fromkeys(topology.links, 0.0), [0.0] * (2 * ranks + 2)
     by_place = {(link.kind, link.at): link for link in topology.links}
@@ -156,7 +158,7 @@ def _on(wiring: Wiring) -> object:
 
 
 def _ring_all_gather(world: int) -> Schedule:
-    """Each rank sends the last chunk that it received to the next, of 1000 bytes per rank."""
+    """Return a schedule in which each rank forwards the last received chunk to the next rank. Each rank has 1000 bytes."""
     d = Draft("ring", world)
     x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10 * world, 25, "fp32", "symmetric")
     came, right = d.signals("came", world), (RANK + 1) % world
@@ -170,14 +172,16 @@ def _ring_all_gather(world: int) -> Schedule:
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_a_ring_all_gather_on_a_ring_takes_the_textbook_time(world: int) -> None:
-    """(p - 1) (latency + bytes / bandwidth): no transfer waits for a link. Bytes and signal travel together."""
+    """The time is (p - 1) (latency + bytes / bandwidth), because no transfer waits for a link. The signal is sent
+    together with the bytes.
+    """
     found = simulate(_ring_all_gather(world), _on(Wiring(ring, (100.0, 0.25))))  # type: ignore[arg-type]
     assert found.end_us == pytest.approx((world - 1) * (7 + 1000 / 100 + 0.25))
     assert found.program.ranks == (0,)
 
 
 def test_all_to_all_at_once_takes_what_the_fullest_link_of_a_ring_takes() -> None:
-    """Each link of 5 carries three flows: the one to the next rank, and two of those to the next but one."""
+    """Each link of 5 carries three flows: one to the next rank, and two to ranks at distance two."""
     found = simulate(puts(5, 1, 2, 3, 4), _on(Wiring(ring, (100.0,))))  # type: ignore[arg-type]
     assert found.end_us == pytest.approx(7 + 3 * 1000 / 100)
 
@@ -187,12 +191,14 @@ def test_all_to_all_at_once_takes_what_the_fullest_link_of_a_ring_takes() -> Non
     [
         (Wiring(mesh, (100.0,)), 10, 10),
         (Wiring(switch, (100.0,)), 10, 20),
-        (Wiring(ring, (100.0,)), 10, 20),  # 0 -> 2 goes through 1
+        (Wiring(ring, (100.0,)), 10, 20),  # the route from 0 to 2 goes through 1
         (Wiring(hosts, (100.0, 0.0, 20.0, 0.0, 2)), 10, 50),
     ],
 )
 def test_two_flows_share_a_link_that_both_go_over(wiring: Wiring, alone_us: float, both_us: float) -> None:
-    """From rank 0 to 1, and to 2. On the hosts the second transfer uses the NIC and disturbs no other."""
+    """Rank 0 sends to ranks 1 and 2. On the hosts topology, the second transfer uses the NIC and does not disturb the
+    first.
+    """
 
     def ends(*targets: int) -> dict[str, float]:
         d = Draft("from rank 0", 5)
@@ -313,7 +319,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
         ('name = "x"', r"wires\.toml: shape = None is unknown; use one of hosts, mesh, ring, switch, torus"),
         ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of hosts, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
-         r"wires\.toml: link\.pair_usble is no known key: do you mean link\.pair_usable\?"),
+         r"wires\.toml: link\.pair_usble is not a known key: do you mean link\.pair_usable\?"),
         (f'name = "x"\nshape = "ring"\n[link]\nport_usable = {RATE}',
          r"wires\.toml: shape 'ring' does not use link\.port_usable; its numbers are link\.pair_usable, link\.pair_latency"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "us", source = "paper"}',
@@ -369,7 +375,7 @@ def test_plans_are_made_for_other_topologies_too(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     usual, ring_us = _times(None), _times("ring")
     assert usual == _times("mesh"), "which a MI300X has anyway"
-    # 8192 rows of 8192 items of each rank go around the ring.
+    # 8192 rows of 8192 items of each rank travel around the ring.
     shard, gathered = 8192 * 8192 * 2, load_machine("mi300x")["collective.all_gather"].si * 1e-6
     wanted = 7 * shard / 48e3 - 7 * shard / gathered
     assert (ring_us["serial"] or 0) - (usual["serial"] or 0) == pytest.approx(wanted, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Topologies from and to InfraGraph. Reading needs PyPI's `infragraph`."""
+"""Topologies from and to InfraGraph. Tests of reading need PyPI's `infragraph`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ranks_on_one_switch_are_alike(tmp_path: Path) -> None:
 
 
 def _server(switches: int, **physical: Any) -> dict[str, Any]:
-    """Return two servers of four GPUs with these switches, and a NIC for each server behind its first switch."""
+    """Return two servers with four GPUs and `switches` switches each. Each server has a NIC behind its first switch."""
     names = {"xpu": 4, "switch": switches, "nic": 1}
     components = [{"name": of, "count": count, "choice": of, of: {}} for of, count in names.items()]
     edges = [("xpu", "switch", "inside"), ("nic", "switch[0]", "inside")]

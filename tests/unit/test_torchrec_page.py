@@ -1,4 +1,4 @@
-"""docs/torchrec.md: the table of speed follows from its record."""
+"""docs/torchrec.md: the table of speeds is up to date with its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: written traces can be read back without loss, bytes add up, and a picture is drawn."""
+"""Traces: a written trace can be read back without loss, its bytes add up, and a picture is drawn."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_bytes_leave_evenly_over_their_span() -> None:
 
 @pytest.mark.slow
 def test_the_picture_is_written_and_shows_both_kinds(tmp_path: Path) -> None:
-    import matplotlib.image  # not for every rank and worker that imports this file
+    import matplotlib.image  # not imported at the top, because ranks and workers import this file too
 
     path = tmp_path / "new" / "overlap.png"
     draw_overlap(path, {"serial": _serial(), "fused": _fused()}, "tiny, 2 ranks")
@@ -97,7 +97,7 @@ def test_the_picture_is_written_and_shows_both_kinds(tmp_path: Path) -> None:
     assert height > 400
     colours = {tuple(c) for c in (255 * pixels[:, :, :3]).round().astype(int).reshape(-1, 3).tolist()}
     assert (0x40, 0x63, 0xA3) in colours  # compute
-    assert (0xE1, 0x81, 0x2C) in colours  # bytes leave
+    assert (0xE1, 0x81, 0x2C) in colours  # the colour of "bytes leave"
 
 
 def test_each_lane_of_each_rank_has_a_row() -> None:
@@ -111,7 +111,7 @@ def test_what_a_span_does_decides_its_colours() -> None:
     drawn = {kind: len(found) for kind, found in _drawn(spans).items()}
     assert drawn == {
         ("compute", 0.1): 10, ("wait", 0.1): 1, ("copy within the rank", 0.1): 1, ("bytes leave", 0.1): 1,
-        ("bytes leave", 0.5): 10,  # pooled and stored at once: in the lower half
+        ("bytes leave", 0.5): 10,  # pooling that stores at peers is in the lower half
     }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors,
-against float64. No memory around them is written or read. Each word gets its flag when all of its tiles are stored, and
-not before. Counters are zero again. `tests/support/interpreted.py` says how.
+"""The tracked matmul kernel under Triton's interpreter (`tests/support/interpreted.py`): tiles in any order, at other
+places and in other tensors, against float64.
+
+Memory around the tensors is not read or written. Each flag is set when all of its tiles are stored, and not before.
+Counters are zero again at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from support.interpreted import play_all, wrong_in
 
 NAN = float("nan")
 ROWS, COLS = 16, 32
-"""Sizes of a tile."""
+"""The size of a tile."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Case:
     relative: bool = False  # stored in the caller's tensor, or at addresses of two others
     sets: int = 1
     launches: int = 2
-    splits: int = 1  # along k
-    missing: int = 0  # of the tiles that a counter waits for, the number that never arrive
-    adds: int | None = None  # columns by which rows of the addend are further apart than they are wide
+    splits: int = 1  # the number of parts of k
+    missing: int = 0  # the number of tiles of a counter that never arrive
+    adds: int | None = None  # columns between the rows of the addend
 
 
 CASES = {
@@ -66,7 +68,7 @@ def play(case: Case) -> None:
     tiles = [(i, j) for i in range(0, case.m, ROWS) for j in range(0, case.n, COLS)]
     tiles = [tiles[i] for i in torch.randperm(len(tiles), generator=g).tolist()]
     pitch = case.n + 8
-    # Rows of the first half of the row tiles belong into one tensor, the others into another one, five rows further down.
+    # The first half of the row tiles is stored in one tensor, the others in another tensor, five rows further down.
     outs = [torch.full((case.m + 10, pitch), NAN, dtype=case.dtype) for _ in range(1 if case.relative else 2)]
     half = -(-case.m // ROWS) // 2 * ROWS
     added = torch.full((case.m + 6, case.n + (case.adds or 0)), NAN, dtype=case.dtype)
@@ -110,7 +112,7 @@ def play(case: Case) -> None:
             assert torch.equal(out.isnan(), expected.isnan()), "written elsewhere, or not everywhere"
             error = float((out.double() - expected).nan_to_num().abs().max() / exact.abs().max())
             assert error < {4: 1e-5, 2: 1e-2}[item], f"off by {error}"
-            if case.adds is not None and case.dtype == torch.float16:  # the interpreter cuts bits of bf16 off
+            if case.adds is not None and case.dtype == torch.float16:  # the interpreter truncates to bf16
                 allowed = torch.finfo(case.dtype).eps / 2 * expected.abs() + 1e-5 * float(exact.abs().max())
                 assert not ((out.double() - expected).abs() > allowed).any(), "rounded more than once"
         wanted = [int(come[0] > 0), int(come[1] > 0 and not case.missing), int(come[2] > 0)]

@@ -5,8 +5,9 @@ the weights' gradients are computed.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines move the data of both exchanges. A rank computes its peers' rows of x's gradient, its own rows, and the
-              weights' gradients, in this order, and reduces the arrived parts at the end. With add=gemm, for one weight only,
-              its own rows are last, and their GEMM accumulates into the arrived parts in place of a reduction kernel
+              weights' gradients, in this order, and reduces the arrived parts at the end. With add=gemm, which needs a
+              single weight, a rank computes its own rows last, and their GEMM accumulates into the arrived parts in
+              place of a reduction kernel
 
 Backward has two exchanges and twice the GEMMs of forward, so cutting GEMMs by rank is enough to hide the transfers. Parts are
 reduced as in a reduce-scatter (`weft.builders.partial_products`).

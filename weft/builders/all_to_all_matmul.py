@@ -8,9 +8,9 @@
     to peers: read counts; put the tokens for each peer into a slot of its inbox; set `arrived` there
     compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
 
-One kernel computes the GEMMs of all (source, expert) segments. The kernel stores rows in the order of the result:
-sorted by expert, then by source rank. So no tokens are sorted before or after the GEMMs (except in dispatch_sorted),
-and only tokens for peers are copied. Three orders of computation overlap the exchange:
+One kernel computes the GEMMs for the rows of all (source rank, expert) pairs. The kernel stores rows in the order of
+the result: sorted by expert, then by source rank. So no tokens are sorted before or after the GEMMs (except in
+dispatch_sorted), and only tokens for peers are copied. Three orders of computation overlap the exchange:
 
     dispatch            source by source, the rank's own tokens first. Peers' tokens travel while the own tokens are multiplied
     dispatch_by_expert  expert by expert, a few experts at a time with the tokens of all sources. Every weight is read once
@@ -334,7 +334,7 @@ class Sending(_Dispatch):
         return self.schedule()
 
     def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:
-        if (known := self._segments.get((distance, expert))) is None:  # pieces of columns share the segment
+        if (known := self._segments.get((distance, expert))) is None:  # all pieces of columns have the same rows
             source = peer(self.world_size, -distance) if distance else RANK
             rows, first = self.rows(source, expert), self.first_of_block(source, expert)
             known = self._segments[distance, expert] = first, rows, self.first_of_result(source, expert)

@@ -3,8 +3,8 @@
 The result is ordinary memory, into which peers cannot write. With puts, chunks would arrive in symmetric memory and
 need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once. A rank
 copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and so on
-around the ring, so that no two ranks read from the same rank at once. Own rows take a quarter of the time of rows over
-NVLink. With `apart`, a second copy engine copies own rows concurrently.
+around the ring, so that no two ranks read from the same rank at once. A copy of own rows takes a quarter of the time of
+a copy over NVLink. With `apart`, a second copy engine copies own rows concurrently.
 
 A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. They wait for
 this signal before they write to that memory in the next run, even if other signals already order these accesses. The

@@ -40,7 +40,7 @@ class _Product:
         self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
 
     def place(self, owner: Index, chunk: Chunk) -> Region:
-        """Return the region of the result that a chunk of rows of rank `owner`'s product is copied to."""
+        """Return the region of the result that holds `chunk`, a chunk of rows of rank `owner`'s product."""
         first, count = chunk
         if self.p.columns:
             return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))

@@ -6,8 +6,8 @@
 `own` is this rank's part of the reduced gradient. `own` is cut by rows, because rows of x's gradient need only the same
 rows of `own`. The weight's gradient needs all rows. Accumulating the weight's gradient chunk by chunk would round it
 after every chunk, so it is one GEMM, which starts when all of `own` is complete. While a chunk travels, the GEMMs of
-the previous chunks run. The transfer of the first chunk is exposed. After the last chunk, its rows of x's gradient and
-the weight's gradient run without any transfer to hide.
+the previous chunks run. The transfer of the first chunk is exposed. When the last chunk has arrived, the GEMMs of its
+rows of x's gradient and of the weight's gradient follow, and overlap with no transfer.
 
 If sending takes longer than a GEMM, as with many ranks, last=columns cuts the last chunk by columns. A block of columns of the
 weight's gradient needs only the same columns of `own`. So it is computed when this block has arrived, while later blocks travel,

@@ -10,8 +10,8 @@ each block of its result. So ranks exchange nothing before the GEMMs, and only t
 If the tables of two ranks disagreed, some rows would stay unwritten. So ranks also send their tables. A rank fills the
 rows from a peer with NaN if the peer's table differs from its own (`weft.schedule.steps.Agree`).
 
-One kernel computes the GEMMs of all (source, expert) segments. The kernel reads rows of h in place and writes the rows
-for one rank contiguously. Two orders of computation overlap the exchange:
+One kernel computes the GEMMs for the rows of all (source rank, expert) pairs. The kernel reads rows of h in place and
+writes the rows for one rank contiguously. Two orders of computation overlap the exchange:
 
     combine            source by source: first the rows of rank r + 1, then of rank r + 2, and so on, the own rows last. So no two
                        ranks send to the same rank at once, and rows travel while the own rows are multiplied
@@ -267,7 +267,9 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Append the copy into y of the results from experts `piece` of the rank `distance` places before this rank."""
+        """Append a copy of results into y. They come from experts `piece` of the rank `distance` places before this
+        rank.
+        """
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK

@@ -87,13 +87,15 @@ class Problem:
 
     @property
     def uneven(self) -> str:
-        """A text on the difference between ranks that requires simulating every rank; "" if all ranks do the same."""
+        """A text that names a difference between ranks; "" if all ranks do the same work. If ranks differ, the
+        simulator has to simulate every rank.
+        """
         return ""
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """A problem that takes as long on the slowest rank, and whose ranks all do the same work, and its number of rows
-        divided by this problem's.
+        """A pair (problem, ratio). The problem takes about as long as this problem, but all its ranks do the same work.
+        `ratio` is its number of rows, divided by this problem's number of rows.
 
         None if there is no such problem, or if it is not known.
         """
@@ -116,7 +118,7 @@ class Problem:
 
 
 NEARLY = 1.02
-"""If all ranks do the same with at most this many times as many rows, the time is regarded as equal."""
+"""`Problem.evened` may have at most this many times as many rows: the difference in time is then neglected."""
 
 _MOST = 1 << 40
 """The largest size of `described`. The product of two sizes and a small number then fits into 64 bits."""

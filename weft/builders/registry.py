@@ -113,9 +113,10 @@ def named(problem: Problem, name: str) -> Candidate:
     The name may have parameter values that the planner does not try: any number that is at least the smallest
     registered number, or any proportion if a proportion is registered.
 
-    Each candidate has exactly one spelling, because ranks compare the names of pinned schedules: parameters in the
-    order of registration, without those that have the default value. Raise `ValueError` for any other spelling or an
-    unknown name. The text has the right spelling, the reason, or the nearest names that support `problem`.
+    Each candidate has exactly one spelling, because ranks compare the names of pinned schedules. A name lists
+    parameters in the order of registration, and omits parameters that have the default value. Raise `ValueError` for
+    any other spelling or an unknown name. The text has the right spelling, the reason, or the nearest names that
+    support `problem`.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:

@@ -9,7 +9,7 @@ from weft.schedule.expr import Expr, Index, lookup
 from weft.schedule.kernels import TrackedMatmul
 
 _GROUP = 8  # row tiles that are computed together, column by column, so that their inputs stay in the cache
-_TILE, _LEAST_TILE = (128, 256), 16  # (rows, columns) of a tile; smaller products get smaller tiles, of at least 16
+_TILE, _LEAST_TILE = (128, 256), 16  # (rows, columns); a small product gets tiles of at least 16 x 16
 
 
 class TrackedTiles:

@@ -109,7 +109,9 @@ def limits_of(key: str) -> tuple[float, float, str] | None:
 
 
 def add_count(key: str) -> None:
-    """Make `key` legal, if it is not yet, for a whole number: a topology's size (`weft.hw.topology.shape`)."""
+    """Make `key` a legal key, for a whole number such as a topology's size (`weft.hw.topology.shape`). Do nothing if it
+    is legal already.
+    """
     if limits_of(key) is None:
         _KEYS[key] = (1, 4096, "1")
         limits_of.cache_clear()
@@ -118,7 +120,7 @@ def add_count(key: str) -> None:
 def unknown(key: str) -> str:
     """Return the error text for an unknown key, with the most similar known key."""
     near = difflib.get_close_matches(key, _KEYS, 1)
-    return f"{key} is no known key" + (f": do you mean {near[0]}?" if near else "; weft/hw/keys.py lists them all")
+    return f"{key} is not a known key" + (f": do you mean {near[0]}?" if near else "; weft/hw/keys.py lists them all")
 
 
 def implausible(quantities: Mapping[str, Quantity]) -> Iterator[str]:
@@ -133,4 +135,4 @@ def implausible(quantities: Mapping[str, Quantity]) -> Iterator[str]:
     for key, limit in _NOT_ABOVE:
         if key in quantities and limit in quantities and quantities[key].si > quantities[limit].si:
             reached, promised = (f"{q.value:g} {q.unit}" for q in (quantities[key], quantities[limit]))
-            yield f"{key} = {reached} is implausible: {limit} is {promised}"
+            yield f"{key} = {reached} is implausible: it exceeds {limit} = {promised}"

@@ -4,8 +4,9 @@ An occurrence is one id of one bag. Its key is `linear row * SPLIT + number of t
 rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient,
 in elements.
 
-    occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of its
-                         first and last id, and searches between these two for the others.
+    occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of
+                         its first and its last id. It searches only between these two bags for the bags of its other
+                         ids.
     (a stable sort)      of keys, together with the numbers of occurrences
     count_runs_kernel    the number of runs that begin in each block of sorted keys
     (a prefix sum)       over blocks
@@ -60,12 +61,13 @@ def occurrences_kernel(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HASH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     BAG: tl.constexpr,
 ):  # fmt: skip
-    """Write keys, places and scales of all occurrences, one layer of slots after the other.
+    """Write keys, places and scales of all occurrences, one layer of slots after the other. Slots that read the same
+    ids are in different layers.
 
-    values `[count]`, offsets `[bags + 1]`. of_key `[layers, keys_of_layer]`: the slot that reads each block of offsets,
-    or -1. stride: the elements between the gradients of two samples. scales, fp32: the per-sample weight divided by the
-    length of the bag. over_length, fp32: 1 divided by the length of the bag. BAG: the type of the numbers of bags.
-    Grid: (blocks, layers).
+    values `[count]`, offsets `[bags + 1]`. of_key `[layers, keys_of_layer]`: for each block of offsets, the slot of the
+    layer that reads its ids, or -1. stride: the elements between the gradients of two samples. scales, fp32: the
+    per-sample weight divided by the length of the bag. over_length, fp32: 1 divided by the length of the bag. BAG: the
+    type of the numbers of bags. Grid: (blocks, layers).
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     at = block + tl.arange(0, BLOCK)

@@ -78,9 +78,11 @@ LEAST_STEPS = 16
 FEW_ROUNDS = 4
 """Largest number of rounds of tiles for which sharing the last round is faster."""
 FEW_ROWS = 192
-"""Largest number of rows of a segment for which tiles of 64 rows are faster, and tiles for all sources faster still."""
+"""Up to this number of rows in a segment, tiles of 64 rows are faster than larger tiles, and MERGED tiles are faster
+still.
+"""
 LARGE = Config(128, 256, 64, 8, 8, 3)
-# Configurations for 16-bit types that a benchmark compares, from many rows per segment to few.
+# Configurations for 16-bit types that a benchmark compares, sorted from many rows per segment to few.
 CONFIGS = (
     LARGE,
     Config(128, 256, 64, 16, 8, 4, parts=2),
@@ -201,9 +203,10 @@ def _of_expert(
     """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
 
     first, end: the number of row tiles of the launch before this expert, and including it.
-    The other results are vectors with one entry per source: the first row tile, the end, and three offsets. A tile's
-    first row plus the offsets is: its row among the rows of its source, its row in `whole`, and minus the number of
-    rows left. With MERGED and BACK two more vectors follow (`_of_sources`), which are zeros otherwise.
+    The other results are vectors with one entry per source. segment_first, segment_end: the source's first row tile,
+    and the end of its row tiles. by_source, in_whole: added to row_tile * BLOCK_M, they give the tile's first row in
+    the source's block, and in `whole`. left_of: minus row_tile * BLOCK_M, the number of rows from the tile's first row
+    on. row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)

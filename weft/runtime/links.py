@@ -1,4 +1,5 @@
-"""Measures the network between the hosts of CPU ranks, by the process group's all-to-all, and copies in memory.
+"""Measurements of the network between the hosts of CPU ranks, by the process group's all-to-all, and of copies in
+memory.
 
     links       the rate and the round trip of each pair of hosts. The first ranks of two hosts exchange data. Pairs without a
                 common host are measured at the same time, in rounds as in a tournament
@@ -64,7 +65,8 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: float | None = None) -> Measured:
-    """Return the numbers of a group of CPU ranks on several hosts, the same on every rank. Collective.
+    """Measure the links of a group of CPU ranks on several hosts. Return the same numbers on every rank. All ranks must
+    make this call.
 
     Every rank takes part in all exchanges. Ranks that measure nothing send nothing. Raises `DeadlineError` after
     `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
@@ -88,7 +90,9 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
         ranks = [(first[one], first[other]) for one, other in pairs]
         begin_s, end_s = (until_s * (number + i) / len(rounds) for i in (0, 1))
         both = ranks + [(there, here) for here, there in ranks]
-        trips = [probe.exchange_s(both, 1) for _ in range(_LEAST_TRIPS)][1:]  # the first one connects
+        trips = [probe.exchange_s(both, 1) for _ in range(_LEAST_TRIPS)][
+            1:
+        ]  # the first exchange also opens connections
         while len(trips) < _TRIPS and probe.elapsed_s < begin_s + _TRIPS_SHARE * (end_s - begin_s):
             trips.append(probe.exchange_s(both, 1))
         timed = probe.largest_in(end_s, lambda size, ranks=ranks: probe.answered_s(ranks, size))  # type: ignore[misc]
@@ -144,7 +148,7 @@ class _Probe:
         return self._timed([(pairs, nbytes)])
 
     def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-        """Do the same, and send one byte back. The time of a pair is that of its first rank."""
+        """Send `nbytes` as in `exchange_s`, and one byte back. The time of a pair is measured on its first rank."""
         return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
 
     def _timed(self, exchanges: Sequence[tuple[Sequence[tuple[int, int]], int]]) -> list[float]:
@@ -166,7 +170,8 @@ class _Probe:
     def copies(self) -> tuple[float, float]:
         """Return the bytes per microsecond that a rank copies to mapped memory, and to memory that is not mapped yet.
 
-        This is the mean of a host's ranks, which share its cores unevenly for a short time, and the least of all hosts.
+        A host's rate is the mean of its ranks, because they share its cores unevenly for a short time. The result is
+        the rate of the slowest host.
         """
         self._reserve(_MOST_BYTES)
         self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)

@@ -1,11 +1,11 @@
 """The choice between two implementations of a call by measurement, for CPU ranks on several hosts.
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
-(`weft.runtime.unfused.far_first`). Its messages and GEMMs are more and smaller, which costs time too. So the first calls
-of each size use both implementations, in blocks that take turns. The first call of a block does not count, since it allocates
-memory that the other implementation did not need. Later calls use the second implementation only if its fastest call was
-clearly faster, and its median call faster too. (Other work of the machine slows single calls.) If the measured links show
-that it cannot be clearly faster, no call uses it.
+(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So the first
+calls of each size use both implementations, in blocks that take turns. The first call of a block does not count, since
+it allocates memory that the other implementation did not need. Later calls use the second implementation only if its
+fastest call was clearly faster, and its median call faster too. (Other work of the machine slows single calls.) If the
+measured links show that it cannot be clearly faster, no call uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
-    """The choice between two implementations, by times of the first calls of each size. All ranks choose alike."""
+    """The choice between two implementations, by the times of the first calls of each size. All ranks make the same
+    choice.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

@@ -53,7 +53,8 @@ class Expr:
         self._compiled: tuple[CodeType, frozenset[str]] | None = None
 
     def _code(self) -> tuple[CodeType, frozenset[str]]:
-        # Compile on demand: a large schedule has many expressions that are only evaluated for all ranks at once.
+        # Compile on first use: only evaluation for a single rank needs compiled code, and many expressions of a large
+        # schedule are evaluated for all ranks at once.
         if self._compiled is None:
             self._compiled = _compiled(self.text)
         return self._compiled
@@ -69,7 +70,7 @@ class Expr:
             raise ValueError(f"{self.text} needs a value for {missing}; given: {values}")
         try:
             return int(eval(code, _GLOBALS, values))
-        except (ZeroDivisionError, IndexError, TypeError) as error:  # TypeError: sum(rank[0:1])
+        except (ZeroDivisionError, IndexError, TypeError) as error:  # such as TypeError for sum(rank[0:1])
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
@@ -157,7 +158,7 @@ class Expr:
         return Expr, (self.text,)  # code objects cannot be pickled, but schedules are sent to other processes
 
 
-@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
+@lru_cache(maxsize=1 << 13)  # cached for the reason given at `_joined`
 def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
     return compile(text, "<expr>", "eval"), _names_in(text)
 
@@ -165,7 +166,7 @@ def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
 _NAME = re.compile(r"\b[^\W\d]\w*")
 
 
-@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
+@lru_cache(maxsize=1 << 13)  # cached for the reason given at `_joined`
 def _names_in(text: str) -> frozenset[str]:
     # Search the text: reading the names from compiled code would take milliseconds for a sum over hundreds of ranks.
     return frozenset(_NAME.findall(text)) - {"sum"}
@@ -181,7 +182,7 @@ def _substitute(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
     return rest if rest.variables() else int(rest)
 
 
-_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # the reason is at `_joined`
+_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # cached for the reason given at `_joined`
 
 
 Index: TypeAlias = int | Expr
@@ -223,7 +224,7 @@ def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
     return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
 
 
-@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
+@lru_cache(maxsize=1 << 13)  # cached for the reason given at `_joined`
 def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
     part = ast.Slice(_node_of(first), _node_of(end), None if step == 1 else ast.Constant(step))
     held = ast.Subscript(ast.Name(buffer, ast.Load()), part, ast.Load())
@@ -240,7 +241,7 @@ def lookup(table: Sequence[int], index: Index) -> Index:
     return _looked_up(tuple(table), index)
 
 
-@lru_cache(maxsize=1 << 13)  # the reason is at `_joined`
+@lru_cache(maxsize=1 << 13)  # cached for the reason given at `_joined`
 def _looked_up(table: tuple[int, ...], index: Expr) -> Expr:
     return Expr(ast.Subscript(_tuple(table), index._node, ast.Load()))
 
@@ -255,7 +256,7 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
 
 @lru_cache(maxsize=1 << 14)  # the candidates for dozens of ranks repeat a few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
-    made = Expr.__new__(Expr)  # without `check`: both parts have been checked, and a long sum is joined term by term
+    made = Expr.__new__(Expr)  # skip `check`: both parts passed it, and a sum of n terms would be checked n times
     node, symbol, binds = _SIGNS[sign]
     made._node, made._compiled = ast.BinOp(_node_of(left), node, _node_of(right)), None
     made.text = f"{_operand(left, binds)} {symbol} {_operand(right, binds + 1)}"
@@ -263,7 +264,9 @@ def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
 
 
 def _operand(index: Index, binds: int) -> str:
-    """Return the text of an operand as `ast.unparse` writes it: in parentheses if its operator has lower precedence."""
+    """Return the text of an operand as `ast.unparse` writes it: in parentheses if its operator's precedence is below
+    `binds`.
+    """
     sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
     return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)
 
@@ -272,7 +275,7 @@ def _node_of(index: Index) -> ast.expr:
     return index._node if isinstance(index, Expr) else _constant(int(index))
 
 
-@lru_cache(maxsize=1 << 13)  # nodes are immutable: expressions share them
+@lru_cache(maxsize=1 << 13)  # expressions can share nodes, because nothing changes a node
 def _constant(number: int) -> ast.Constant:
     return ast.Constant(number)
 
@@ -284,12 +287,12 @@ def _sum(part: int | Sequence[int]) -> int:
 _GLOBALS = {"__builtins__": {}, "sum": _sum}
 
 
-@lru_cache(maxsize=1 << 12)  # all ranks use the same expressions
+@lru_cache(maxsize=1 << 12)  # the same expressions are evaluated for all ranks
 def _period_of(expression: Expr, name: str) -> int:
     return nodes.period_of(expression._node, name) if name in expression.text else 1
 
 
-@lru_cache(maxsize=1 << 12)  # also keeps the parts alive, so that no other part gets the same id
+@lru_cache(maxsize=1 << 12)  # the cache also keeps the parts alive, so that Python does not reuse their ids
 def _parts_without(expression: Expr, name: str) -> tuple[ast.expr, ...]:
     parts: list[ast.expr] = []
     if nodes.split_without(expression._node, name, parts):
@@ -330,7 +333,9 @@ def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
 
 
 def _folded(node: ast.expr) -> int:
-    """Evaluate an expression without variables. Sums and products of two numbers, the common case, are not compiled."""
+    """Evaluate an expression without variables. The common case, an operation on two numbers, is computed directly,
+    without compiling.
+    """
     match node:
         case ast.BinOp(left=ast.Constant(value=int(left)), op=sign, right=ast.Constant(value=int(right))) if right:
             return int(nodes.OPERATORS[type(sign)](left, right))

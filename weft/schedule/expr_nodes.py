@@ -94,7 +94,7 @@ def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts
             return summed.sums(first, end, stride)
         case ast.Constant(value=value):
             return value
-    raise AssertionError(f"check lets no {ast.unparse(node)} in")
+    raise AssertionError(f"`check` should have refused {ast.unparse(node)}")
 
 
 @lru_cache(maxsize=64)  # many expressions share a table, which may have thousands of numbers
@@ -170,7 +170,7 @@ def split_without(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
             inner = [known_bound(lower), known_bound(upper), *([] if step is None else [step])]
             inner += held.elts if isinstance(held, ast.Tuple) else []
         case _:
-            raise AssertionError(f"check lets no {ast.unparse(node)} in")
+            raise AssertionError(f"`check` should have refused {ast.unparse(node)}")
     found_parts: list[ast.expr] = []
     free = [(one, split_without(one, name, found_parts)) for one in inner]
     if all(is_free for _, is_free in free):

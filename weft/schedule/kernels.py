@@ -21,7 +21,9 @@ from weft.schedule.expr import Index
 SliceTransport: TypeAlias = Literal["direct", "put"]
 SliceOrder: TypeAlias = Literal["remote_first", "natural"]
 FEW_ROWS = 192
-"""The largest mean number of rows of a (source rank, expert) for which rows of several source ranks share tiles."""
+"""Rows of several source ranks share tiles if the mean number of rows for each (source rank, expert) is at most this
+number.
+"""
 KERNELS: dict[str, type[TileKernel]] = {}
 """The kernel classes, by the name that JSON files use for them."""
 
@@ -84,7 +86,8 @@ class GroupedMatmul(TileKernel):
 class SortedMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, with one group for each local expert.
 
-    Rows of several source ranks share a tile, so it has fewer tiles than `GroupedMatmul` if each source rank sends few rows.
+    Rows of several source ranks can share a tile. So if each source rank sends few rows, this kernel has fewer tiles
+    than `GroupedMatmul`.
 
     counts, x, weights, y: names of buffers. The other fields are as in `GroupedMatmul`.
     """
@@ -103,8 +106,9 @@ class SortedMatmul(TileKernel):
 class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
-    The reverse of `GroupedMatmul` (`weft.kernels.grouped_matmul`), always with all of k, and without accumulation. If a launch
-    multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
+    It reverses `GroupedMatmul` (`weft.kernels.grouped_matmul`), but always multiplies over all of k, and never
+    accumulates. If a launch multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of
+    several source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
         local expert. Its second half has the number of this rank's rows for each expert of each rank.
@@ -136,8 +140,9 @@ class TrackedMatmul(TileKernel):
     The body of the step is one matmul or addmm, followed by sets. A signal is set as soon as all tiles that set it are
     stored.
 
-    rows, cols: the largest tile; powers of two. If there are fewer tiles than compute units, several units share a
-        tile. Each unit computes a part of k of at least `least_part`, and the last unit to finish stores the tile.
+    rows, cols: the maximum size of a tile; powers of two. If there are fewer tiles than compute units, several units
+        share a tile. Each unit computes a part of k of at least `least_part`, and the last unit to finish stores the
+        tile.
     """
 
     kind: ClassVar[str] = "tracked_matmul"

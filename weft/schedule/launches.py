@@ -86,9 +86,7 @@ class Launch(NamedTuple):
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield for each step True if the step runs in a kernel that an earlier step has started, and so costs no
-        launch.
-        """
+        """Yield a bool for each step: True if the step runs in a kernel that an earlier step has launched."""
         for place in range(self.first, self.last + 1):
             yield (
                 self.continues
@@ -120,7 +118,7 @@ def launches(
             step, and the stream sets the signals.
     """
     found: list[Launch] = []
-    kernel: TileKernel | None = None  # the persistent kernel of the previous launch
+    kernel: TileKernel | None = None  # the tile kernel of the previous launch, if it has tiles
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
         """Return the first position from `at` on that is not a signal of this kind. If not `local`, a signal within a

@@ -112,7 +112,9 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """`count` counters on every rank. Each `Set` adds one, and no run resets them: run n starts where run n - 1 ended."""
+    """`count` counters on every rank. Each `Set` adds one. Counters are never reset: run n starts with the values at
+    which run n - 1 ended.
+    """
 
     name: str
     count: int

@@ -79,7 +79,9 @@ class Schedule:
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def values(self, rank: int) -> Values:
-        """Return the value of each variable in expressions on `rank`: "rank" itself, and the expected contents of buffers."""
+        """Return the values of the variables in expressions on `rank`: of "rank", and of buffers with expected
+        contents.
+        """
         return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
 
     @property
@@ -144,7 +146,7 @@ class Schedule:
     def table(self, rank: int | None = None) -> str:
         """Return the schedule as text of at most 132 columns, for all ranks or for one.
 
-        The text for all ranks has expressions of the rank. The text for one rank has their values."""
+        The text for all ranks shows numbers as expressions of the rank; the text for one rank shows their values."""
         whose = counted(self.world_size, "rank") if rank is None else f"rank {rank} of {self.world_size}"
         shown = self.buffers if rank is None else self.buffers_of_rank(rank)
         buffers = {b.name: b for b in shown}
@@ -173,7 +175,8 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
     """Return the cache of `of_rank` for this schedule object.
 
-    Only the cache of the latest schedule is kept: usually one schedule is checked, ordered and run before the next.
+    Only the latest schedule's cache is kept, because callers usually check, order and run a schedule before they use
+    the next.
     """
     global _last
     of, known = _last
@@ -226,7 +229,7 @@ class Draft:
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
         """Declare that sizes in this schedule depend on the contents of `buffer` at run time.
 
-        expected: for each rank, the contents to simulate and verify with, row by row."""
+        expected: for each rank, the contents that simulation and verification assume, row by row."""
         size = buffer.rows * buffer.cols
         distinct = {id(of_rank): of_rank for of_rank in expected}  # usually all ranks have the same contents
         if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):

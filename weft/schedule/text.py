@@ -56,7 +56,7 @@ def from_json(text: str) -> Schedule:
 
     Raise `UnreadableError` if `text` exceeds the limits of `weft.reading`. Raise `ValueError` if it is not a schedule, or exceeds
     `weft.schedule.limits`. Hangs and races are not checked here, but by `weft.schedule.verify`."""
-    if (steps := text.count('"step"')) > MOST_STEPS:  # checked before parsing, which would take long
+    if (steps := text.count('"step"')) > MOST_STEPS:  # checked before parsing, because parsing many steps is slow
         raise UnreadableError(f"schedule has {steps} steps, and at most {MOST_STEPS} are allowed: write loops")
     found = parse_json(text, "schedule")
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None

@@ -67,7 +67,7 @@ class Attempt:
     def look_up(self, rank: int) -> None:
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return
-        entry = parse_json(text, f"what rank {rank} says in the store")
+        entry = parse_json(text, f"the entry of rank {rank} in the store")
         if "gave_up" not in entry:
             self.entries[rank] = Entry.read(entry)
             return

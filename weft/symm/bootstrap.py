@@ -13,8 +13,8 @@ other hosts connect to this port. Both ends prove that they know the token, whic
 (`weft.symm.hosts`). All ranks refuse a group with different versions of weft or torch.
 
 A rank that fails during the bootstrap writes the reason into its entry and closes its connections. Ranks whose entries
-it had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every other rank also
-raises an error with this reason once, even a rank that arrives later.
+the failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every
+other rank also raises an error with this reason once, even a rank that arrives later.
 
 Ranks do not wait for a dead peer: its entry contains the pid, and `ended` reports peers that other groups know to have
 ended.
@@ -123,7 +123,7 @@ def _connect(setup: _Setup) -> Mesh:
         setup.run()
     except BaseException as error:
         words = json.dumps(setup.last_words(error))
-        # before this rank closes its connections: peers that see them closed look for the reason
+        # publish before closing the connections, because peers look for the reason when they see them closed
         said = setup.say(words)
         setup.close(*setup.peers.values())
         if not said:

@@ -30,7 +30,7 @@ from weft import _core
 from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted, words_differ
 
 _NUMBER = struct.Struct("<q")
-_DIGEST = struct.Struct("<qQQQ")  # number of a call, digest of the calls up to it, words of layers
+_DIGEST = struct.Struct("<qQQQ")  # number of a call, digest of the calls up to it, two words on layers
 _KEPT = 1 << 14  # digests to keep: more calls than a rank makes while a message is in transit
 
 
@@ -51,7 +51,7 @@ class GroupCalls(_core.CallCounts):
         self._here: set[int] = set()
         self._there: dict[int, str] = self.refused_by_peers
         self._refused_last = 0
-        self._answers: dict[int, int] = {}  # number of answers per call that this rank has not refused (yet)
+        self._answers: dict[int, int] = {}  # by call, for calls that this rank has not refused (yet)
         self._lock = threading.Lock()
 
     def begin(self) -> str:

@@ -188,7 +188,7 @@ class Control:
 
     def lose_who_left(self, ranks: list[int]) -> None:
         why = dict.fromkeys(self.gone[rank] for rank in ranks)
-        whom = f"{and_list(map(self.name, ranks))} closed {'its' if len(ranks) == 1 else 'their'} end of the group"
+        whom = f"{and_list(map(self.name, ranks))} {'has' if len(ranks) == 1 else 'have'} left the group"
         self.lose(ranks[0] if len(ranks) == 1 else None, f"{whom} ({', '.join(why)})")
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:

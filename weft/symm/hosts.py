@@ -41,7 +41,7 @@ _WHO = struct.Struct("!I16s32s")  # rank, attempt, nonce
 ANSWER_BYTES = _WHO.size + CODE_BYTES
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 3.0  # time limit for trying all addresses once
-_MOST_CALLERS = 64  # unproven connections, at least; beyond this number the oldest is closed
+_MOST_CALLERS = 64  # least limit on unproven connections; beyond the limit the oldest is closed
 
 
 class Port(NamedTuple):

@@ -89,7 +89,7 @@ def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
 
 
 class MadeLayers:
-    """The texts of all layers that this rank has called, and words that summarise them.
+    """The option texts of all layers that this rank has called, and words that summarise them.
 
     Each of the two records has a 64-bit word: 48 bits of a digest, and 16 bits that count the calls with options. Only
     words with equal counts are compared.

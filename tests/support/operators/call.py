@@ -1,7 +1,8 @@
-"""One call of an operator in tests: the inputs of all ranks, the public function's arguments, and the expected results.
+"""A call of an operator in tests: the inputs of all ranks, the public function's arguments, and the expected results.
 
-A subclass for each operator is all that the suite (`suite.py`) knows of it. `reference` gives every rank's results as a
-differentiable function of every rank's inputs: in float64 it is what results and gradients are compared with.
+Each operator has a subclass, and the suite (`suite.py`) knows operators only by these subclasses. `reference` computes
+every rank's results as a differentiable function of every rank's inputs. In float64 it gives the expected results and
+gradients.
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call in numbers. schedule: the pinned one."""
+    """The parameters of a call. schedule: the pinned schedule."""
 
     schedule: str | None = None
 
 
 class Call:
-    """One call of an operator on this rank.
+    """A call of an operator on this rank.
 
-    inputs: of each rank, in the order that `arguments` takes.
+    inputs: for each rank, its input tensors, in the order that `arguments` expects.
     """
 
     spec: ClassVar[Operator[Any]]
     public: ClassVar[Callable[..., Any]]
     operands: ClassVar[tuple[str, str]]
-    """The names that messages call the rows and the weights."""
+    """The names of the rows and of the weights in error texts."""
     places: ClassVar[tuple[int, int]] = (0, 1)
-    """The places of rows and (first) weights among the inputs."""
+    """The indices of the rows and of the (first) weights among the inputs."""
     atol: ClassVar[float] = 2e-3
     """The absolute tolerance of gradients in fp32."""
     reduces: ClassVar[bool] = False
-    """True if products of ranks are reduced, by torch.distributed in an unfused run: its order of sums may change."""
+    """True if the ranks' products are reduced. In unfused calls torch.distributed reduces them, in an order that may
+    change.
+    """
 
     def __init__(self, case: Any, group: dist.ProcessGroup, seed: int) -> None:
         self.case, self.rank, self.world, self.seed = case, group.rank(), group.size(), seed
@@ -60,19 +63,19 @@ class Call:
         raise NotImplementedError
 
     def results(self, returned: Any) -> Tensors:
-        """Return what the public function returned as a list of tensors, in the order of the spec's outputs."""
+        """Return the results of the public function as a list of tensors, in the order of the spec's outputs."""
         return [returned]
 
     def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
-        """Return the results of every rank, in the arithmetic of `inputs`."""
+        """Return the results of every rank, computed in the dtype of `inputs`."""
         raise NotImplementedError
 
     def usual(self, group: dist.ProcessGroup) -> Tensors:
-        """Return this rank's results by torch's own ops in the dtype of the call. Ranks call it together."""
+        """Return this rank's results by torch's own ops in the dtype of the call. All ranks must make this call."""
         return self.reference(self.inputs)[self.rank]
 
     def problem(self) -> Problem:
-        """Return the call as a problem. Shapes are those of matrices."""
+        """Return the problem of this call. Its sizes are those of two-dimensional operands."""
         raise NotImplementedError
 
     def kept(self, results: Tensors) -> Tensors:
@@ -80,24 +83,24 @@ class Call:
         return results
 
     def alike(self, results: Tensors) -> Tensors:
-        """Return the results that have the same bits on all ranks."""
+        """Return the results that must have the same bits on all ranks."""
         return []
 
     @classmethod
     def sized(cls, case: Any, rows: int, world: int) -> Any:
-        """Return `case` with about so many rows on each rank."""
+        """Return `case` with about `rows` rows on each rank."""
         raise NotImplementedError
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return arguments that are refused, and what the error says."""
+        """Return {name: (changed arguments that are refused, a part of the error text)}."""
         raise NotImplementedError
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
-        """Return arguments of the first rank, different ones of the others, and what the error says."""
+        """Return {name: (changed arguments of rank 0, changed arguments of the other ranks, parts of the error text)}."""
         raise NotImplementedError
 
     def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
-        """Return arguments of the operator in torch.ops."""
+        """Return lists of arguments for the operator in torch.ops."""
         raise NotImplementedError
 
     # --- the same for all operators ---
@@ -107,7 +110,7 @@ class Call:
         return self.inputs[self.rank]
 
     def __call__(self, group: dist.ProcessGroup | str, *inputs: torch.Tensor, **options: Any) -> Tensors:
-        """Call the public function, with other tensors than this rank's inputs if `inputs` are given."""
+        """Call the public function with `inputs`; by default with this rank's inputs."""
         arguments = self.arguments(inputs or self.mine, group)
         return self.results(type(self).public(**{"schedule": self.case.schedule} | arguments | options))
 
@@ -115,11 +118,13 @@ class Call:
         return self.reference([[t.double() for t in of_rank] for of_rank in self.inputs])[self.rank]
 
     def expected(self, group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
-        """Return this rank's results in float64, and by torch's own ops."""
+        """Return this rank's results in float64, and its results by torch's own ops."""
         return self.exact(), self.usual(group)
 
     def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:
-        """Check the results. Their error may be twice that of torch's own ops; copied results have the same bits."""
+        """Check the results. Copied results must have the same bits. The error of other results may be twice that of
+        torch's own ops.
+        """
         (exact, usual), found = expected or self.expected(group), self.kept(found)
         assert len(found) == len(exact) == len(usual)
         for number, (y, of_float64, by_torch) in enumerate(zip(found, exact, usual, strict=True)):
@@ -132,9 +137,9 @@ class Call:
 
     @property
     def copied(self) -> int:
-        """The number of results, the first ones, that are copies of inputs."""
+        """The number of results, at the beginning of the list, that are copies of inputs."""
         return 0
 
     def poisoned(self) -> contextlib.AbstractContextManager[None]:
-        """Fill results that are made within with NaN before anything is written."""
+        """Return a context in which new results are filled with NaN before anything is written."""
         return poisoned_outputs(self.spec)

@@ -1,7 +1,7 @@
-"""A row for each operator: shapes, dtypes, pinned schedules, wanted gradients. The suite (`suite.py`) tries them.
+"""A row for each operator: shapes, dtypes, pinned schedules, wanted gradients. The suite (`suite.py`) runs them.
 
-These are the rows of CPU processes; those of GPUs are in `tests/multigpu`. Without a schedule all candidates are compiled and timed
-before one is taken, which costs seconds. One rank has no candidates but serial: nothing else can be pinned there.
+These rows are for CPU processes; `tests/multigpu` has rows for GPUs. Without a pinned schedule, a first call compiles
+and times all candidates, which takes seconds. On one rank serial is the only schedule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALL_GATHER_MATMUL = Row(
         "a batch, uneven": Gathered((2, 3, 16), 6, dim=1, rows=(3, 1, 2, 5), return_A=True),
         "no rows": Gathered((0, 16), 6, return_A=True),
     },
-    every=[],  # tests/processes/test_schedule_cpu.py
+    every=[],  # tests/processes/test_schedule_cpu.py tries every schedule
     small=Gathered((8, 8), 3, schedule=GATHER),
     layouts=apart(Gathered((18, 24), 8), "serial", GATHER, SHARD),
     steps=[
@@ -74,7 +74,7 @@ MATMUL_REDUCE_SCATTER = Row(
     },
     every=dtypes(
         lambda world, _: BUILDERS.get(world, {*BUILDERS[2], "ring"}),
-        # Several tiles, and a part of a tile.
+        # several tiles, the last of which is partial
         lambda world, dtype: Gemm(((300 if dtype == F32 else 50) * world, 24), 40, dtype),
         4,
         *((2, F32), (3, BF16)),
@@ -111,13 +111,13 @@ TWO_SHOT = "two_shot[chunks=2,by=dma,add=gemm]"
 
 
 def summed_everywhere(world: int, m: int) -> set[str]:
-    """Return the builders of an all-reduce of m rows. `tracked` needs equally many rows for each rank."""
+    """Return the builders for an all-reduce of m rows. `tracked` needs the same number of rows for each rank."""
     overlapping = {"one_shot", "two_shot", "chunked", "collective"} | ({"tracked"} if m % world == 0 else set())
     return {"serial"} | (overlapping if world > 1 else set())
 
 
 def followed(bias: bool, residual: bool) -> list[Any]:
-    """Return sums followed by these operations."""
+    """Return cases of sums to which a bias or a residual is added."""
     return dtypes(
         lambda world, _: summed_everywhere(world, 14),
         lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
@@ -128,7 +128,7 @@ def followed(bias: bool, residual: bool) -> list[Any]:
 
 
 def normed(fewer: int) -> list[Any]:
-    """Return normed sums: with equally many rows for each rank and a residual, or with fewer rows for the last rank."""
+    """Return cases of sums with a norm. fewer: 1 if the last rank has fewer rows; 0 for equal rows and a residual."""
     return dtypes(
         lambda world, _: summed_everywhere(world, 12 * world - fewer),
         lambda world, dtype: Following(
@@ -141,7 +141,7 @@ def normed(fewer: int) -> list[Any]:
 
 
 def whole(world: int, dtype: torch.dtype) -> int:
-    """Several tiles, and a part of a tile."""
+    """Return a number of rows that gives several tiles, the last of which is partial."""
     return (300 if (world, dtype) == (2, F32) else 50) * world
 
 
@@ -160,7 +160,7 @@ MATMUL_ALL_REDUCE = Row(
         "nothing to sum over": Gemm((12, 0), 6),
     },
     every=[
-        # With equally many rows for each rank, and with fewer for the last.
+        # With the same number of rows for each rank, and with fewer rows for the last rank.
         one
         for fewer in (0, 1)
         for one in dtypes(
@@ -189,7 +189,7 @@ MATMUL_ALL_REDUCE = Row(
     ],
     late=[Gemm((5, 8), 3, schedule="one_shot[by=dma]")],
     gradients=[
-        (Gemm((12, 16), 5), (True, True)),  # equally many rows for each rank, and not
+        (Gemm((12, 16), 5), (True, True)),  # these rows divide evenly; those of the next case do not
         (Gemm((2, 5, 16), 5, op="avg"), (True, True)),
         (Gemm((12, 16), 5), (True, False)),
         (Gemm((12, 16), 5, op="avg"), (False, True)),
@@ -357,7 +357,9 @@ EACH = "dispatch[by=kernel,rest=each]"
 
 
 def returned(*schedules: str | None) -> list[Any]:
-    """Return experts whose gradients are wanted with each schedule. `make test` tries each schedule and each kind once."""
+    """Return cases of experts with gradients, for each schedule. `make test` tries each schedule and each kind of case
+    once.
+    """
     kinds = [(2, True), (1, True), (2, False)]
     made = [(Experts(n, exact=exact, k=12, schedule=one), (True, True)) for n, exact in kinds for one in schedules]
     fast = [i * len(schedules) + i % len(schedules) for i in range(len(kinds))]

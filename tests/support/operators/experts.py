@@ -1,4 +1,4 @@
-"""Calls of mixtures of experts: all_to_all_matmul (tokens to experts) and matmul_all_to_all (rows of experts to their tokens)."""
+"""Calls of MoE operators: all_to_all_matmul sends tokens to experts, and matmul_all_to_all sends rows back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from weft.ops import all_to_all_matmul, matmul_all_to_all
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing", "two each"]
 MOST = 60
-"""The most tokens of a rank."""
+"""The largest number of tokens of a rank."""
 
 
 @dataclass(frozen=True)
 class Experts(Case):
-    """experts: of a rank. exact: the host learns how many rows there are. transposed: weights lie by columns."""
+    """experts: the number of experts of each rank. exact: True if the CPU reads the number of rows of the result.
+    transposed: True if weights are stored by columns.
+    """
 
     experts: int = 2
     dtype: torch.dtype = F32
@@ -40,7 +42,7 @@ class Experts(Case):
 
 
 def traffic(kind: Traffic, world: int, experts: int, seed: int) -> Splits:
-    """Return how many tokens every rank sends to each expert: other numbers at every call."""
+    """Return the number of tokens that each rank sends to each expert. The numbers differ for each seed."""
     numbers = random.Random(seed)
     rows = [0 if kind == "nothing" else numbers.randrange(MOST) for _ in range(world)]
     if kind == "one has nothing":
@@ -53,7 +55,7 @@ def traffic(kind: Traffic, world: int, experts: int, seed: int) -> Splits:
 
 
 class ExpertsCall(Call):
-    """inputs: rows and weights. A call has other splits with each seed."""
+    """A call of a MoE operator. inputs: rows and weights. Splits differ for each seed."""
 
     atol = 2e-4
     case: Experts
@@ -77,7 +79,7 @@ class ExpertsCall(Call):
 
     @property
     def spare(self) -> int:
-        """Return the number of rows beyond those that there are."""
+        """The number of rows beyond the needed rows."""
         return 0 if self.case.exact else (self.seed + 2) % 3
 
     @contextlib.contextmanager
@@ -212,7 +214,7 @@ class MatmulAllToAllCall(ExpertsCall):
         return combine.inputs(self.splits, case.k, case.n, NAMES[case.dtype], seed)
 
     def drawn(self, rank: int) -> Tensors:
-        """h has spare rows of NaN after the arrived rows."""
+        """Return h and w of `rank`. After the arrived rows, h has spare rows of NaN."""
         h, w = super().drawn(rank)
         return [torch.cat((h, torch.full((self.spare, self.case.k), torch.nan, dtype=h.dtype, device=h.device))), w]
 

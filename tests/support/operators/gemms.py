@@ -1,4 +1,4 @@
-"""Calls of GEMMs beside a collective: matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather and all_gather_matmul."""
+"""Calls of GEMMs with a collective: matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather and all_gather_matmul."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ from weft.ops import (
 
 @dataclass(frozen=True)
 class Gemm(Case):
-    """shape: of x on each rank. dim: the dimension that is gathered or scattered. rows: of each rank in it, if they differ; for
-    fewer ranks the first ones count."""
+    """shape: the shape of x on each rank. n: the number of columns of w. dim: the dimension that is gathered or
+    scattered.
+    """
 
     shape: tuple[int, ...] = (24, 16)
     n: int = 7
@@ -46,7 +47,11 @@ class Gemm(Case):
 
 @dataclass(frozen=True)
 class Gathered(Gemm):
-    """n: of the first weight; more: of the others."""
+    """n, more: the numbers of columns of the first weight and of the other weights.
+
+    rows: for each rank, the size of its shard in dimension `dim`, if sizes differ. A smaller group uses the first
+    entries.
+    """
 
     more: tuple[int, ...] = ()
     rows: tuple[int, ...] | None = None
@@ -61,7 +66,7 @@ class Gathered(Gemm):
 
 
 class Product(Call):
-    """x @ w on each rank, and a collective after it."""
+    """x @ w on each rank, followed by a collective."""
 
     operands = ("x", "w")
     case: Gemm
@@ -78,7 +83,7 @@ class Product(Call):
         return replace(case, shape=(rows, 128), n=96)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return invalid arguments, for K = 8 and N = 3."""
+        """Return invalid arguments for a call with K = 8 and N = 3."""
         (x, w), (X, W) = self.operands, self.mine
         whole, of_8 = torch.int64, torch.float8_e4m3fn
         usable = "use one of torch.float32, torch.float16, torch.bfloat16, torch.float64"
@@ -108,7 +113,7 @@ class Product(Call):
 
 
 class Reduced(Product):
-    """Reduce products of all ranks."""
+    """x @ w on each rank, followed by a sum over the ranks."""
 
     reduces = True
 
@@ -154,7 +159,7 @@ class MatmulReduceScatterCall(Reduced):
 
 @dataclass(frozen=True)
 class Following(Gemm):
-    """A sum followed by a bias, a residual, and a norm with this eps."""
+    """A sum to which a bias and a residual may be added, followed by a norm if `eps` is given."""
 
     bias: bool = False
     residual: bool = False
@@ -162,9 +167,10 @@ class Following(Gemm):
 
 
 class MatmulAllReduceCall(Reduced):
-    """inputs: x, w, and of bias, residual and norm those that the case has.
+    """inputs: x, w, and the bias, the residual and the norm's weight, if the case has them.
 
-    Bias and residual are alike on all ranks. The norm's weight is too if there is a residual: then all ranks have the same bits.
+    Bias and residual are equal on all ranks. With a residual, the norm's weight is equal too, so that all ranks have
+    the same bits.
     """
 
     spec, public = matmul_all_reduce.OPERATOR, staticmethod(weft.matmul_all_reduce)
@@ -210,7 +216,7 @@ class MatmulAllReduceCall(Reduced):
         return self.followed(total / self.parts, self.mine)
 
     def followed(self, total: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Tensors:
-        """Return the sum with its additions, after its norm if it has one: each rank adds and norms by itself."""
+        """Add bias and residual to the sum, and compute its norm. Return [normed sum, sum], or [sum] without a norm."""
         following = self.following(inputs)
         norm = following.pop("norm", None)
         for added in following.values():
@@ -218,7 +224,9 @@ class MatmulAllReduceCall(Reduced):
         return [total] if norm is None else [rms_norm(total, norm.shape, norm, self.eps), total]
 
     def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:
-        """Check that the norm is that of the rounded sum: in 16 bits the norm of the exact sum is further off."""
+        """Check the results, and that the norm is the norm of the rounded sum. In 16 bits, the norm of the exact sum
+        differs more.
+        """
         super().check(group, found, expected)
         if self.eps is not None:
             (y, total), norm = found, self.mine[-1]
@@ -229,7 +237,7 @@ class MatmulAllReduceCall(Reduced):
         return results if getattr(self.case, "residual", False) else results[-1:]
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return invalid arguments, for [8, 8] @ [8, 3] on each rank."""
+        """Return invalid arguments for [8, 8] @ [8, 3] on each rank."""
         bias, residual = torch.ones(3), torch.ones(8, 3)
         mean = 'op="avg" does not support bias, residual and norm'
         return {
@@ -307,14 +315,15 @@ class MatmulAllGatherCall(Product):
 def gradients_of_matmul_all_gather(
     x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, columns: bool, group: dist.ProcessGroup, **options: Any
 ) -> Tensors:
-    """Call the operator, which backward calls, as a public function."""
+    """Call the operator that backward of matmul_all_gather uses, as if it were a public function."""
     form = matmul_all_gather_gradients.OPERATOR.form(x, g, w, columns)
     return calls.made(matmul_all_gather_gradients.OPERATOR, group, x, lambda _: form, **options)
 
 
 class MatmulAllGatherGradientsCall(Product):
-    """inputs: x, w, and the gradient of all products. In an unfused run the gradients of own products are reduced in fp32 and
-    rounded once."""
+    """inputs: x, w, and the gradient of the gathered result. An unfused run reduces this rank's part of the gradient in
+    fp32 and rounds it once.
+    """
 
     spec, public = matmul_all_gather_gradients.OPERATOR, staticmethod(gradients_of_matmul_all_gather)
     reduces = True
@@ -346,7 +355,7 @@ class MatmulAllGatherGradientsCall(Product):
         return MatmulAllGatherGradients(*self.sizes(), self.columns)
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
-        """Return different arguments of ranks, for gradients of joined rows."""
+        """Return arguments in which rank 0 differs, for gradients of concatenated rows."""
         (x, _, g), name = self.mine, {"schedule": self.case.schedule}
         fewer, wide = {"x": x[:4], "g": g[: 4 * self.world]}, {"g": g.view(x.shape[0], -1), "columns": True}
         return {
@@ -392,7 +401,7 @@ class AllGatherMatmulCall(Call):
         return AllGatherMatmul(self.world, rows, self.case.widths, k, dtype, self.case.return_A)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return invalid arguments, for two ranks with [8, 8] and [8, 3] each."""
+        """Return invalid arguments for x_shard [8, 8] and w [8, 3] on each of two ranks."""
         (x, B), rank = self.mine, self.rank
         shard = "shard[chunks=2,send=in_turn,by=dma]"
         return {

@@ -1,4 +1,4 @@
-"""The parameters of an operator's tests, and cases made from a case."""
+"""The parameters of an operator's tests, and functions that derive cases from a case."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from support.slow import slow
 class Row:
     """The parameters of an operator's tests.
 
-    results: cases by name, each called `calls` times in a row on each of `worlds` ranks. more: (ranks, case) beside them.
-    every: (ranks, case, builders) of which every schedule is tried, and the builders that these come from.
-    gradients: cases, and which inputs want a gradient, or such an entry marked as slow; data are made from `seeds`. block: the
-    schedule for all that eager ones run.
-    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all on two ranks, the first of these
-    on others.
-    compiled: names of results that torch.compile calls.
-    many, layouts: cases that are called with many sizes, and with operands that lie otherwise.
-    small: a case whose arguments are replaced by wrong ones. late: calls to which ranks do not come.
-    steps: cases, and how the names of their steps in a timeline begin.
+    results: cases by name. Each is called `calls` times in a row, on groups of each size in `worlds`.
+    more: further (ranks, case).
+    every: (ranks, case, builders). All schedules of the case are tried; they must come from `builders`.
+    gradients: (case, for each input True if it wants a gradient). An entry may be marked as slow. `seeds` are the seeds
+        of the data.
+    block: the schedule that `use` selects for eager calls with gradients.
+    compiled_gradients: indices in `gradients`. `make test` compiles these entries. `make test-slow` compiles all entries
+        on two ranks, and the first of these on other numbers of ranks.
+    compiled: names in `results` of calls that torch.compile compiles.
+    many: cases that are called with many sizes.
+    layouts: cases whose operands are passed in other layouts.
+    small: a case whose arguments are replaced by invalid arguments.
+    late: cases of calls that some ranks never make.
+    steps: (case, prefixes of the names of its steps in a timeline).
     """
 
     results: Mapping[str, Case]
@@ -46,7 +50,7 @@ class Row:
 
 
 def values_of(entry: Any) -> tuple[Any, ...]:
-    """Return the values of an entry, marked or not."""
+    """Return the values of an entry, whether or not it is marked as slow."""
     values = entry.values if hasattr(entry, "marks") else entry
     return values if isinstance(values, tuple) else (values,)
 
@@ -57,17 +61,22 @@ def by(case: Case, *schedules: str | None) -> list[Case]:
 
 
 def apart(case: Any, *schedules: str | None) -> list[Any]:
-    """Return `case` with each schedule, and with other sizes for each: a copy is warned of once for its name and strides."""
+    """Return `case` with each schedule, and with different sizes for each.
+
+    The sizes differ because weft warns of a copy only once for each name and stride.
+    """
     more = [replace(case, n=case.n + 16 * i, schedule=schedule) for i, schedule in enumerate(schedules)]
     return [replace(one, shape=(one.shape[0] + 24 * i, *one.shape[1:])) for i, one in enumerate(more)]
 
 
 def dtypes(builders: Any, case: Any, most: int, *fast: Any, of: Sequence[Any] = (F32, BF16, F16)) -> list[Any]:
-    """Return (ranks, case, builders) for several numbers of ranks, the dtypes in turn; `make test` tries those that are `fast`.
+    """Return (ranks, case, builders) for several numbers of ranks, each with the next dtype of `of`.
 
-    Ranks and dtypes matter apart from each other: what waits for what does not depend on a dtype, nor rounding on ranks.
+    The product of all ranks and dtypes is not needed: the order of waits does not depend on the dtype, and rounding
+    does not depend on the number of ranks.
 
     case, builders: functions of the number of ranks and the dtype.
+    fast: the pairs (ranks, dtype) that `make test` tries; all others are slow.
     """
     worlds = [world for world in (1, 2, 3, 4, 8) if world <= most]
     pairs = sorted(

@@ -1,6 +1,7 @@
-"""Calls of fp8 GEMMs with scales beside a collective: all_gather_scaled_matmul and scaled_matmul_reduce_scatter.
+"""Calls of fp8 GEMMs with scales and a collective: all_gather_scaled_matmul and scaled_matmul_reduce_scatter.
 
-Results are compared with float64 of the operands times their scales: their error may be twice that of torch's scaled GEMM.
+The reference is float64: the product of the operands, each times its scales. The error may be twice that of torch's
+scaled GEMM.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weft.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 
 @dataclass(frozen=True)
 class ScaledGathered(Gathered):
-    """by "row of all": every rank passes the scales of all rows."""
+    """by: the kind of scales. "row of all": every rank passes the scales of the rows of all ranks."""
 
     shape: tuple[int, ...] = (7, 32)
     n: int = 16
@@ -36,7 +37,7 @@ class ScaledGathered(Gathered):
 
 @dataclass(frozen=True)
 class ScaledGemm(Gemm):
-    """flat: A is passed as [rows, K]."""
+    """flat: True to pass A as a matrix [rows, K]."""
 
     shape: tuple[int, ...] = (24, 32)
     n: int = 16
@@ -56,7 +57,7 @@ def multiplied(
     A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor, bias: torch.Tensor | None,
     out: torch.dtype, fast: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the product by torch's scaled GEMM; on CPU by a GEMM in fp32, rounded once."""
+    """Return the product by torch's scaled GEMM on GPUs; on CPU by an fp32 GEMM, rounded once."""
     if A.device.type == "cpu":
         y = (A.float() * A_scale) @ (B.float() * B_scale)
         return (y if bias is None else y + bias).to(out)
@@ -66,7 +67,7 @@ def multiplied(
 
 
 class AllGatherScaledMatmulCall(AllGatherMatmulCall):
-    """inputs: A_shard, A's scale (of the rank's rows), then of each weight: B, its scale, and its bias if there is one."""
+    """inputs: A_shard, the scale of this rank's A, and for each weight B, its scale, and its bias if there is one."""
 
     spec, public = all_gather_scaled_matmul.OPERATOR, staticmethod(weft.all_gather_scaled_matmul)
     places = (0, 2)
@@ -75,7 +76,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
     def drawn(self, rank: int) -> Tensors:
         case, seed = self.case, self.seed
         A, *Bs = super().drawn(rank)
-        by_row = case.by != "tensor"  # a scale for all differs between ranks, which take it for all rows
+        by_row = case.by != "tensor"  # tensor-wise: each rank applies its own scale to all rows
         inputs = [A, scales(rank, (*A.shape[:-1], 1) if by_row else (), 60 + seed)]
         for i, (n, B) in enumerate(zip(case.widths, Bs, strict=True)):
             inputs += [B, scales(rank, (1, n) if by_row else (1,), 70 + seed + i)]
@@ -84,7 +85,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
         return inputs
 
     def weights(self, inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Return B, its scale and its bias of each weight."""
+        """Return (B, its scale, its bias) of each weight."""
         each = 3 if self.case.biased else 2
         given = [inputs[i : i + each] for i in range(2, len(inputs), each)]
         return [(one[0], one[1], one[2] if self.case.biased else None) for one in given]
@@ -99,7 +100,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
         return {**super().arguments([A, *Bs], group), **scaled}
 
     def whole(self, inputs: Sequence[Tensors], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all rows, and their scales as `rank` passes them."""
+        """Return the rows of all ranks, and their scales as `rank` passes them."""
         shards = [A for A, *_ in inputs]
         rows = torch.cat([A.float() for A in shards], self.case.dim).to(shards[0].dtype)
         own = [scale for _, scale, *_ in inputs]
@@ -127,7 +128,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
         return AllGatherMatmul(self.world, rows, case.widths, case.shape[-1], "fp8", case.return_A, scaled)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return invalid arguments, for two ranks with [7, 32] and [32, 16] each."""
+        """Return invalid arguments for A_shard [7, 32] and B [32, 16] on each of two ranks."""
         x, scale, B, B_scale = self.mine
         rows, zeros, n = scales(0, (7, 1), 1), torch.zeros(16, device=device()), 16
         fp8 = {"A_shard": x[:, :24], "Bs": [B[:24]]}
@@ -240,7 +241,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
         return replace(case, shape=(rows * world, 128))
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return invalid arguments, for [24, 32] and [32, 16] on each of two ranks."""
+        """Return invalid arguments for A [24, 32] and B [32, 16] on each of two ranks."""
         A, B, scale = self.mine[:3]
         (m, _), n, of_rows = A.shape, B.shape[1], scales(self.rank, (A.shape[0], 1), 2)
         zeros, halves = torch.zeros(n, device=device()), A.view(m // 2, 2, -1)

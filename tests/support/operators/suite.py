@@ -1,7 +1,9 @@
-"""The tests that every operator gets, on CPU processes and on GPUs. These functions run on the ranks, for an operator by name.
+"""The tests that every operator gets, on CPU processes and on GPUs. These functions run on the ranks; `operator` is a
+name.
 
-results, every schedule and many sizes in a row against float64; gradients; operands in another layout on one rank;
-refused arguments. Also a rank that differs, or does not arrive; timelines; torch.compile and CUDA graphs.
+The tests are: results against float64, for all schedules and for many sizes in a row; gradients; operands in another
+layout on one rank; refused arguments. Also: a rank that makes another call or no call, timelines, torch.compile and
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ CALLS: dict[str, type[Call]] = {
 
 
 def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> None:
-    """Make repeated calls with fresh data, and repeat the first; compare afterwards. Ranks are late now and then."""
+    """Call `calls` times with new data, then with the first data again. Compare afterwards. Ranks are delayed at
+    random.
+    """
     made = [CALLS[operator](case, group, seed) for seed in range(calls)]
     found = []
     for call in [*made, made[0]]:
@@ -45,7 +49,8 @@ def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> 
             time.sleep(random.random() * 0.005)
         with call.poisoned():
             found.append(call(group))
-    # Serial may have been chosen. With two ranks, gloo rounds a sum once, as the bound expects.
+    # The call may have selected serial, whose reduction by gloo rounds more often than the bound allows. With two ranks
+    # it rounds once.
     by_library = case.schedule is None and made[0].reduces and device().type == "cpu" and dist.get_world_size(group) > 2
     for call, ys in zip(made, found, strict=False):
         expected = call.expected(group)
@@ -54,7 +59,9 @@ def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> 
 
 
 def _repeats(call: Call, schedule: str, found: Sequence[Tensors]) -> bool:
-    """True if the last results have the bits of the first, unless torch.distributed reduces, whose order of sums may change."""
+    """True if the last results have the same bits as the first results. Also True if torch.distributed reduces, because
+    its order of sums may change.
+    """
     pairs = zip(call.kept(found[0]), call.kept(found[-1]), strict=True)
     return (call.reduces and schedule.partition("[")[0] in ("serial", "autotune", "collective")) or all(
         _equal(a, b) for a, b in pairs
@@ -66,9 +73,14 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: float, whole: bool = True) -> list[str]:
-    """Call each schedule three times with fresh data, then with the first data again, bit by bit. Return the schedules.
-    The first rank is late for the second call, the last one for the third. Results that all ranks get have the same
-    bits. whole: False for each value of a builder's options once, not for all combinations."""
+    """Call each schedule three times with new data, then with the first data again, which must give the same bits.
+    Return the schedules.
+
+    The first rank is delayed before the second call, and the last rank before the third call. Results that all ranks
+    get must have the same bits on all ranks.
+
+    whole: False to try each value of each parameter of a builder at least once, instead of all combinations.
+    """
     made = [CALLS[operator](case, group, seed) for seed in range(3)]
     wanted = [call.expected(group) for call in made]
     candidates = applicable(made[0].problem())
@@ -94,8 +106,10 @@ def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: 
 
 
 def _with_twice_the_error(expected: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return (exact, usual) with usual twice as far off. gloo rounds 16-bit sums after each addition, in an order that depends on
-    the number of rows."""
+    """Return `expected` with twice the error in the results of torch's ops.
+
+    gloo rounds 16-bit sums after each addition, in an order that depends on the number of rows.
+    """
     exact, usual = expected
     return exact, [(e + 2 * (u.double() - e)).to(u.dtype) for e, u in zip(exact, usual, strict=True)]
 
@@ -104,9 +118,12 @@ def gradients(
     group: dist.ProcessGroup, operator: str, case: Case, wanted: Sequence[bool], compiled: bool, schedule: str | None,
     seeds: Sequence[int] = (1,), weighed: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """Compare gradients of a random weighted sum of all ranks' results, with other weights on each rank, with
-    autograd's in float64. wanted: of each input. schedule: of the whole block. weighed: the results on which the loss
-    depends, if not on all."""
+    """Compare gradients with float64. The loss is a random weighted sum of all ranks' results.
+
+    wanted: for each input, True if it wants a gradient.
+    schedule: the schedule that `use` selects for forward and backward.
+    weighed: the indices of the results on which the loss depends; None for all.
+    """
     for seed in seeds:
         _gradients(group, CALLS[operator](case, group, seed), wanted, compiled, schedule, weighed)
 
@@ -135,8 +152,9 @@ def _gradients(
 
 
 def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[dict[int, torch.Tensor], Tensors]:
-    """Return random weights of this rank's results, and in float64 the gradients of its inputs for the weighted sum of
-    all ranks' results."""
+    """Return the weights of this rank's results in the loss, and the gradients of its inputs in float64. The loss is a
+    random weighted sum of all ranks' results.
+    """
     inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
     mine, losses = dict[int, torch.Tensor](), list[torch.Tensor]()
     for rank, ys in enumerate(call.reference(inputs)):
@@ -146,12 +164,12 @@ def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[d
             if rank == call.rank:
                 mine[i] = weight
     torch.stack(losses).sum().backward()
-    # No gradient reaches inputs that only other results depend on.
+    # An input gets no gradient if only unweighed results depend on it.
     return mine, [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs[call.rank]]
 
 
 def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
-    """Call many sizes, one after the other, on GPUs in one memory. Compare afterwards."""
+    """Call many sizes one after the other, which share memory on GPUs. Compare afterwards."""
     kind, found = CALLS[operator], []
     for seed, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
         call = kind(kind.sized(case, rows, group.size()), group, seed)
@@ -179,7 +197,7 @@ def _as_bytes(t: torch.Tensor, change: Any) -> torch.Tensor:
 
 
 def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
-    """Return the warnings of calls whose first operands have another layout on the first rank. Compare afterwards."""
+    """Call with operands in other layouts on the first rank. Compare afterwards. Return the warnings."""
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -190,7 +208,7 @@ def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
                 x, w = call.places
                 inputs[x] = by_columns(inputs[x]) if seed % 2 else inputs[x]
                 inputs[w] = by_rows(inputs[w]) if seed < 2 or inputs[w].dtype == FP8 else in_pieces(inputs[w])
-            else:  # the first call loads other kernels meanwhile
+            else:  # give rank 0 time to load other kernels
                 late(0.01)
             found.append((call, call(group, *inputs)))
     for call, ys in found:
@@ -199,7 +217,7 @@ def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
 
 
 def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Call in one graph of torch.compile."""
+    """Call the operator in one graph of torch.compile."""
     call = CALLS[operator](case, group, 3)
     torch._dynamo.reset()
     run = torch.compile(lambda *inputs: call(group.group_name, *inputs), fullgraph=True, backend="aot_eager")
@@ -207,8 +225,9 @@ def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def refused(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Pass impossible arguments on all ranks, and on the first alone: every rank gets the values and the fix. A good
-    call follows."""
+    """Pass invalid arguments, on all ranks and on the first rank only. Every rank must get the values and the fix. A
+    valid call follows.
+    """
     call, first = CALLS[operator](case, group, 1), group.rank() == 0
     good, wrong = call.arguments(call.mine, group), dict[str, str]()
     everybody = f"ranks {', '.join(map(str, range(group.size())))}: "
@@ -228,7 +247,9 @@ def refused(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def freed(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Pass operands whose memory was freed, and views of freed memory, in a call like earlier ones. A good call follows each."""
+    """Pass operands whose memory was freed, and views of freed memory, in a call whose shapes are known. A valid call
+    follows each of them.
+    """
     call = CALLS[operator](case, group, 1)
     for _ in range(3):
         call.check(group, call(group))
@@ -243,8 +264,9 @@ def freed(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Let the first rank make another call, each time in its own group, which then fails: every rank gets the
-    difference."""
+    """Let the first rank make a different call. Every rank must get the difference. Each difference has its own group,
+    because the group fails.
+    """
     call, wrong = CALLS[operator](case, group, 1), dict[str, str]()
     for name, (of_first, of_others, texts) in call.different().items():
         own = own_group(group)
@@ -257,7 +279,7 @@ def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> Non
 
 
 def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: bool) -> str:
-    """Return the error of the first rank, which calls twice while the others call once, or runs backward alone."""
+    """Return the error of the first rank, which makes a second call, or runs backward, while the others do not."""
     call, own = CALLS[operator](case, group, 1), own_group(group)
     inputs = [t.requires_grad_(backward and t.dtype.itemsize > 1) for t in call.mine]
     ys = call.kept(call(own, *inputs, deadline_s=1))
@@ -268,8 +290,9 @@ def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: b
 
 
 def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
-    """Return the names of this rank's steps in a timeline. They are the same if the call pins the schedule or a block
-    does."""
+    """Return the names of this rank's steps in a timeline. They must be the same whether the call or `use` selects the
+    schedule.
+    """
     call, timelines = CALLS[operator](case, group, 1), (weft.Timeline(), weft.Timeline())
     call.check(group, call(group, timeline=timelines[0]))
     with weft.plan.use(case.schedule):
@@ -281,19 +304,20 @@ def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
 
 
 def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Check the operator by torch.library.opcheck."""
+    """Check the operator with torch.library.opcheck."""
     call = CALLS[operator](case, group, 1)
     call(group)
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if all(t.dtype != FP8 for t in call.mine):  # the schema's test needs arithmetic that torch lacks for fp8
+    if all(t.dtype != FP8 for t in call.mine):  # the schema test needs operations that torch does not support for fp8
         tests.append("test_schema")
     for arguments in call.operations(group):
         torch.library.opcheck(getattr(torch.ops.weft, operator).default, arguments, test_utils=tests)
 
 
 def captured(group: dist.ProcessGroup, operator: str, case: Any, replays: int) -> str:
-    """Replay a CUDA graph with two calls in it, with fresh data, after stragglers and between calls; with a pinned schedule its
-    results have the bits of calls. Return the error of a first call inside a capture."""
+    """Replay a CUDA graph of two calls with new data, after delays and between eager calls. With a pinned schedule,
+    replays have the bits of eager calls. Return the error of a first call inside a capture.
+    """
     kind, stream, refusal = CALLS[operator], torch.cuda.Stream(), ""
     mean = replace(case, op="avg") if kind.reduces else case
     held, other = kind(case, group, 1), kind(mean, group, 1)

@@ -287,7 +287,8 @@ def all_to_all(
 def ring_all_gather(
     rows: int, world: int, *, per_rank: int = 1, first: Sender = "dma", rank: Index = RANK
 ) -> OutputMap:
-    """Return the map of a ring all-gather (section 7.1): the configuration of the ring reduce-scatter, with stores.
+    """Return the map of a ring all-gather (section 7.1): the map of the ring reduce-scatter, with stores in place of
+    updates.
 
     This rank's chunks stay and are also sent to the left. Chunks from the right are forwarded, except the last chunk,
     which the left neighbour has computed. With first="store" a kernel after the GEMM stores this rank's chunks in the

@@ -24,7 +24,7 @@ class SharedMemory:
 
     m: the number of rows that a rank owns. Buffers consist of parts of m rows.
     times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
-    slots: for each node, the first part of `box` for its arriving updates.
+    slots: for each node, the first part of `box` that is reserved for its arriving updates.
     made_slots: for each node, the part of `made` for its product.
     """
 
@@ -53,7 +53,7 @@ class SharedMemory:
             {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
             for rank in routes.ranks
         ]
-        """For each rank, the index of the signal of each tracked chunk that is first stored locally, by place."""
+        """For each rank, {place of a tracked chunk that the GEMM stores locally: index of its signal}."""
         sent = 1 + max(
             (routes.number[rank][place] for rank in routes.ranks for place in self._by(rank, "dma_map")), default=0
         )
@@ -61,7 +61,7 @@ class SharedMemory:
         for rank, place, nth, source in routes.arrivals():
             distance = (rank - source) % routes.world
             telling[0 if routes.alike else source] |= {(distance, lane) for lane in self.last_readers(rank, place, nth)}
-        self._grants: dict[int, dict[int, list[tuple[int, str]]]] = {}  # by source and distance, (number, lane)
+        self._grants: dict[int, dict[int, list[tuple[int, str]]]] = {}  # {source: {distance: [(index, lane), ...]}}
         for source, told in telling.items():
             of_source = self._grants.setdefault(source, defaultdict(list))
             for number, (distance, lane) in enumerate(sorted(told, key=lambda one: (one[0], self.lanes.index(one[1])))):
@@ -85,7 +85,7 @@ class SharedMemory:
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of the credit signal, lane) of each lane that signals to `rank` that its slots are free.
+        """Return (index of the credit signal, lane) for each lane that signals to `rank` that slots are free.
 
         distance: the distance from `rank` to the rank that has the slots.
         """
@@ -118,7 +118,7 @@ class SharedMemory:
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes that read the slot of (rank, place) and its nth source last."""
+        """Return the lanes that are the last to read the slot for the chunk that the nth source sends to (rank, place)."""
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
@@ -144,7 +144,8 @@ class SharedMemory:
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
         """Assign a range of parts to each node. Return ({node: its first part}, the largest number of parts on a rank).
 
-        counts: the number of parts of each node. The chunks of one owner's rows share their parts.
+        counts: the number of parts of each node. Chunks of the same owner's rows get the same range: a part of m rows
+        has room for all of them.
         """
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in routes.ranks:

@@ -64,7 +64,9 @@ Node: TypeAlias = tuple[int, int]
 def routes_of(
     collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
 ) -> Routes:
-    """Return the routes of these maps: one for each rank, or one for all. Raise `ValueError` for impossible maps."""
+    """Return the routes of `maps`: a map for each rank, or one map for all ranks. Raise `ValueError` for impossible
+    maps.
+    """
     return Routes(collective, world, chunks, maps)
 
 
@@ -73,8 +75,8 @@ class Routes:
 
     alike: True if ranks differ only by their position in the ring. Then only rank 0 is evaluated, and represents all
         ranks.
-    order: for each evaluated rank, the places of its chunks, in the order of computation. number: the inverse of
-        `order`.
+    order: for each evaluated rank, the places of its chunks, in the order of computation.
+    number: the inverse of `order`.
     """
 
     def __init__(
@@ -179,7 +181,9 @@ class Routes:
         """Return {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk.
 
         in_turn: True if a GEMM that accumulates into an arriving chunk waits for the chunk, and so delays the later
-            GEMMs of its rank. Raise `ValueError` if chunks wait for each other.
+            GEMMs of its rank.
+
+        Raise `ValueError` if chunks wait for each other.
         """
         if in_turn not in self._times:
             before, least = self._waits(self.ranks, in_turn)
@@ -336,7 +340,7 @@ class Routes:
                     f"no rank sends it here: send it from one rank, by remote_map or dma_map with to={rank}",
                 )
             local = 1 if computes else 0
-            come = [*["its own GEMM's"] * local, *(f"rank {source}'s" for source in sources)]
+            come = [*["from this rank's GEMM"] * local, *(f"from rank {source}" for source in sources)]
             for e in self._entries[rank].get(place, []):
                 if e.how == "remote_map" and self.sums and sources:
                     self._refuse(
@@ -365,11 +369,11 @@ class Routes:
         fix = (
             "with add='gemm', GEMMs wait for arriving chunks in order: use add='reduce'"
             if in_turn
-            else "send one of them elsewhere"
+            else "send one of these chunks to another rank"
         )
         self._refuse(
             *circle[0],
-            "chunks wait for each other, so none of them is ever sent: it waits for "
+            "chunks wait for each other, so none of them is ever sent: this chunk waits for "
             f"{', which waits for '.join([*names[1:], names[0]])}. Fix: {fix}",
         )
 
@@ -414,8 +418,8 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the offset of place `number` from the first place of the rank, modulo `count`, if the offset is the same
-    on all ranks.
+    """Return the offset of place `number` from the rank's first place, modulo `count`, if all ranks have the same
+    offset.
 
     Return None if the offset differs between ranks, or if `number` is not a place on some rank.
     """

@@ -147,9 +147,8 @@ class _RankLanes:
     def _compute_sent(self, place: int, send: Send) -> None:
         """Append the GEMM of a chunk that is sent to another rank."""
         plan, compute, sources = self.plan, self.lane("compute"), self._sources(place)
-        if (
-            send.to in self._sent_by_gemm
-        ):  # copy engines that also send to this rank wait for this GEMM, not for the credit
+        # Copy engines that also send to rank `send.to` wait for this GEMM, and not for the credit.
+        if send.to in self._sent_by_gemm:
             self._open(compute, send.to)
         if send.how == "remote_map":
             self._sent(self._multiply(place, self._slot_at(place, send)), place, send)

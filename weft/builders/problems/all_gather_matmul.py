@@ -62,7 +62,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class AllGatherMatmul(Problem):
-    """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
+    """ys[i] = x @ ws[i], where x is the concatenation of all ranks' x_shard along the rows.
 
     Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
         `return_gathered` also x [sum(rows), k]. `scaled` adds buffers (see `Scaled`). Source: "Design Space Exploration
@@ -94,7 +94,7 @@ class AllGatherMatmul(Problem):
 
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
-        """Return the problem of one [m, k], gathered from equal shards, times one [k, n] on every rank."""
+        """Return the problem with equal shards and one weight: a gathered [m, k] times a [k, n] on every rank."""
         require_even(m, n, k, world_size)
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
@@ -143,7 +143,7 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(the problem without M, together with True if shards are uneven; the rows of the largest shard).
+        """A pair: (the problem without M, True if shards are uneven), and the number of rows of the largest shard.
 
         Uneven shards are measured separately, because they have other schedules.
         """

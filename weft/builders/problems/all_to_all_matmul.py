@@ -41,7 +41,7 @@ class AllToAllMatmul(ExpertsProblem):
             return ""
         return (
             f"a CUDA graph cannot capture {self.name} if it returns exactly the rows that arrive, because the "
-            "host must read their number: plan it with --option bounded=true (in Python bounded=True), and call "
+            "CPU must read their number: plan it with --option bounded=true (in Python bounded=True), and call "
             "it with max_rows"
         )
 

@@ -9,7 +9,7 @@ from weft.builders.problem import Problem
 from weft.schedule.regions import SUMMED
 from weft.schedule.steps import ITEM_BYTES
 
-_MOST_EXPERTS = 1 << 16  # building schedules for more takes minutes
+_MOST_EXPERTS = 1 << 16  # for more experts it takes minutes to build the schedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ class ExpertsProblem(Problem):
         bounded: Annotated[bool, "The CPU does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
-        """M: the number of tokens of a rank, counted once for each of their experts. Routing is even. [K, N]: an expert's weights.
+        """M: the number of tokens of a rank. A token counts once for each expert that it is sent to. Routing is even.
+        [K, N]: an expert's weights.
 
         weft plan all_to_all_matmul --shape 8192,14336,4096 --option experts=8
 

@@ -20,8 +20,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     which is less accurate.
 
     Input buffers: x [m, k], w [k, n]; x_scale [1, 1] or [m, 1] and w_scale [1, 1] or [1, n], in fp32; with `biased`
-    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: as for `MatmulReduceScatter`, which covers unscaled
-    data.
+    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: the paper of `MatmulReduceScatter`, which has no
+    scaled data.
 
     Builders: `weft.builders.matmul_reduce_scatter`.
     """

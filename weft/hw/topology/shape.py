@@ -31,7 +31,7 @@ class Shape:
     keys: the keys of the builder's numbers, in the order of its arguments.
     sizes: the sizes in a name such as `torus:16x8`. Their product is the number of ranks. If a size is a key, the name
         gives the number of this key.
-    given: the numbers that a name without a file has.
+    given: the numbers of a topology that is given by name, without a file.
     """
 
     builder: Callable[..., Topology]

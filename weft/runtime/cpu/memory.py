@@ -4,8 +4,8 @@ A group makes one call at a time. So its schedules share one memory of the size 
 numbers of mappings and threads do not grow with the number of shapes. The resources are kept until the communicator
 closes.
 
-Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`), but a rank only after all of its lanes have
-ended the previous run:
+Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank takes part only after all of its lanes
+have ended the previous run:
 
     a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
     the calling thread, that rank    publishes that it begins run e (release)

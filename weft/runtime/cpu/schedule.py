@@ -48,7 +48,7 @@ class CpuSchedule(Executor):
     def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:
         if comm.device.type != "cpu":
             raise ValueError(
-                f"a CpuSchedule needs a communicator on CPU, not on {comm.device}: communicator(group, 'cpu')"
+                f"a CpuSchedule needs a communicator on CPU, not on {comm.device}: pass communicator(group, 'cpu')"
             )
         self.schedule, self.comm, self._memory = schedule, comm, memory_of(comm)
         if kind is not None and kind in self._memory.kinds:

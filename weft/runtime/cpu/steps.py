@@ -43,7 +43,7 @@ def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], obje
 
     rows: the number of rows of each rank in a collective.
     """
-    raise AssertionError(f"{step} was not refused")
+    raise AssertionError(f"a check should have refused {step}")
 
 
 @singledispatch

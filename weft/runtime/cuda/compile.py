@@ -100,9 +100,9 @@ class Compiler:
         joints = [self._event() for _ in range(lanes)]
         last = {launch.lane: launch for launch in self._launches}
         waiting = [launch for launch in self._launches if self._flags_in(launch)]
-        # Choose where the watchdog's words are written. If only kernels on one stream wait: at the first and the last
-        # of these kernels. Otherwise, if possible, at the first step of a lane whose flag is cleared soon, and
-        # therefore is 0 during most of a run. Otherwise on the monitor.
+        # Choose what writes the watchdog's words. If only kernels on one stream wait, the first and the last of these
+        # kernels write them. Otherwise the wait of a suitable lane writes them (`_tells`). If there is none, the
+        # monitor does.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
         self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -331,7 +331,7 @@ def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     kernel. An operation that writes to a peer's memory must define `Operation.aside`, which loads the kernel without
     writing to this memory.
     """
-    raise AssertionError(f"{step} was not refused")
+    raise AssertionError(f"a check should have refused {step}")
 
 
 @emit.register

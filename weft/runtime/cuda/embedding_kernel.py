@@ -31,7 +31,10 @@ _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bflo
 _MAX_BLOCK_D = 256
 _MAX_ROWS = 16  # rows that a program loads at once
 _TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: more registers, fewer programs
-_REGISTERS = {False: 168, True: 128}  # limits, by whether slices are staged; the fastest of 112 to 168 on H200
+_REGISTERS = {
+    False: 168,
+    True: 128,
+}  # limit per thread, without and with staged slices; on H200 faster than other limits from 112 to 168
 _UNIT_BYTES = 16384  # bytes per unit of work: large enough to hide the atomic, small enough to balance programs
 _MAX_UNIT_SLOTS = 32
 # With `direct`, starting and ending a program costs time. So small calls use fewer programs: one per this many bags or
@@ -65,8 +68,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The tables of units. Calls share them if they have the same size of units, and if their batch sizes are equal or
-    all even.
+    """The tables of units. Calls share them if their units have the same size, and their batch sizes are equal or
+    spread evenly over ranks.
     """
 
     tables: Tables

@@ -77,7 +77,7 @@ class ScheduleMemory:
         self._begun = self.begun_word.numpy()
         first = [flag.word for flag in self.flags[self.rank].values() if flag.previous]
         self._fence = self._fenced() if first and comm.world_size > 2 else None
-        if first:  # the first run's waits for the previous run
+        if first:  # so that the first run passes its waits for the previous run
             self._word_view[first] = FLAG
         torch.cuda.synchronize(self.device)
         comm.all_gather(None, what="first flags of a schedule")  # peers set their flags only after this
@@ -191,16 +191,16 @@ class ScheduleMemory:
         )
         if changing:
             dynamic = [r for r, word in enumerate(fences) if r != self.rank and not word]
-            waited, run = f"ranks {dynamic} to end their runs", "the runs before"
+            waited, run = f"ranks {dynamic} to end their earlier runs", ""
         elif waits := missing(self.flags[self.rank], words, standing):
             waited = " or ".join(
                 f"signal {t.key[0]}[{t.key[1]}] of rank {t.setter} on lane {lane!r}" for lane, t in waits
             )
-            run = "the run before" if waits[0][1].previous else "this run"
+            run = f", which has not arrived in {'the previous' if waits[0][1].previous else 'this'} run"
         else:
             return
         text = (
-            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}: it has not arrived in {run}. "
+            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "
             "Check that all ranks made the same call"
         )
         self.run.failure = DeadlineError(text)

@@ -19,7 +19,7 @@ _WARPS = 4
 _PER_SM = 4  # programs per multiprocessor
 
 
-class Permutation:
+class PermuteLauncher:
     """A launcher of copies of row segments.
 
     segments: the address of int64 `[n_segments, 3]`: (first row of the source, first row of the target, number of

@@ -65,7 +65,7 @@ class TilesLane:
 @singledispatch
 def tiles_call(kernel: TileKernel, step: Tiles, lane: TilesLane) -> TilesCall:
     """Return the launch of the tiles of `step` by `kernel`."""
-    raise AssertionError(f"{step} was not refused")
+    raise AssertionError(f"a check should have refused {step}")
 
 
 @tiles_call.register(GroupedMatmul)
@@ -79,19 +79,19 @@ def _grouped_matmul(kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != lane.name)
     beside = sending and (not lane.is_last(step) or isinstance(kernel, ReturningMatmul))
     spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
-    return Gemms(context, lane.regions, kernel, sum(expected) / max(1, len(expected)), spare, lane.scratch)
+    return GroupedMatmulCall(context, lane.regions, kernel, sum(expected) / max(1, len(expected)), spare, lane.scratch)
 
 
 @tiles_call.register
 def _permute(kernel: Permute, step: Tiles, lane: TilesLane) -> TilesCall:
     if id(step) not in lane.sizes:
         raise ScheduleError(f"{step}: on GPUs a permutation needs a read of its sizes earlier on its lane")
-    return Sorted(lane.context, lane.regions, permuted(step), lane.sizes[id(step)])
+    return PermuteCall(lane.context, lane.regions, permuted(step), lane.sizes[id(step)])
 
 
 @tiles_call.register
 def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, lane: TilesLane) -> TilesCall:
-    return Tracked(lane.context, lane.regions, kernel, step, lane.words_set)
+    return TrackedMatmulCall(lane.context, lane.regions, kernel, step, lane.words_set)
 
 
 def permuted(step: Step) -> list[Copy]:
@@ -102,7 +102,7 @@ def permuted(step: Step) -> list[Copy]:
     return sorted(itertools.chain(*tiles), key=lambda copy: copy.src.buffer)
 
 
-class Gemms(TilesCall):
+class GroupedMatmulCall(TilesCall):
     """A launch of `GroupedMatmul`, `SortedMatmul` or `ReturningMatmul`.
 
     spare: the number of multiprocessors to leave to copies. scratch: memory that the lane's launches share.
@@ -171,7 +171,7 @@ class Gemms(TilesCall):
         return t if self._whole_k else t.narrow(1, *self._k)
 
 
-class Sorted(TilesCall):
+class PermuteCall(TilesCall):
     """A launch of `Permute`.
 
     copies: the copies of all tiles.
@@ -182,7 +182,7 @@ class Sorted(TilesCall):
     writes_outputs = False
 
     def __init__(self, context: Context, regions: Regions, copies: Sequence[Copy], sizes: int) -> None:
-        from weft.runtime.cuda.permute import Permutation  # imported here: see `Gemms`
+        from weft.runtime.cuda.permute import PermuteLauncher  # imported here: see `GroupedMatmulCall`
 
         own, *others = dict.fromkeys(copy.src.buffer for copy in copies)
         targets = {copy.dst.buffer for copy in copies}
@@ -197,7 +197,7 @@ class Sorted(TilesCall):
         self._places = [regions.place(replace(region, row=0, rows=0)) for region in regions_of]
         own_pitch, slots_pitch, pitch = (place[2] for place in self._places)
         n_own = sum(copy.src.buffer == own for copy in copies)
-        self._copies = Permutation(
+        self._copies = PermuteLauncher(
             context.device, sizes, len(copies), n_own, regions.row_bytes(copies[0].src), (own_pitch, slots_pitch, pitch)
         )
 
@@ -207,7 +207,7 @@ class Sorted(TilesCall):
         self._copies.launch(own, slots, target, (rows[0], rows[1], rows[2]))
 
 
-class Tracked(TilesCall):
+class TrackedMatmulCall(TilesCall):
     """A launch of `TrackedMatmul`. words_set: returns the addresses of the words for (rank, signal, index)."""
 
     def __init__(
@@ -218,7 +218,7 @@ class Tracked(TilesCall):
         step: Tiles,
         words_set: Callable[[int, str, int], list[int]],
     ) -> None:
-        from weft.runtime.cuda import tracked_matmul  # imported here: see `Gemms`
+        from weft.runtime.cuda import tracked_matmul  # imported here: see `GroupedMatmulCall`
 
         matmul, sets = step.body[0], step.inner_sets
         if (

@@ -54,7 +54,8 @@ def all_to_all_matmul(
     """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
     tokens too.
 
-    most: a limit on the tokens of a rank, the same on all ranks. It tells sizes apart if ranks do not synchronise.
+    most: a limit on the tokens of a rank, the same on all ranks. It replaces the largest number of tokens of a rank if
+    ranks have synchronised already.
 
     The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
     """
@@ -109,7 +110,7 @@ def _faster(
     if (comm := turn.comm_between_hosts) is None:
         return plain(turn)
     far = far_first_on(comm)
-    size = most if turn.has_met else turn.largest(name, x.shape[0])  # the rendezvous of both ways
+    size = most if turn.has_met else turn.largest(name, x.shape[0])  # both implementations need this rendezvous
     key = what, w.shape, w.dtype
     row_bytes = w.shape[1 if what == "dispatch" else 2] * x.itemsize
     return far.faster(key, size, row_bytes, turn, name, lambda: plain(turn.met), lambda: far_first(far))

@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class OnHost(NamedTuple):
+class OnCpu(NamedTuple):
     """The numbers of rows to each rank, from each rank, and for each local expert, on the CPU."""
 
     sent: list[int]
@@ -47,10 +47,10 @@ class Sizes:
             self.numbers.copied = copied
 
     @cached_property
-    def host(self) -> OnHost:
+    def host(self) -> OnCpu:
         """The numbers on the CPU. Waits for `fetch`."""
         splits, received = self.tables
-        return OnHost(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
+        return OnCpu(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
 
     @property
     def tables(self) -> np.ndarray[Any, Any]:

@@ -6,7 +6,7 @@ numbers, and expressions. To run the new kind, add an entry to each executor: `w
 which calls NCCL and cuBLAS. An executor without an entry refuses the step. The simulator derives a step's time from the
 bytes that it reads and writes, unless a cost is registered with `weft.sim.costs.price`.
 
-An "evaluated" step has numbers in place of expressions: the values for one rank.
+In an "evaluated" step, numbers replace the expressions: their values for one rank.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Collective(Step):
 
     @property
     def is_empty(self) -> bool:
-        return False  # all ranks call it, even those without rows
+        return False  # all ranks call it, even ranks without rows
 
     def faults(self, where: Declared) -> Iterator[str]:
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])

@@ -62,8 +62,8 @@ class Tiles(_Repeated):
 
     Tiles start in order of their index, but nothing else orders them. The steps of one tile run in order. All tiles
     begin after the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and
-    `Set` steps. The body cannot wait. The number of concurrent tiles is unknown, so a tile could wait for a tile that
-    cannot start before the waiting tile has ended.
+    `Set` steps. The body cannot wait. The reason is that the number of concurrent tiles is unknown: a tile might wait
+    for a tile that cannot start until the waiting tile ends.
 
     kernel: the GPU kernel that runs all tiles, with its parameters (`weft.schedule.kernels`).
     """
@@ -131,7 +131,7 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
     """Count the tiles by the values of some expressions. The extent must be a number.
 
     Return a list of (values of `numbers`, number of tiles with these values), sorted by values. values: the values of
-    variables other than the tile's index, unless the body is evaluated.
+    the other variables in the body; not needed if the body is evaluated.
     """
     extent = cast(int, tiles.extent)
     if extent == 0:

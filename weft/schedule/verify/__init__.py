@@ -16,8 +16,8 @@ Dynamic sizes are computed from the expected contents of their buffers (`weft.sc
 read a buffer before its sizes depend on the buffer.
 
 At most SAMPLE tiles of each `Tiles` step are checked: the first, the last, every k-th tile between them, and their
-neighbours. Faults of other tiles are not found. If a step has other tiles, unwritten reads and incomplete outputs are
-not checked for the buffers that it writes.
+neighbours. Faults of other tiles are not found. If a step has unchecked tiles, unwritten reads and incomplete outputs
+are not checked for the buffers that it writes.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _StepAccess(NamedTuple):
 
 @dataclass(slots=True)
 class _Accesses:
-    """The accesses to one buffer of one rank. how: (reads, writes, updates) of each access."""
+    """The accesses to one buffer of one rank. how: for each access, whether it is a read, a write, an update."""
 
     events: list[int] = field(default_factory=list)  # numbers of events, in rising order
     runs: list[int] = field(default_factory=list)
@@ -283,9 +283,9 @@ def _check_reads(
 ) -> None:
     """Add reads of elements that no step has written in this run to `faults`.
 
-    A write that may happen before a read counts as written before: if the two are unordered, they are already reported
-    as a race. An update reads too. For an update, other updates count only if they are certain to happen before it, so
-    that the first of several unordered updates needs a write before it.
+    A write that may happen before a read counts as an earlier write. If the two are unordered, they are already
+    reported as a race. An update also reads. For an update, another update counts as an earlier write only if it
+    certainly happens before. So the first of several unordered updates needs an earlier write.
     """
     i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
     number, other = found.events[i], found.events[j]
@@ -297,7 +297,7 @@ def _check_reads(
     )
     i, j = i[counts], j[counts]
     covered = np.zeros(len(found.reads), bool)
-    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # the common case: one step has written all that is read
+    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # the common case: one step has written the whole region
     for read in np.flatnonzero(found.reads & ~covered).tolist():
         written = [_box(found.boxes[n]) for n in j[i == read]]
         if hole := _hole(_box(found.boxes[read]), written):

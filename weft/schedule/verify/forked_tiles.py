@@ -28,8 +28,8 @@ def forked(
     """Return (`schedule` with the added signals, the evaluated lanes of each rank, buffers that omitted tiles write).
 
     most: the maximum number of tiles of a step that become lanes: the first, the last, every k-th, and their
-        neighbours. If omitted tiles make D of the sets that a wait counts, the wait's count is reduced by D. ranks:
-        None for all ranks.
+        neighbours. If omitted tiles make D of the sets that a wait counts, the wait's count is reduced by D.
+    ranks: None for all ranks.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks
     forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in ranks]

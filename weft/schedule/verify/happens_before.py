@@ -3,8 +3,8 @@
 Step a happens before step b if b cannot begin without a. A step begins when the previous step of its lane has ended, and
 
     the first step of a lane  when all lanes of its rank have ended the previous run
-    a wait for T sets         when T sets of its counter have happened. They may be of any run: the second set of a fast rank may
-                              count in place of the first set of a slow rank
+    a wait for T sets         when T sets of its counter have happened. The sets may belong to any run: a fast rank's
+                              set of the second run may count in place of a slow rank's set of the first run
     a collective              when all ranks have reached it
 
 The ancestors of a step are the step itself and all steps that happen before it:
@@ -115,7 +115,7 @@ class HappensBefore:
             return reduce(and_, [self._ancestors[number] for number in sets])
         if count == 1:
             return _union([self._ancestors[number] for number in sets])
-        # in_some[k]: the steps that are ancestors of at least k of the sets seen so far
+        # in_some[k]: the steps that are ancestors of at least k of the sets that the loop has visited
         in_some = [(1 << len(self.events)) - 1] + [0] * count
         for number in sets:
             for k in range(count, 0, -1):

@@ -7,8 +7,8 @@ if wait and set are on different lanes.
 To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the
 first round in which all sets that it waits for have been made. Sets of other ranks count from the next round on; sets
 of the same rank count at once. Sorted by round, the steps of all ranks are one sequence in which every wait follows its
-sets. So a wait at the head of a queue never blocks a step that it needs. Issuing a step never prevents another step, so
-if a lane gets stuck here, every order hangs.
+sets. So a wait at the head of a queue never blocks a step that it needs. Issuing a step never prevents another step. So
+if a lane gets stuck in this simulation, every order hangs.
 
 Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets. This way the
 first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind all copies.
@@ -81,7 +81,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """The moves of all ranks: of_ranks[rank][lane][step]. per_run: the number of sets of each counter in a run."""
+    """The moves of all ranks, as of_ranks[rank][lane][step]. per_run: the number of sets of each counter in a run."""
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -105,8 +105,9 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
     """Simulate `runs` runs in which steps take no time. moves: `Moves(ranks)`, if the caller has it already.
 
-    Return (all issued events in a possible order, stuck). `stuck` has the event at which each stuck lane waits, with
-    the number of sets of its counter so far, or the number of ranks that have reached its collective.
+    Return (all issued events in a possible order, stuck). The keys of `stuck` are the events at which lanes wait
+    forever. The value is the number of sets that the event's counter has received, or the number of ranks that have
+    reached its collective.
     """
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():

@@ -6,14 +6,15 @@ On GPUs most waits are stream waits, which hold no compute unit. Two kinds of la
                         before the copy, on up to COPY_UNITS compute units. The last program polls for the waits after the sets
     NCCL's collectives  until all ranks have reached them
 
-Such a launch is open from the end of the previous step of its lane until its waits have ended. Computing steps, copies
-by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all units.
+Below, such a launch is called open from the end of the previous step of its lane until its waits have ended. Computing
+steps, copies by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all
+units.
 
 The check computes Y, the largest set of steps that may never run. For each step y in Y there are launches that wait for
 steps in Y and may be open when y could begin. Together these launches can hold all compute units. A launch may be open
 at this time if it is in the same run and on the same rank as y, but on another lane. Also, the launch must not always
-begin after y, nor always end before y. A launch waits for the steps that happen before the end of its waits, but not
-before its begin.
+begin after y, nor always end before y. A launch waits for a step if the step happens before the launch's waits end, but
+not before the launch begins.
 
 Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get a unit until nothing
 changes. If Y is empty, there is no deadlock. The check is conservative: it treats launches as open together even if
@@ -53,8 +54,8 @@ class _Polling(NamedTuple):
 def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
-    """Return {event number: lanes}, for the steps that may never get a compute unit, and the lanes that then hold all
-    units of the rank.
+    """Return {event number of a step that may never get a compute unit: lanes that may then hold all units of its
+    rank}.
 
     buffers: for each rank, its buffers by name.
     """

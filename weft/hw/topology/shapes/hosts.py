@@ -1,6 +1,6 @@
 """Hosts of several GPUs, each host with a switch, and a NIC for each GPU on one network.
 
-Only plans and simulations use this topology, because weft overlaps only within a host.
+Plans and simulations use this topology. Calls on GPUs of several hosts run only the serial schedule.
 """
 
 from weft.hw.quantity import Quantity
@@ -13,10 +13,10 @@ _GIVEN = {
         48,
         "GB/s",
         "assumed",
-        "400 Gb/s are 50 GB/s (ConnectX-7), and headers take a part of it; no measurement is at hand",
+        "a ConnectX-7 sends 400 Gb/s (50 GB/s) with headers; a guess, not a measurement",
     ),
     "nic.latency": Quantity(
-        2.5, "us", "assumed", "for each of the two links of a route: 5 us between GPUs of two hosts, as RDMA takes"
+        2.5, "us", "assumed", "half of the 5 us of an RDMA transfer between GPUs of two hosts: a route has two links"
     ),
 }
 

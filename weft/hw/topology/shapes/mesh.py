@@ -1,4 +1,4 @@
-"""A full mesh, as Infinity Fabric on eight MI300X."""
+"""A full mesh, such as Infinity Fabric between eight MI300X."""
 
 from weft.hw.topology.links import Link, Topology
 from weft.hw.topology.shape import PAIRS, shape

@@ -1,4 +1,6 @@
-"""Every GPU on one switch by one port, as NVLink with NVSwitch. With two GPUs, the topology is the link between them."""
+"""A switch to which every GPU is connected by one port, such as NVSwitch. With two GPUs, the topology is the link
+between them.
+"""
 
 from weft.hw.topology.links import Topology
 from weft.hw.topology.shape import PORTS, shape
