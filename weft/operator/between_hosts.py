@@ -2,8 +2,8 @@
 
 Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
 the first call of a problem family times the candidates in `Problem.between_hosts`, except those that cannot gain enough
-according to the measured links (`worth_timing`). A size that differs by more than a factor of two from all timed sizes is
-timed again. On GPUs, and if no candidate is clearly faster than serial, calls run unfused.
+according to the measured links (`worth_timing`). For a size that differs by more than a factor of two from all timed
+sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster than serial, calls run unfused.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def _scattered_by_dual(
     # Linear layers have column-major Bs, so this concatenates contiguous rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # The first call may have chosen serial. Then later calls return None here, and this call must too: equal calls give
+    # The first call may have chosen serial. Then later calls return None here, and so must this call: equal calls give
     # equal bits.
     return found if overlaps(dual, like, group, turn) else None
 
