@@ -282,7 +282,7 @@ def main() -> None:
     backend = "nccl" if options.device == "cuda" else "gloo"
     begin = time.monotonic()
     if options.reference:
-        torch.set_num_threads(1)  # as a rank has by default
+        torch.set_num_threads(1)  # as on each rank of the sharded run
         auc, _ = train(0, 1, options)
     elif "LOCAL_RANK" in os.environ:
         if options.device == "cuda":

@@ -37,10 +37,10 @@ _EXAMPLES = """examples:
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
-  weft bench never-slower --help                           is weft ever slower? All operators, on shapes that a seed draws
-  weft bench inefficiency --json losses.jsonl --pictures losses
-  torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
-"""
+  weft bench never-slower --help                           is weft ever slower than serial? All operators, on random
+  shapes weft bench inefficiency --json losses.jsonl --pictures losses torchrun --nproc-per-node 2 -m weft.cli bench
+  embedding_all_to_all --device cuda --dtype fp16
+  """
 _PRESETS = """presets (--preset):
   embedding_all_to_all   pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021, grid-...
   embedding_training     pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2, dcnv2-zipf1.05

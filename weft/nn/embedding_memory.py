@@ -26,7 +26,7 @@ class EmbeddingMemory:
     gradients: the bytes of `.grad`, for tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
     in_flight: the bytes of ids, offsets and weights of calls whose backward has not run, of data that `accumulate()`
-        keeps, and of prefetched batches. On GPUs also of the last call's input, which is needed to report bad ids.
+        keeps, and of prefetched batches. On GPUs it includes the last call's input, which is needed to report bad ids.
     workspace: an estimate of the temporary memory of the last call's backward. `total` does not include it.
     """
 

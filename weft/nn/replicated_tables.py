@@ -102,7 +102,7 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts`, and a row for each id, without pooling: [number of ids of all slots, embedding_dim].
 
-        Ranks do not communicate here, but in backward. ids: for each slot, its row numbers; numbers out of range read
+        Ranks communicate only in backward. ids: for each slot, its row numbers; numbers out of range read
             zero rows.
         parts, step: as for `pooled`. All tables have the same number of columns.
         """

@@ -219,8 +219,8 @@ def explain(
         options: the operator's own options. `weft plan OP --help` lists them.
 
     Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, for a size below 1, and if M
-    or `experts` is not divisible by `ranks`. Also for mode "graph" if experts have no `max_rows`, because a graph
-    cannot capture such calls.
+    or `experts` is not divisible by `ranks`. Raise it also for mode "graph" if experts have no `max_rows`, because a
+    graph cannot capture such calls.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 

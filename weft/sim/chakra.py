@@ -14,9 +14,9 @@ cycles divided by the scale are nanoseconds.
 
 Kernels that access peers' memory while they compute cannot be exported, because Chakra has no node for them.
 
-This module writes the protobuf wire format itself, without a dependency: messages with their length, fields with their
-number. The schema is `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size of each
-rank's input, as in ASTRA-sim.
+This module writes protobuf's wire format itself, so it needs no dependency: a length before each message, and a number
+before each field. The schema is `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size
+of each rank's input, as in ASTRA-sim.
 """
 
 from __future__ import annotations

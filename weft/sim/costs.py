@@ -252,7 +252,7 @@ def cost_of_tiles(
             if use.how == "share":
                 work_us = found.work_us * slower.get(use.place[0], 1.0)
                 taken[use.place] = taken.get(use.place, 0.0) + times * use.amount * work_us
-    # The last wave may keep few units busy, but takes as long as a full wave.
+    # The last wave may occupy few units, but takes as long as a full wave.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
     if what == "matmul" and of_kernel == Rates(sources=of_kernel.sources):
@@ -362,7 +362,7 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
-    """Return the cost of a collective by the fastest algorithm, but with at least `us`, the time from measured rates.
+    """Return the cost of a collective by the fastest algorithm. It takes at least `us`, the time by measured rates.
 
     memory: the bytes that the collective reads and writes. count: see `weft.sim.collectives.algorithm`.
     """
@@ -377,8 +377,8 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
 def _library_call(
     model: Model, latency_us: float, us: float, memory: int, uses: Iterable[Use], sent_bytes: int
 ) -> Cost:
-    """Return the cost of a call of NCCL or RCCL. latency_us: latency in addition to the usual latency. memory: bytes
-    read and written.
+    """Return the cost of a call of NCCL or RCCL. latency_us: latency in addition to the model's
+    `collective_latency_us`. memory: bytes read and written.
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
@@ -405,8 +405,8 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
-    """Return the cost of a matmul. more: scales and bias, which are ignored because they are small, and last the
-    output.
+    """Return the cost of a matmul. more: scales and bias, followed by the output. Scales and bias are ignored, because
+    they are small.
     """
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)

@@ -89,8 +89,8 @@ class ShardedEmbeddingBagCollection(
 ):
     """TorchRec's `ShardedModule` of an EmbeddingBagCollection. `weft.torchrec.EmbeddingBagCollectionSharder` makes it.
 
-    Inputs and outputs are TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own
-    module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
+    Inputs and outputs are TorchRec's objects. Parameters, state dict and order of columns are the same as in TorchRec's
+    own module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
     `weft.nn.ShardedEmbeddingBagCollection` inside.
 
     For an id out of range, weft reads a zero row and updates no row. (FBGEMM reads row 0.)

@@ -46,8 +46,8 @@ _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a benchmark. group: the process group for the data. control: a gloo group for small numbers and
-    common starts.
+    """The ranks of a benchmark. group: the process group for the data. control: a gloo group for small numbers, and to
+    start all ranks at the same time.
     """
 
     group: dist.ProcessGroup

@@ -41,7 +41,7 @@ def access(op: Op, address: int) -> Access:
 
 
 def cycles(accesses: list[Access]) -> int:
-    """Return the number of clocks that a channel needs for these accesses, which enter its queues in order."""
+    """Return the number of clock cycles that a channel needs for these accesses, which enter its queues in order."""
     coming = iter(accesses)
     queues: dict[bool, list[Access]] = {False: [], True: []}  # {is a write: accesses}
     entering = next(coming, None)
