@@ -163,7 +163,7 @@ class Trainer:
 
 
 def area_under_curve(scores: torch.Tensor, clicks: torch.Tensor) -> float:
-    """Return the probability that a random click scores above a random sample without one."""
+    """Return the probability that a random click scores above a random sample without a click."""
     places = torch.empty(len(scores), dtype=torch.float64)
     places[scores.argsort()] = torch.arange(1, len(scores) + 1, dtype=torch.float64)
     positive = int(clicks.sum())

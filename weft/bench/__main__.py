@@ -23,8 +23,9 @@ _MODES = ("single", "queued", "graph")
 _ABOUT = """
 Measure an operator and its baselines. Every variant is first compared with float64.
 
-The command starts its own ranks, or uses those of torchrun. Each time is the slowest rank's median. "over roofline" is this time
-divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be below 1.
+The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is
+this time divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be
+below 1.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2

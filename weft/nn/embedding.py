@@ -294,7 +294,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """Raise `ValueError` unless `features` is the prefetched batch."""
         if features is not cast(Prefetched, self._prefetched).features:
             raise ValueError(
-                "the module is called with another batch than the prefetched one: pass the same object to prefetch and to the "
+                "the module is called with a batch other than the prefetched batch: pass the same object to prefetch and to the "
                 "next call, or call cancel_prefetch()"
             )
 

@@ -55,7 +55,7 @@ class BatchesInFlight:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = 64  # when more storages are recorded, drop those that were freed
+        self._most = 64  # when more storages are recorded, drop freed storages
         self.last: tuple[int, int] = 0, 0
         """The numbers of ids and of samples in the last recorded call."""
 

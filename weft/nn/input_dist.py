@@ -106,8 +106,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers are being exchanged.
 
-    numbers: the headers of all ranks, once received, then this rank's own header with the count of every feature, then
-        the first offset.
+    numbers: one tensor with three parts: the headers of all ranks (valid once received), this rank's own header, which
+        has the count of every feature, and the first offset.
     """
 
     local: _LocalBatch | None

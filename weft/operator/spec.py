@@ -58,7 +58,9 @@ _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
 
 
 class Operator(ABC, Generic[C]):
-    """The base class of specifications. Override any method; those without a default are required."""
+    """The base class of specifications. Subclasses must implement the methods without a default, and may override the
+    others.
+    """
 
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]

@@ -87,9 +87,9 @@ def all_gather_matmul(
 
     Memory: the results, and symmetric memory of the size of A. On CPU all calls of a group share this memory until the
         group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
-        A. When it has grown, smaller buffers above 64 MiB are freed, except those that a CUDA graph has captured. After
-        it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has memory.
-        Backward needs up to three times as much; on GPUs this is separate memory.
+        A. When it has grown, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured.
+        After it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has
+        memory. Backward needs up to three times as much; on GPUs this is separate memory.
 
     Differentiable once in A_shard and Bs. All ranks must enable gradients for the same inputs. Gradients are sums over
     ranks, not means.

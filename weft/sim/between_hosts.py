@@ -80,9 +80,9 @@ class HostNetwork:
     def collective_us(self, op: str, nbytes: int, two_levels: bool = False) -> float:
         """Return the predicted time of a collective.
 
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: S of the table above; for an all-to-all,
-        the bytes that a rank sends, its own part included. two_levels: True if the collective runs within each host and
-        along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: S of the table above; for an
+        all-to-all, the bytes that a rank sends, including the part that it keeps. two_levels: True if the collective
+        runs within each host and along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
         """
         if two_levels:
             return self._in_two_levels_us(op, nbytes)

@@ -244,7 +244,7 @@ def tables(rows: Mapping[str, Record]) -> list[ResultTable]:
         _iteration_table(rows["iteration"]),
         _headlines_table(
             [[_named(key, factor), ours] for key, factor, ours in rows["sensitivity"]["lines"]], "number",
-            "The claims with one assumed or derived number changed, and with 200 Gb/s read as those of a node",
+            "The claims with one assumed or derived number changed, and with 200 Gb/s interpreted as the rate of a node",
         ),
         _readings_table(rows["readings"]),
         numbers_table("The numbers of the machines: from the paper (tables 1 and 2), or assumed", numbers),

@@ -485,8 +485,8 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the difference, divided by that of `wanted`, computed in blocks of rows to save
-    memory.
+    """Return the root mean square of the difference, divided by the root mean square of `wanted`. Compute both in
+    blocks of rows to save memory.
     """
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):

@@ -5,8 +5,8 @@
     second wait                    returns this rank's features for the samples of all ranks
     compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
-TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with those of the current
-batch. Every rank must make the same calls in the same order.
+TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with the stages of the
+current batch. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations

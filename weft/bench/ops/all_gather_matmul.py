@@ -4,7 +4,7 @@ With --dtype fp8, variants are the scaled operators, with one scale per tensor a
 inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of FiCCO's GEMMs. Variants in addition to weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
-    asynctp   torch's fused operator: torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
+    asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only
 
 Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
 overlap takes as long as the longer of the GEMM and the copies.
