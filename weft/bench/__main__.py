@@ -23,9 +23,8 @@ _MODES = ("single", "queued", "graph")
 _ABOUT = """
 Measure an operator and its baselines. Every variant is first compared with float64.
 
-The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is
-this time divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be
-below 1.
+The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is this time
+divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be below 1.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
@@ -38,10 +37,10 @@ _EXAMPLES = """examples:
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
-  weft bench never-slower --help                           is weft ever slower than serial? All operators, on random
-  shapes weft bench inefficiency --json losses.jsonl --pictures losses torchrun --nproc-per-node 2 -m weft.cli bench
-  embedding_all_to_all --device cuda --dtype fp16
-  """
+  weft bench never-slower --help                           is weft ever slower than serial? Random shapes
+  weft bench inefficiency --json losses.jsonl --pictures losses
+  torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
+"""
 _PRESETS = """presets (--preset):
   embedding_all_to_all   pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021, grid-...
   embedding_training     pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2, dcnv2-zipf1.05

@@ -321,7 +321,7 @@ class CompiledOperator:
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
         """Return the `Turn` that runs the collectives of an unfused call, or of a backward."""
-        # If an operator has its own kernels, its backward waits too, with the deadline of the call.
+        # If an operator has its own kernels, its backward also waits for peers, with the call's deadline.
         waits = self.op.has_executors and deadline_s is not None
         if self._turns is None and timeline is None and not waits:
             return STRAIGHT

@@ -150,9 +150,9 @@ class Measured:
                 kept.append(link)
         numbers = {}
         for name, kind, without in (
-            ("exchange_bytes_per_us", "rate", "the rate of an all-to-all is taken as that of one stream"),
-            ("copy_bytes_per_us", "copy rate", "copies in memory are taken as free"),
-            ("fresh_bytes_per_us", "copy rate", "copies to unmapped memory are taken as other copies"),
+            ("exchange_bytes_per_us", "rate", "the rate of one stream is used for an all-to-all"),
+            ("copy_bytes_per_us", "copy rate", "copies in memory are assumed to take no time"),
+            ("fresh_bytes_per_us", "copy rate", "copies to unmapped memory are assumed to be as fast as other copies"),
         ):
             number: float | None = getattr(self, name)
             faults = [] if number is None else _implausible(kind, number, "MB/s")

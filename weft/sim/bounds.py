@@ -1,7 +1,7 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
     compute   the time of the serial schedule's GEMMs (if it has none, of its pooling), each uncut and alone, on the
-    slowest rank
+              slowest rank
     links     for each collective of the serial schedule, the bytes that a rank must send / the bandwidth of all links that leave
               it. For an all-to-all, the time of the link with the most bytes, because all schedules use the same routes
     bound     the larger of the two

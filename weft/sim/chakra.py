@@ -57,9 +57,10 @@ class _Node:
 
 @dataclass
 class _Event:
-    """A set of a counter, after `node` of `rank`.
+    """The event that a counter is set, after `node` of `rank`.
 
-    arrived: the receives, on the counter's rank, of the copies before the set."""
+    arrived: the receives on the counter's rank that belong to the copies before the set.
+    """
 
     rank: int
     node: _Node

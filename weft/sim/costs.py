@@ -500,8 +500,8 @@ def _kernel(
 ) -> Cost:  # fmt: skip
     """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
 
-    us: the kernel's time with local operands. busy_us: its work, as time of all compute units. traffic: the bytes read
-        and written.
+    us: the kernel's time with local operands. busy_us: the time that its work takes on all compute units together.
+        traffic: the bytes read and written.
     """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)

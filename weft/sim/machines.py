@@ -6,8 +6,7 @@ compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch
 compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
 compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
 compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
-compute.sustained                       time of a long matmul in sustained work, divided by its time in a short
-measurement
+compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
 compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
 compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches, and
 memory.library_grouped_matmul           its share of memory.copy_bandwidth
@@ -24,9 +23,8 @@ kernel_copy.units                       programs of a copy kernel
 collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
 collective.small, .large_latency        (if NCCL or RCCL has a second algorithm for small collectives) its bytes per second,
                                         and the additional start time of the algorithm for large ones
-contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at
-contention.copy_engine_bandwidth contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs
-copy at .kernel_copy_bandwidth
+contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at contention.copy_engine_bandwidth
+contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs copy at .kernel_copy_bandwidth
 signal.tile                             (if known) additional time of a kernel for each signal of a tile
 signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
 graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs

@@ -69,7 +69,7 @@ class Model:
     world_size: int  # the number of ranks of schedules for this model; 0: any
 
     compute_units: int
-    matmul_flops_per_us: Mapping[str, float]  # by dtype: rate of all units on largest tiles, for long k
+    matmul_flops_per_us: Mapping[str, float]  # by dtype: rate of all units with largest tiles, for long k
     tile: tuple[int, int]  # (rows, columns) of the largest tile
     tile_half: float
     tile_ramp: float  # the time of a tile's prologue and epilogue, in units of k

@@ -66,7 +66,8 @@ NETWORKS = (
 PAPER = (
     "The paper simulates its hardware. Its speedups over serial, as geometric mean and maximum, are 20% and 39% for T3, 30% and "
     "47% for T3-MCA, and 35% and 50% for an ideal overlap (6.1). On the large networks the "
-    "speedups of T3-MCA are 29% and 35% (6.4). Memory traffic, including the all-gather, falls by 22% on average and by 36% at most (6.2)."
+    "speedups of T3-MCA are 29% and 35% (6.4). Memory traffic, including the all-gather, falls by 22% on average and by 36% at "
+    "most (6.2)."
 )
 """The numbers in the paper's text. Other numbers of figures 15 to 20 are only in pictures."""
 

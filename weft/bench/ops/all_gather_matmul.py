@@ -184,7 +184,7 @@ class _AllGatherBenchmark(TorchOperator):
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Compare with torch's operator, separately below and above the most rows for which it would use multicast."""
+        """Compare with torch's operator. Shapes with so few rows that torch would use multicast have a separate mean."""
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:

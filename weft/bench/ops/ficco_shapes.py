@@ -75,8 +75,9 @@ class GatherShape(GemmShape):
     def bytes(self, ranks: int, item_bytes: int) -> float:
         """Return the bytes of a run. The paper's GEMMs can fill a GPU, so their estimate is close to the peak.
 
-        The estimate has the gathered input (for the reference, twice during its computation, and in a buffer) and two sets of
-        shards. It also has the weight and two results, each with a float64 copy."""
+        The estimate counts six tensors of the size of the gathered input, for shards, buffers and the reference. It
+        also counts the weight and two results, each with a float64 copy.
+        """
         if not self.gemm:
             return super().bytes(ranks, item_bytes)
         m, n, k = self.m, self.n, self.k
