@@ -6,7 +6,7 @@ instead.
 
 For the first bucket of a family all candidates are considered. For other buckets, only two groups of candidates are
 considered: the fastest of the first bucket, and the candidates that are promising at any size
-    (`Problem.worth_running`).
+(`Problem.worth_running`).
 """
 
 from __future__ import annotations

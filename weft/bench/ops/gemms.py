@@ -157,8 +157,10 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
-    """Return (schedules; notes). The schedules are those of the variants whose names begin with an entry of `names`, if
-    they apply and fit in memory. The notes are on the other variants. All ranks must make this call.
+    """Return (schedules of the variants whose names begin with an entry of `names`; notes). All ranks must make this
+    call.
+
+    Schedules that do not apply, or do not fit in memory, are left out with a note.
 
     If equal schedules have several names, keep the first name.
     """
