@@ -169,7 +169,9 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4096)
     parser.add_argument("--k", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="Print a profile of rank 0's host during the calls.")
+    parser.add_argument(
+        "--profile", action="store_true", help="Print a profile of rank 0's Python functions during the calls."
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     backend = "nccl" if given.device == "cuda" else "gloo"

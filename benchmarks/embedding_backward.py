@@ -2,8 +2,8 @@
 
     python benchmarks/embedding_backward.py [--json FILE] [--preset pgas-weak,dcnv2-zipf1.05] [--sizes]
 
-Tables and ids are those of one rank of `weft bench embedding_training` on two ranks. Times are medians of nine runs. --sizes also
-times other group and grid sizes of the update. It appends one JSON object per preset to FILE.
+Tables and ids are the same as on one rank of `weft bench embedding_training` on two ranks. Times are medians of nine
+runs. --sizes also times other group and grid sizes of the update. It appends one JSON object per preset to FILE.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The host time of an embedding training step on two ranks, by Python function and by torch and CUDA operation.
+"""The CPU time of an embedding training step on two ranks, by Python function and by torch and CUDA operation.
 
     python benchmarks/embedding_host.py [--device cuda] [--tables 26,128] [--rule SGD] [--nondeterministic]
 
-Batches are small, so the host limits a step. It prints rank 0's microseconds per step without a profiler. Then it lists the
-functions with the most own time under cProfile, and the operations with the most time under torch's profiler.
+Batches are small, so the CPU limits a step. The script prints rank 0's microseconds per step without a profiler. Then
+it lists the functions with the most own time under cProfile, and the operations with the most time under torch's
+profiler.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
                 found[name].append(1e3 * (time.perf_counter() - begin) / calls)
     first, *others = ([weight.detach() for weight in module.parameters()] for module in modules.values())
     for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), "the ways learn differently"
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), (
+            "the variants trained the tables differently"
+        )
     slowest = torch.tensor([statistics.median(times) for times in found.values()], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
     ms = dict(zip(ways, slowest.tolist(), strict=True))

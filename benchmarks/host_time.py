@@ -1,4 +1,4 @@
-"""The host time per call: wall time of 1,000 calls in a row without synchronisation, whose device work is shorter.
+"""The CPU time per call: wall time of 1,000 calls in a row without synchronisation, whose device work is shorter.
 
     python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--samples 512] [--json FILE] [--profile]
 
@@ -199,7 +199,9 @@ def main() -> None:
     parser.add_argument(
         "--samples", type=int, default=512, help="Samples of a rank. Fewer if one rank has all tables: see above."
     )
-    parser.add_argument("--profile", action="store_true", help="Print a profile of rank 0's host in further calls.")
+    parser.add_argument(
+        "--profile", action="store_true", help="Print a profile of rank 0's Python functions in further calls."
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     backend = "nccl" if given.device == "cuda" else "gloo"

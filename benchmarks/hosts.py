@@ -42,11 +42,15 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[4096],
-        help="M: rows of the whole matrix that is gathered or reduced, in turn",
+        help="M: rows of the whole matrix that is gathered or reduced; one measurement for each value",
     )
-    parser.add_argument("--cols", type=int, default=1024, help="columns of that matrix")
-    parser.add_argument("--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag, in turn")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="N of experts, in turn")
+    parser.add_argument("--cols", type=int, default=1024, help="columns of the matrix")
+    parser.add_argument(
+        "--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag; one measurement for each"
+    )
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=[64, 512], help="N of experts; one measurement for each"
+    )
     parts = ["gemm", "experts", "embedding"]
     parser.add_argument(
         "--only", nargs="+", choices=[*parts, "curves", "links"], default=parts,
@@ -395,7 +399,9 @@ def _compare(
     calls: int,
     chosen: str = "",
 ) -> None:
-    """Time variants in turns, and record them. The speed of a variant is relative to the first one's call of the same turn."""
+    """Time variants in turns, and record them. The speed of a variant is relative to the first variant's call in the
+    same turn.
+    """
     first, *_ = variants
     wanted = variants[first]()
     times: dict[str, list[float]] = {name: [] for name in variants}

@@ -231,7 +231,7 @@ def worker(given: argparse.Namespace) -> None:
         turn += 1
 
     def row(call: Callable[[], Any], mode: str, calls: int, host_ms: float) -> tuple[float, float]:
-        """Return (device or wall milliseconds per call, host milliseconds per call)."""
+        """Return (device or wall milliseconds per call, CPU milliseconds per call)."""
         if mode == "single":
             took = []
             for _ in range(calls + 1):

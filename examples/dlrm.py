@@ -164,7 +164,7 @@ class Trainer:
 
 
 def area_under_curve(scores: torch.Tensor, clicks: torch.Tensor) -> float:
-    """Return the probability that a random click scores above a random sample without one."""
+    """Return the probability that a random click scores above a random sample without a click."""
     places = torch.empty(len(scores), dtype=torch.float64)
     places[scores.argsort()] = torch.arange(1, len(scores) + 1, dtype=torch.float64)
     positive = int(clicks.sum())
@@ -288,7 +288,7 @@ def main() -> None:
     backend = "nccl" if options.device == "cuda" else "gloo"
     begin = time.monotonic()
     if options.reference:
-        torch.set_num_threads(1)  # as a rank has by default
+        torch.set_num_threads(1)  # as on each rank of the sharded run
         auc, _ = train(0, 1, options)
     elif "LOCAL_RANK" in os.environ:
         if options.device == "cuda":

@@ -84,7 +84,8 @@ SERIAL = Ways("serial", "serial")
 
 
 class MoE(nn.Module):
-    """This rank's E experts, rank * E and following, with the parameters gate_up [E, ...] and down [E, ...], and the router.
+    """This rank's E experts (numbers rank * E and following), with the parameters gate_up [E, ...] and down [E, ...],
+    and the router.
 
     All ranks have the same router."""
 
@@ -134,7 +135,7 @@ def inputs(layer: Layer, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 class Errors:
-    """The distance of results from the exact ones, in the norm, accumulated piece by piece."""
+    """The error of results relative to exact results, in the Euclidean norm, accumulated piece by piece."""
 
     def __init__(self) -> None:
         self.off, self.size = (dict.fromkeys(RESULTS, 0.0) for _ in range(2))
@@ -157,7 +158,9 @@ def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, 
     layer, rank, ranks = moe.layer, moe.group.rank(), moe.group.size()
     like, errors = moe.gate_up.detach(), {way: Errors() for way in results}
     x, grad = (torch.cat(parts) for parts in zip(*(inputs(layer, r, like) for r in range(ranks)), strict=True))
-    with torch.no_grad():  # the choice of experts: near a tie another precision may choose otherwise, which is no error
+    with (
+        torch.no_grad()
+    ):  # use the chosen experts: near a tie another precision may choose other experts, which is not an error
         experts = torch.cat([moe.route(part)[1] for part in x.split(layer.tokens)])
     x64, router = x.double().requires_grad_(), moe.router.detach().double().requires_grad_()
     chosen = (x64 @ router).softmax(dim=1).gather(1, experts)
@@ -302,10 +305,10 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
                 f"{name} is wrong: weft's error is {of['weft']:.2e}, more than twice the error of serial, {of['serial']:.2e}"
             )
     del results
-    tell(rank, f"training for {arguments.steps} steps, each way")
+    tell(rank, f"training for {arguments.steps} steps with each implementation")
     losses = {way: train(layer, group, like, of, arguments.steps) for way, of in ways.items()}
     compare_losses(losses, SAME_LOSS[like.dtype], rank)
-    tell(rank, f"timing {arguments.repetitions} calls, each way")
+    tell(rank, f"timing {arguments.repetitions} calls of each implementation")
     ms = milliseconds(moe, ways, arguments.repetitions)
     if rank == 0:
         same = ran_in_turn(timeline, rank)
@@ -350,7 +353,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--schedule", metavar="NAME", help="pin a schedule, such as dispatch[by=kernel,rest=each]")
     made.add_argument("--back", metavar="NAME", help="the same for the way back, such as combine[chunks=1,by=store]")
-    made.add_argument("--steps", type=int, default=8, help="steps of training, each way (default: %(default)s)")
+    made.add_argument(
+        "--steps", type=int, default=8, help="steps of training with each implementation (default: %(default)s)"
+    )
     made.add_argument(
         "--repetitions", type=int, default=5, help="timed calls; the median is shown (default: %(default)s)"
     )

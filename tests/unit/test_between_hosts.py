@@ -171,8 +171,8 @@ def test_implausible_numbers_are_dropped_with_a_sentence() -> None:
     assert kept == replace(FOUND, exchange_bytes_per_us=None, copy_bytes_per_us=None)
     assert said == (
         "the link a - c is ignored: a rate of 1e+09 MB/s is outside 0.01 to 1e+06; a round trip of 0 us is outside 1 to 1e+07",
-        "the rate of an all-to-all is taken as that of one stream: a rate of 0 MB/s is outside 0.01 to 1e+06",
-        "copies in memory are taken as free: a copy rate of nan MB/s is outside 1 to 1e+06",
+        "the rate of one stream is used for an all-to-all: a rate of 0 MB/s is outside 0.01 to 1e+06",
+        "copies in memory are assumed to take no time: a copy rate of nan MB/s is outside 1 to 1e+06",
     )
     assert kept.network() == HostNetwork(FOUND.hosts, 100.0, 400.0, 100.0, math.inf, math.inf)
     assert replace(FOUND, links=()).network() is None

@@ -23,7 +23,7 @@ _MODES = ("single", "queued", "graph")
 _ABOUT = """
 Measure an operator and its baselines. Every variant is first compared with float64.
 
-The command starts its own ranks, or uses those of torchrun. Each time is the slowest rank's median. "over roofline" is this time
+The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is this time
 divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be below 1.
 """
 _EXAMPLES = """examples:
@@ -37,7 +37,7 @@ _EXAMPLES = """examples:
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
-  weft bench never-slower --help                           is weft ever slower? All operators, on shapes that a seed draws
+  weft bench never-slower --help                           is weft ever slower than serial? Random shapes
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """

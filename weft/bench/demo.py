@@ -39,7 +39,8 @@ LEGEND = (
 class Shown:
     """The results of the demo.
 
-    gain: the speed of the default variant divided by that of the baseline, in parentheses if it is within twice the noise.
+    gain: the speed of the default variant divided by the baseline's speed, in parentheses if the difference is within
+        twice its noise.
     """
 
     picture: Path

@@ -8,9 +8,11 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
 
 - `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the operator
   defines its columns. Simulated records show the page of their study. A block is empty until its results are recorded.
-- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`); also empty until then.
+- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`). This block, too, is empty
+  until the study's results are recorded.
 - `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
-  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty until then.
+  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty
+  until the run's results are recorded.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
   as the geometric mean over configurations. With ` worst` after the baseline, the mark shows the smallest of all
   configurations.

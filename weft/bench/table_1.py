@@ -1,7 +1,7 @@
 """The GEMMs of FiCCO's studies: the sixteen of its table I (g1 to g16) and sixteen random ones (s1 to s16), from `table_1.toml`.
 
-A GEMM is A [m, k] @ B [k, n] on W ranks, where A is gathered or sent all-to-all. The paper's N is assumed to be that of
-the whole layer. With tensor parallelism the ranks divide the columns of B, so each rank computes N / W columns
+A GEMM is A [m, k] @ B [k, n] on W ranks, where A is gathered or sent all-to-all. The paper's N is assumed to be the N
+of the whole layer. With tensor parallelism the ranks divide the columns of B, so each rank computes N / W columns
 (`GatheredGemm.sharded`). The paper does not state this. But its shapes are from models with tensor parallelism, and N =
 106496 is twice the width of the whole MLP of Llama-3-405B. M and K are not divided, because A's rows are gathered from
 all ranks. With expert parallelism (g13 to g16) a rank has M / W rows and all of N, which is the same number of

@@ -81,7 +81,8 @@ def demo(
 ) -> None:
     """Run embedding + all-to-all on CPU processes, check the results, time the calls, and draw the overlap.
 
-    The tables are those of MLPerf's DLRM-DCNv2, scaled to this machine. The demo takes one or two minutes and needs no GPU.
+    The tables have the shapes of MLPerf's DLRM-DCNv2, scaled to this machine. The demo takes one or two minutes and
+    needs no GPU.
     """
     check_folder("--out", out)
     from weft.bench.core.options import parse_scale

@@ -46,7 +46,9 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked parameters."""
+    """Mark tables again (`_mark_tables`), because `load_state_dict(assign=True)` replaces parameters by unmarked
+    tensors.
+    """
     module._mark_tables()
 
 
@@ -267,7 +269,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._begin_ahead(features, None)
 
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
-        """Begin the distribution of a batch, or report `refusal`, an error of it, to all ranks at its call."""
+        """Begin the distribution of a batch. refusal: an error of this batch, which the batch's call reports to all
+        ranks.
+        """
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 
     def cancel_prefetch(self) -> None:
@@ -291,7 +295,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """Raise `ValueError` unless `features` is the prefetched batch."""
         if features is not cast(Prefetched, self._prefetched).features:
             raise ValueError(
-                "the module is called with another batch than the prefetched one: pass the same object to prefetch and to the "
+                "the module is called with a batch other than the prefetched batch: pass the same object to prefetch and to the "
                 "next call, or call cancel_prefetch()"
             )
 
@@ -348,8 +352,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
         Without `close`, the memory is kept until the group is destroyed, and accumulates in a program that creates many
         modules. A later call of this module, or of a copy, allocates the memory again. Close a module before `half()`
-        and similar conversions, which need other memory. On GPUs `close` waits for the device. Do not replay CUDA
-        graphs that have captured calls of the module after `close`.
+        and similar conversions, which need other memory. On GPUs `close` waits for the device. After `close`, do not
+        replay CUDA graphs that have captured calls of the module.
 
         Raises `RefusedError` on every rank if any rank still keeps a result, or a view of a result, in this memory.
         Raises `DisagreementError` if ranks close different modules, and `DeadlineError`, `PeerLostError` or

@@ -332,7 +332,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     def _speaks_on(self) -> torch.device:
         return self.device
 
-    # --- handling ---
+    # --- parameters and conversions ---
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
         """Return this rank's parts and their weights, in the order of `embeddings`."""
@@ -473,5 +473,5 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the parameters with which `load_state_dict(assign=True)` has replaced marked parameters."""
+    """Mark tables again, because `load_state_dict(assign=True)` replaces parameters by unmarked tensors."""
     module._mark_tables()

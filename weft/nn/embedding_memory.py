@@ -26,7 +26,7 @@ class EmbeddingMemory:
     gradients: the bytes of `.grad`, for tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
     in_flight: the bytes of ids, offsets and weights of calls whose backward has not run, of data that `accumulate()`
-        keeps, and of prefetched batches. On GPUs also of the last call's input, which is needed to report bad ids.
+        keeps, and of prefetched batches. On GPUs it includes the last call's input, which is needed to report bad ids.
     workspace: an estimate of the temporary memory of the last call's backward. `total` does not include it.
     """
 
@@ -55,7 +55,7 @@ class BatchesInFlight:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = 64  # when more storages are recorded, drop those that were freed
+        self._most = 64  # when more storages are recorded, drop freed storages
         self.last: tuple[int, int] = 0, 0
         """The numbers of ids and of samples in the last recorded call."""
 

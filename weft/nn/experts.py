@@ -59,9 +59,9 @@ class ExpertParallelMLP(nn.Module):
 
     The parameters are `gate_up_proj` [E, 2 * intermediate, hidden], with the gate's rows first, and `down_proj` [E,
     hidden, intermediate]. With gated=False, `up_proj` [E, intermediate, hidden] replaces `gate_up_proj`. The parameters
-    are slices of those of Hugging Face's `MixtralExperts`, whose forward has the same signature. `local_part` makes the
-    slices from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole model.
-    `deepcopy` and pickle keep the group's name.
+    are slices of the parameters of Hugging Face's `MixtralExperts`, whose forward has the same signature. `local_part`
+    makes the slices from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole
+    model. `deepcopy` and pickle keep the group's name.
 
     Rows are weighted in x's dtype and summed in fp32, in the order of top_k, so equal calls give equal bits. Calls
     raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. If any rank's routing is invalid, every

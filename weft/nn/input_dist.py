@@ -47,7 +47,7 @@ class _Layout:
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
     header_index: torch.Tensor
-    pieces: Any  # `weft.runtime.cuda.input_dist.Pieces` where kernels write messages, else None
+    pieces: Any  # `weft.runtime.cuda.input_dist.Pieces` if kernels write messages, else None
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers are being exchanged.
 
-    numbers: the headers of all ranks, once received, then this rank's own header with the count of every feature, then
-        the first offset.
+    numbers: one tensor with three parts: the headers of all ranks (valid once received), this rank's own header, which
+        has the count of every feature, and the first offset.
     """
 
     local: _LocalBatch | None
@@ -168,10 +168,10 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return this rank's features of the global batch, and every rank's batch size.
 
-        Keys without a table are dropped. So are values before the first offset and after the last, so that batches may
-        share a values tensor. Without offsets, the lengths must sum to the number of values. Raises `RefusedError` (a
-        `ValueError`) on every rank, with the reason, if any rank's input is bad, and `DisagreementError` if ids are
-        int32 on one rank and int64 on another.
+        Keys without a table are dropped. Values before the first offset and after the last offset are dropped too, so
+        several batches may share a values tensor. Without offsets, the lengths must sum to the number of values. Raises
+        `RefusedError` (a `ValueError`) on every rank, with the reason, if any rank's input is bad, and
+        `DisagreementError` if ids are int32 on one rank and int64 on another.
 
         features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch
             sizes.

@@ -123,8 +123,8 @@ def agree_on_parts(
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
     """Return the communicator for the construction of a module.
 
-    All ranks must use the same communicator, so it is always that of the group's usual device type, even if this rank
-    passed a device of another type.
+    All ranks must use the same communicator. So the function returns the communicator of the group's usual device type,
+    even if this rank passed a device of another type.
     """
     usual = device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual

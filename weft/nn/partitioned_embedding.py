@@ -198,7 +198,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return given, None if self._replicated is None else self._replicated.checked(given.replicated)
 
     def _joined(self, vectors: torch.Tensor | None, given: Arranged, checked: CheckedInput | None) -> KeyedTensor:
-        """Pool data-parallel tables, and return the vectors of all tables. vectors: those of parts."""
+        """Pool data-parallel tables, and return the vectors of all tables. vectors: the vectors of the parts."""
         parts, replicated, of_replicated = self._parts, self._replicated, None
         if replicated is not None and checked is not None:
             step = None if parts is None or parts._update is None else parts._update.step
@@ -308,7 +308,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             if replicated is not None:
                 replicated.collected = None
 
-    # --- handling ---
+    # --- parameters, memory and conversions ---
 
     def memory(self) -> EmbeddingMemory:
         """Return the memory in bytes, as for whole tables, without the reduced gradients of data-parallel tables."""

@@ -77,16 +77,17 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
         for batch in weft.nn.prefetched(loader, {ebc: lambda batch: batch.features}):
             loss(model(batch)).backward()
 
-    The losses are those of a loop over `batches`. The step must call each module once, with the features of its batch.
-    After that call, the next batch is read, and its ids begin to travel (`ShardedEmbeddingBagCollection.prefetch`).
+    The losses are the same as in a loop over `batches`. The step must call each module once, with the features of its
+    batch. After that call, the next batch is read, and its ids begin to travel
+    (`ShardedEmbeddingBagCollection.prefetch`).
 
-    - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, all ranks
-      raise the errors of a rank that is out of step.
+    - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, the ranks are
+      out of step, and all raise an error.
     - If reading a batch raises, the steps before it run first.
-    - If a step calls a module on no rank, this module skips the batch.
-    - After a break or an exception out of the loop, the batch ahead is discarded, and modules can be called with any
-      batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself catches loses
-      no batch.
+    - If no rank calls a module in a step, this module skips the batch.
+    - After a break or an exception out of the loop, the prefetched batch is discarded, and modules can be called with
+      any batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself catches
+      loses no batch.
     - To call a module with another batch inside the loop, call its `cancel_prefetch()` first, on every rank.
 
     features_of: for each module, a function that returns the features of a batch. The step must pass the same object to

@@ -102,7 +102,7 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts`, and a row for each id, without pooling: [number of ids of all slots, embedding_dim].
 
-        Ranks do not communicate here, but in backward. ids: for each slot, its row numbers; numbers out of range read
+        Ranks communicate only in backward. ids: for each slot, its row numbers; numbers out of range read
             zero rows.
         parts, step: as for `pooled`. All tables have the same number of columns.
         """
@@ -114,7 +114,7 @@ class ReplicatedTables:
 
     def settled(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> Sequence[Any]:
         """Reduce `flat`, this rank's gradients, over ranks. Update the tables, or keep the sum for the end of
-        `accumulate()`. Return the gradient of each table, or None for each. All ranks must make this call.
+        `accumulate()`. Return the gradient of each table, or None for each table. All ranks must make this call.
         """
         flat = runtime.reduced(flat, of, self.group, self.deadline_s)
         if of.tables is None:

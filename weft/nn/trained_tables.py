@@ -38,7 +38,8 @@ class TrainedTables(nn.Module):
         """
         if self._update is None:
             raise ValueError(
-                "this module has no optimizer in backward: construct it with one, such as optimizer=weft.RowwiseAdagrad(lr=...)"
+                "this module has no optimizer in backward: construct it with an optimizer, such as "
+                "optimizer=weft.RowwiseAdagrad(lr=...)"
             )
         if self._fused_optimizer is None:
             tables: Any = getattr(self, self._container)

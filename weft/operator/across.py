@@ -55,7 +55,7 @@ class AcrossRanks:
     def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> bool:
         """Compare a call across ranks. Return True if CPU ranks have synchronised.
 
-        Raise `RefusedError` on every rank if the ranks' values contradict each other.
+        Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
         """
         self.note()
         if self._compares_pairs and not capturing:

@@ -48,17 +48,20 @@ class Agreement:
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        """Compare the ranks' first call of a shape (`weft.operator.together.agree`). Return each rank's number."""
+        """Compare the ranks' first call of a shape (`weft.operator.together.agree`).
+
+        Return, for each rank, the number that the rank's `check` returned.
+        """
         return [check()[2]]
 
     def refuse(
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
         has_published: bool,
     ) -> bool:  # fmt: skip
-        """Make every rank refuse the call, because this rank raised `error`. Raise `RefusedError`.
+        """Make every rank refuse the call, because this rank raised `error`.
 
-        Return True if peers have been notified and the caller must re-raise `error`. Return False if the call cannot be
-        refused.
+        Raise `RefusedError` in place of `error`. Return True for a memory error: its peers have been notified, and the
+        caller must re-raise `error`. Return False if the call cannot be refused.
 
         has_published: True if this rank has already told its peers that it takes part.
         """
@@ -85,7 +88,7 @@ class HostsMeet(Agreement):
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        text, details, number = check()  # `together` publishes an error of this check
+        text, details, number = check()  # if the check raises, `together` notifies the peers
         extra = _NUMBER.pack(number, 0)
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))

@@ -1,9 +1,10 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
 Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
-the first call of a problem family times the candidates in `Problem.between_hosts`, except those that cannot gain enough
-according to the measured links (`worth_timing`). A size that differs by more than a factor of two from all timed sizes is
-timed again. On GPUs, and if no candidate is clearly faster than serial, calls run unfused.
+the first call of a problem family times the candidates in `Problem.between_hosts`, except candidates that cannot gain
+enough according to the measured links (`worth_timing`). For a size that differs by more than a factor of two from all
+timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster than serial, calls run
+unfused.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def needed_us(serial_us: float) -> float:
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
     """True if a schedule may be clearly faster than serial, according to the measured links.
 
-    Its collectives may take less time than those of serial, and GEMMs may hide all of them except one. Serial takes at
-    least as long as its collectives.
+    The schedule may be faster than serial in two ways: its collectives take less time than serial's collectives, and
+    GEMMs hide all of its collectives except one. Serial takes at least as long as its collectives.
     """
     serial_us = sum(_collectives_us(serial, network, False))
     exposed_us = min(_collectives_us(schedule, network, ranks_per_host(network.hosts) > 0), default=0.0)

@@ -1,4 +1,6 @@
-"""The cache of compiled operators, by group and shape or by a call's signature. The least recently used are dropped.
+"""The cache of compiled operators, by group and shape or by a call's signature.
+
+If the cache is full, it drops the least recently used operators.
 
 At the first call of a shape, ranks compare their calls before any rank computes or allocates
 (`weft.operator.together`). Later calls find the compiled operator by a key.
@@ -19,7 +21,7 @@ _AT_ONCE = 128  # shapes to drop at once at KEPT_LIGHT, because finding them tak
 KEPT_BYTES = 4 << 30  # symmetric GPU memory kept for shapes that were not called in the last WHILE calls
 _SIGNATURES = 8192  # signatures kept per operator and group
 PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `_OfGroup`)
-PASSING_ON = ["cuda"]  # device types. On CPU compiling costs less than the rendezvous of every call
+PASSING_ON = ["cuda"]  # device types with this rule: on CPU, compiling takes less time than a rendezvous
 _SERVED = 1 << 16  # number of sizes to remember that ran unfused once
 WHILE = 1000  # calls of the operator. A training step makes fewer calls, and then repeats its shapes
 
@@ -76,7 +78,7 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return the field of this tensor object in a call, and its index in a list.
+    """Return the field of `call` that holds this tensor object, and the tensor's index if the field is a list.
 
     Return None if the tensor occurs twice: the next call may pass two different tensors.
     """

@@ -1,9 +1,9 @@
 """Run the call of an operator, and its backward, in eager mode.
 
-The public function (`weft.ops`) puts its arguments into the form of a call. `made` finds the compiled operator for the
-shape (`weft.operator.cache`), or compiles one (`weft.operator.compiled_operator`). The compiled operator runs the
-chosen schedule (`weft.operator.select`), or torch's collectives and GEMMs unfused (`weft.runtime.unfused`). Under
-torch.compile, `weft.operator.registration` makes the same calls.
+The public function (`weft.ops`) puts its arguments into a NamedTuple, the *form* of a call. `made` finds the compiled
+operator for the shape (`weft.operator.cache`), or compiles one (`weft.operator.compiled_operator`). The compiled
+operator runs the chosen schedule (`weft.operator.select`), or torch's collectives and GEMMs unfused
+(`weft.runtime.unfused`). Under torch.compile, `weft.operator.registration` makes the same calls.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def made(
     """Make a call. Return its results in the order of the output buffers.
 
     like: a tensor on the device of the call.
-    form: a function of the group that returns the arguments in the form of a call. Peers are notified if it raises.
+    form: a function that takes the group and returns the call, a NamedTuple of the operator's `form`. Peers are
+        notified if it raises.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
@@ -110,7 +111,7 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call inside an outer call. The outer call counts both as one call, and reports errors.
+    """Make a call inside an outer call. Ranks count both as one call, and the outer call notifies peers of errors.
 
     A pinned schedule applies only to the outer call.
     """
@@ -131,7 +132,7 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if such a call inside another call overlaps, or if it is the first such call."""
+    """True if `call`, made inside another call, overlaps, or if calls of this shape have no chosen schedule yet."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
@@ -343,8 +344,8 @@ def gradients_of_call(
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Compute the gradients of a call. Autocast is disabled, because it would affect only some of the torch calls.
 
-    found: a function that returns the compiled operator and the `beside` of the call. Peers are notified of its errors
-        too.
+    found: a function that returns the compiled operator and the object that the spec's `beside` returned for the call.
+        Peers are notified of its errors too.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

@@ -38,8 +38,8 @@ from weft.timeline import Timeline
 def whole(comm: Communicator, what: str) -> Iterator[None]:
     """Guard a set-up that consists of several exchanges between ranks: if only this rank raises, the group fails.
 
-    Otherwise peers would wait for this rank in the next exchange until their deadline. Examples are a broken file, a
-    lack of memory, and Ctrl-C.
+    Otherwise peers would wait for this rank in the next exchange until their deadline. Examples of such errors are a
+    broken file, a lack of memory, and Ctrl-C.
     """
     try:
         yield
@@ -73,7 +73,7 @@ class CompiledOperator:
         self._shown = shown
         self.agreed: set[tuple[str, tuple[bool, ...]]] = set()
         """The pairs (given options, wanted gradients) on which ranks have agreed."""
-        self._across: dict[str, AcrossRanks] = {}  # by given options
+        self._across: dict[str, AcrossRanks] = {}  # by the text of the call's options (`Operator.given`)
         self.comm = symm.communicator(group, device) if p.world_size > 1 or op.has_executors else None
         self._group = weakref.ref(group)  # weak, so that the cache does not keep a dropped group alive
         self.chosen: select.Chosen | None = None
@@ -218,7 +218,8 @@ class CompiledOperator:
             self._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said)
 
     def begin_backward(self) -> None:
-        # Backward does not know the options of its call, so every rank notes the first entry.
+        # Backward does not know the options of its forward call, so every rank uses the fingerprint of the first
+        # options.
         for across in itertools.islice(self._across.values(), 1):
             across.begin_backward()
 
@@ -320,7 +321,7 @@ class CompiledOperator:
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
         """Return the `Turn` that runs the collectives of an unfused call, or of a backward."""
-        # If an operator has its own kernels, its backward waits too, with the deadline of the call.
+        # If an operator has its own kernels, its backward also waits for peers, with the call's deadline.
         waits = self.op.has_executors and deadline_s is not None
         if self._turns is None and timeline is None and not waits:
             return STRAIGHT

@@ -89,8 +89,9 @@ def _refuse_tangents(operator: str) -> NoReturn:
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
-    """Raise `ValueError`, because the call is inside a torch.func transform. Also the kernel of dispatcher operators
-    there.
+    """Raise `ValueError`, because the call is inside a torch.func transform.
+
+    weft also registers this function with torch's dispatcher, as the kernel that runs inside such a transform.
     """
     raise ValueError(
         f"{operator} was called inside a torch.func transform (vmap, grad, jvp, ...), which cannot change a call "

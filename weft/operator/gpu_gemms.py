@@ -25,7 +25,7 @@ class GemmTimer:
 
     - Right operand: the first rows and columns of a weight, in the weight's layout. Without weights: random numbers.
     - Result: the first rows of the call's result, which the call overwrites later. If the call's result has too few
-      rows, new memory.
+      rows, the timer allocates memory.
     - Left operand: random numbers, because nothing has been gathered yet, and zeros would make the GPU run at a higher
       clock. They are stored in the gathered x if the call returns x. Otherwise they take new memory of the same size,
       which is freed with this object. The serial schedule needs the same amount.

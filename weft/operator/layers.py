@@ -82,7 +82,7 @@ def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
 def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Copy `value` into `parameter`. If FSDP2 has sharded the parameter, the first rank of its mesh broadcasts the value."""
     if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor  # half a second
+        from torch.distributed.tensor import distribute_tensor  # this import takes half a second
 
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
     with torch.no_grad():
@@ -147,7 +147,7 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return "given" if `value` is not None, else None. With it `compare_options` compares only if a value is given."""
+    """Return "given" if `value` is not None, else None. `compare_options` then compares only whether a value was given."""
     return None if value is None else "given"
 
 

@@ -47,7 +47,7 @@ TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_tim
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the GEMMs of the candidates that have no time yet, in two rounds (see `weft.plan.gemms`). All ranks must
+    """Time the candidates' GEMMs that have no measured time yet, in two rounds (see `weft.plan.gemms`). All ranks must
     make this call.
     """
     if comm.device.type not in TIMERS or not library_gemms(p):

@@ -99,7 +99,7 @@ def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of an operator of torch's dispatcher, including those in lists."""
+    """Yield the tensors among the arguments of an operator of torch's dispatcher, including tensors in lists."""
     for one in arguments:
         yield from (t for t in (one if isinstance(one, list | tuple) else (one,)) if isinstance(t, torch.Tensor))
 

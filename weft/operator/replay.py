@@ -3,7 +3,8 @@
 A call repeats an earlier call if all arguments except the addresses of tensors are equal. Then the earlier checks still
 hold, and the compiled operator, the argument for each buffer, and the form of the returned value are known. Replay only
 has to count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
-results and run the schedule.
+results and run the schedule. A *recipe* tells native code how to make a value, such as an argument of torch's GEMM,
+from the arguments of the new call.
 
 One native call (`csrc/replay.cpp`) does all this. Unfused calls on GPUs run no Python function of weft: native code
 calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error, native code
@@ -120,7 +121,7 @@ class _Known:
             self._remember(group, family)
 
     def never(self, signature: bytes) -> None:
-        """Record that calls with this signature must take the slow path."""
+        """Record that all calls with this signature must take the slow path."""
         self._bound(self.calls, KEPT)
         self.calls[signature] = None
 
@@ -214,8 +215,8 @@ class _Short:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe for a function's results. If the first result is an average, the recipe divides it by the
-        number of ranks.
+        """Return the recipe for a function's results. If the function divides its first result (`Operator.averages`),
+        the recipe does too.
         """
         if not self.op.averages(call):
             return returned
@@ -369,7 +370,10 @@ def _known(
 
 
 class _Given:
-    """The tensors of a call with their places in native recipes: ("given", 0), ("given", 1, 0) or ("named", "x").
+    """The tensors of a call, with the path by which a recipe finds each one again.
+
+    The path ("given", 0) is the first positional argument, ("given", 1, 0) the first entry of the list that is the
+    second argument, and ("named", "x") the keyword argument x.
 
     strided: the allowed views of a tensor. True: any strides (slow in autograd). False: only reshaped views. None: only
         views of tensors without a dimension of size `rows`.

@@ -20,7 +20,7 @@ FP8 = TORCH_DTYPE["fp8"]
 def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            "an input requires gradients, but fp8 GEMMs have none: call under torch.no_grad(), or pass detached tensors"
+            "an input requires gradients, but fp8 GEMMs have no gradients: call under torch.no_grad(), or pass detached tensors"
         )
 
 

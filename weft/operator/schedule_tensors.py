@@ -1,6 +1,6 @@
 """Checks of the tensors that a caller passes to `weft.run_schedule`.
 
-Names, shapes, dtypes, devices and results of functions are checked, and that no output overlaps another tensor. A
+The checks cover names, shapes, dtypes, devices, the results of functions, and overlaps of outputs with other tensors. A
 schedule orders its steps by buffers, so two buffers in the same memory would be read and written in any order.
 """
 

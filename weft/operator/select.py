@@ -250,7 +250,7 @@ def _names_near(
     from_outside = bool(plan.candidates_from_outside(p))
     key = (p if itself else p.family[0], plan.octave(p), from_outside, itself)
     if key not in near.names:
-        if len(near.names) >= _MOST_NEAR:  # each uneven shape is a family of its own
+        if len(near.names) >= _MOST_NEAR:  # each uneven shape forms a separate family
             near.names.clear()
             near.measured.clear()
         model, mine = this_machine.machine_model(comm.device, p.world_size), None

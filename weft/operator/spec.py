@@ -58,7 +58,9 @@ _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
 
 
 class Operator(ABC, Generic[C]):
-    """The base class of specifications. Override any method; those without a default are required."""
+    """The base class of specifications. Subclasses must implement the methods without a default, and may override the
+    others.
+    """
 
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]
@@ -154,7 +156,8 @@ class Operator(ABC, Generic[C]):
         return call
 
     def repeats(self, call: C) -> bool:
-        """True if calls that differ only in tensor addresses do the same work (see `weft.operator.replay`).
+        """True if calls that differ only in tensor addresses do the same work, and may be replayed
+        (`weft.operator.replay`).
 
         Then the form must contain no values that were read from tensors, and the public function must return the
         results unchanged, except for the division of `averages`.
@@ -172,7 +175,7 @@ class Operator(ABC, Generic[C]):
         return True
 
     def note(self, call: C) -> None:
-        """Store values of this call for later calls."""
+        """Store what later calls of this or another operator need from this call. Default: nothing."""
 
     # --- memory ---
 

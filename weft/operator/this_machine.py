@@ -16,7 +16,8 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Make all ranks plan with the same self-calibration, if their GPUs need one. All ranks must make this call.
+    """Make all ranks plan with the same self-calibration, if their GPUs need a self-calibration. All ranks must make
+    this call.
 
     Either all ranks measure, or all use numbers that the first rank already has.
     """

@@ -164,7 +164,7 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
             with contextlib.suppress(AttributeError, TypeError):
                 setattr(error, _TOLD, True)
             text = f"{operator}: {error!r}"
-            calls_of(group).misused = text  # for a communicator that the next call sets up
+            calls_of(group).misused = text  # for the next call, if there is no communicator yet
             for kind in ("cpu", "cuda"):
                 if (comm := symm.open_communicator(group, kind)) is not None:
                     comm.poison(text)

@@ -87,9 +87,9 @@ def all_gather_matmul(
 
     Memory: the results, and symmetric memory of the size of A. On CPU all calls of a group share this memory until the
         group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
-        A. When it has grown, smaller buffers above 64 MiB are freed, except those that a CUDA graph has captured. After
-        it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has memory.
-        Backward needs up to three times as much; on GPUs this is separate memory.
+        A. When it has grown, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured.
+        After it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has
+        memory. Backward needs up to three times as much; on GPUs this is separate memory.
 
     Differentiable once in A_shard and Bs. All ranks must enable gradients for the same inputs. Gradients are sums over
     ranks, not means.
@@ -249,7 +249,7 @@ def _scattered_by_dual(
     # Linear layers have column-major Bs, so this concatenates contiguous rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # The first call may have chosen serial. Then later calls return None here, and this call must too: equal calls give
+    # The first call may have chosen serial. Then later calls return None here, and so must this call: equal calls give
     # equal bits.
     return found if overlaps(dual, like, group, turn) else None
 

@@ -30,7 +30,7 @@ from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.timeline import Timeline
 from weft.words import counted
 
-_LEAST_CAPACITY = 64  # tokens: the first call may have none
+_LEAST_CAPACITY = 64  # in tokens, since the first call may have no tokens
 
 
 @replayed

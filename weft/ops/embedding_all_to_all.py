@@ -114,8 +114,8 @@ def embedding_all_to_all(
     update: an optimizer with its states for `weights`. Backward then reduces the gradients of each row that the batch
         has read, updates the row in place, and returns no gradient of the tables. A second backward of the same call
         raises `WeftError`. Not supported under torch.compile.
-    sparse: True for sparse COO gradients of tables, with each row once, ascending. Only without `update`. Not supported
-        under torch.compile.
+    sparse: True for sparse COO gradients of tables, in which each row occurs once, in ascending order. Only without
+        `update`. Not supported under torch.compile.
     requires_grad: True if tables of other ranks require gradients. Only for ranks without tables, in calls without
         `update`: other ranks derive it from their weights.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). It applies in
@@ -199,7 +199,7 @@ class _Call(NamedTuple):
     """The arguments of a call.
 
     keys, stride, whole: as in `JaggedInput`. The fields from `states` on are the fields of `Training`. The fields from
-        `sharding` on are those of `Form`.
+        `sharding` on are the fields of `Form`.
     """
 
     weights: list[torch.Tensor]

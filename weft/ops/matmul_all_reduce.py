@@ -112,9 +112,9 @@ def matmul_all_reduce(
         Autograd raises an error if they were changed.
 
     Differentiable once in x, w, bias, residual and norm. All ranks must enable gradients for the same inputs. Gradients
-    of x and w are those of the sum of the ranks' losses, as in `torch.distributed.nn.functional.all_reduce`. If all
+    of x and w are gradients of the sum of the ranks' losses, as in `torch.distributed.nn.functional.all_reduce`. If all
     ranks compute the same loss from y, as replicated layers do, divide the loss by the number of ranks. Gradients of
-    bias, residual and norm are those of this rank's own results, as if it had added and normalised after the
+    bias, residual and norm are gradients of this rank's own loss, as if the rank had added and normalised after the
     all-reduce.
 
     Backward is a reduce-scatter of the sum's gradient, followed by `all_gather_matmul`, which overlaps. If the number

@@ -134,8 +134,8 @@ def matmul_reduce_scatter(
 class _Call(NamedTuple):
     """The arguments as matrices.
 
-    average: True if the caller of `_Call` divides the sum. outer: the dimensions of A (`outer_of`). To scatter columns,
-        x is B^T, B is A^T, and outer is -1 and the leading dimensions of A.
+    average: True if the public function divides the sum by the number of ranks. outer: the dimensions of A
+        (`outer_of`). To scatter columns, x is B^T, B is A^T, and outer is -1 and the leading dimensions of A.
     """
 
     x: torch.Tensor

@@ -176,7 +176,8 @@ class _Call(NamedTuple):
     """The arguments as matrices.
 
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's name of the result's dtype. average: True if
-        the caller of `_Call` divides the sum. outer: the leading dimensions of the product (`outer_of`).
+        the public function divides the sum by the number of ranks. outer: the leading dimensions of the product
+        (`outer_of`).
     """
 
     x: torch.Tensor

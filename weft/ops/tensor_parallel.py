@@ -7,7 +7,7 @@ A block needs one all-reduce in forward and one in backward. Each is fused with 
                        with its RMSNorm, from this rank's input features
 
 All ranks continue with the same y, so the incoming gradient is complete and equal on every rank, as for DTensor's
-replicated tensors. (weft's operators differ: their gradients are those of the sum of the ranks' losses.)
+replicated tensors. (weft's operators differ: they return gradients of the sum of the ranks' losses.)
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3, functions f
     and g.

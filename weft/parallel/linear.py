@@ -39,7 +39,7 @@ from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
 
 _WHOLE = "_weft_whole"
-_OWN = "_weft_own"  # marks an input of a single layer: its gradient is all-reduced without those of other layers
+_OWN = "_weft_own"  # marks an input of a single layer, whose gradient is all-reduced alone
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -2,8 +2,8 @@
 
 Candidates alternate, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median. Times
 are cached in memory and on disk. The key consists of the machine, the versions, and the schedules of builders outside
-weft, because those change without a version. Cached times are used only if all ranks have them, because either all
-ranks must measure, or none.
+weft, because such builders change without a new version. Cached times are used only if all ranks have them, because
+either all ranks must measure, or no rank.
 """
 
 from __future__ import annotations

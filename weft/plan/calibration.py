@@ -1,7 +1,7 @@
 """Calibration: measurement of the numbers of a machine file on this machine.
 
-    GEMMs         on a grid of sizes, a coarse one first, then finer ones while time remains. The model corrects its formula by its
-                  errors at the nearest grid points
+    GEMMs         on a coarse grid of sizes first, then on finer grids while time remains. The model corrects its
+                  formula by its errors at the nearest grid points
     transfers     copies by copy engine and by kernel, and NCCL's all-gather, for several sizes. The model interpolates
     other         launches, signals, the CPU time of a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
 

@@ -280,7 +280,7 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the CPU time of `row` exceeds its own device time, and also serial's device time and CPU time.
+    """True if the CPU time of `row` is longer than its own device time, serial's device time and serial's CPU time.
 
     In a loop of such calls the CPU would always delay the device, so the loop would be slower than a loop of serial
     calls.
@@ -303,7 +303,7 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (the simplest row among those predicted to be as fast as `fastest`, a phrase with this reason)."""
+    """Return (the simplest of the rows that are predicted to be as fast as `fastest`, a phrase with this reason)."""
     if measured:
         return fastest, "is the fastest"
     least_us = fastest.us or 0.0

@@ -219,8 +219,8 @@ def explain(
         options: the operator's own options. `weft plan OP --help` lists them.
 
     Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, for a size below 1, and if M
-    or `experts` is not divisible by `ranks`. Also for mode "graph" if experts have no `max_rows`, because a graph
-    cannot capture such calls.
+    or `experts` is not divisible by `ranks`. Raise it also for mode "graph" if experts have no `max_rows`, because a
+    graph cannot capture such calls.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
@@ -279,7 +279,10 @@ def problem_on_machine(
         raise ValueError(f"mode='graph': {problem.not_captured}")
     if (uneven := problem.uneven) and ranks > _EXACT_RANKS and (evened := problem.evened) is not None:
         problem, times = evened
-        notes = (*notes, f"{uneven}: simulated with {times - 1:.2%} more rows, as many on each rank as on the slowest")
+        notes = (
+            *notes,
+            f"{uneven}: simulated with {times - 1:.2%} more rows, so that every rank has as many as the slowest rank",
+        )
     if ranks > MOST_RANKS and problem.uneven:
         raise ValueError(
             f"{problem.uneven}, and the simulation of more than {MOST_RANKS} different ranks takes too long: "

@@ -5,7 +5,8 @@ size of each bucket. If serial is faster than this schedule at the first size th
 instead.
 
 For the first bucket of a family all candidates are considered. For other buckets, only two groups of candidates are
-considered: the fastest of the first bucket, and those that are promising at any size (`Problem.worth_running`).
+considered: the fastest of the first bucket, and the candidates that are promising at any size
+(`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def names_near(
 
 
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
-    """Return the name of the schedule for `problem`: that of `choice`, made for the middle size of the bucket.
+    """Return the name of the schedule for `problem`: the name in `choice`, which was made for the bucket's middle size.
 
     If serial is faster than the chosen schedule at this size, choose for this size instead.
     """

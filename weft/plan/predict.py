@@ -400,7 +400,7 @@ def _times(
         one, schedule = there[name]
         rough = one.row.rough and not problem.rounds_sums
         if not few and rough and name not in needed:
-            times[name] = ROUGH  # its time would be for show only
+            times[name] = ROUGH  # no choice needs its time; it would only be shown
             continue
         fastest = best if one.row.reads_on_host else best_captured
         hopeless = HOPELESS * fastest if few else HOPELESS_OF_MANY * fastest + HOPELESS_US
@@ -410,7 +410,7 @@ def _times(
         host_us = replace(one.row, model=model).host_us if mode == "queued" and not one.row.reads_on_host else 0.0
         if not few and host_us > max(hopeless, most_host_us) and name not in needed:
             # slower than the best candidate, or than its own CPU time
-            times[name] = f"{AT_LEAST} {in_us(host_us)} of the host"
+            times[name] = f"{AT_LEAST} {in_us(host_us)} of CPU time"
             continue
         most_us = math.inf if few or name in needed else HOPELESS_FIRST * hopeless
         us = predict(schedule, model, mode, least, most_us)

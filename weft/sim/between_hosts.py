@@ -16,14 +16,14 @@ For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
     all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
-crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather and
-all-reduce are rings. Rings have one stream in each direction, while an all-to-all has a stream for each pair of ranks, which
-share the link less well. So the link has two rates.
+crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather
+and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all has a stream for each
+pair of ranks, and these streams together have another rate than one stream. So the link has two rates.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
-(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. Its other pages
-are mapped while bytes arrive, so they cost no time. glibc serves allocations of 32 MiB and more by mmap (mallopt(3),
-M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused.
+(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
+buffer's other pages are mapped while bytes arrive, so they cost no time. glibc serves allocations of 32 MiB and more by
+mmap (mallopt(3), M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused.
 
 Computation at the same time is not modelled.
 """
@@ -50,9 +50,9 @@ class HostNetwork:
     """The rates between hosts, in bytes per microsecond, and their ranks.
 
     hosts: the host of each rank. bytes_per_us: one stream between two hosts, in one direction. exchange_bytes_per_us:
-        the bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the copies of
-        one rank while all ranks copy, to mapped memory and to memory that is not mapped yet. Each number is that of the
-        slowest host, or pair of hosts.
+        the bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the rates at
+        which one rank copies while all ranks copy, to mapped memory and to memory that is not mapped yet. Each number
+        is the rate of the slowest host, or of the slowest pair of hosts.
     """
 
     hosts: tuple[str, ...]
@@ -80,9 +80,9 @@ class HostNetwork:
     def collective_us(self, op: str, nbytes: int, two_levels: bool = False) -> float:
         """Return the predicted time of a collective.
 
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: S of the table above; for an all-to-all,
-        the bytes that a rank sends, its own part included. two_levels: True if the collective runs within each host and
-        along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: S of the table above; for an
+        all-to-all, the bytes that a rank sends, including the part that it keeps. two_levels: True if the collective
+        runs within each host and along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
         """
         if two_levels:
             return self._in_two_levels_us(op, nbytes)
@@ -150,9 +150,9 @@ class Measured:
                 kept.append(link)
         numbers = {}
         for name, kind, without in (
-            ("exchange_bytes_per_us", "rate", "the rate of an all-to-all is taken as that of one stream"),
-            ("copy_bytes_per_us", "copy rate", "copies in memory are taken as free"),
-            ("fresh_bytes_per_us", "copy rate", "copies to unmapped memory are taken as other copies"),
+            ("exchange_bytes_per_us", "rate", "the rate of one stream is used for an all-to-all"),
+            ("copy_bytes_per_us", "copy rate", "copies in memory are assumed to take no time"),
+            ("fresh_bytes_per_us", "copy rate", "copies to unmapped memory are assumed to be as fast as other copies"),
         ):
             number: float | None = getattr(self, name)
             faults = [] if number is None else _implausible(kind, number, "MB/s")

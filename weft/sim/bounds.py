@@ -1,6 +1,7 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
-    compute   the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank; without GEMMs, of its pooling
+    compute   the time of the serial schedule's GEMMs (if it has none, of its pooling), each uncut and alone, on the
+              slowest rank
     links     for each collective of the serial schedule, the bytes that a rank must send / the bandwidth of all links that leave
               it. For an all-to-all, the time of the link with the most bytes, because all schedules use the same routes
     bound     the larger of the two
@@ -36,8 +37,8 @@ def bound(problem: Problem, model: Model) -> Bound:
 
 
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
-    """Return the lower bound for the problem of `serial`, its lowered serial schedule. gemms_us: the time of its GEMMs,
-    each alone.
+    """Return the lower bound for the problem of `serial`, its lowered serial schedule. gemms_us: the sum of the times
+    that its GEMMs take alone.
     """
     works = [
         (origin.step, task)

@@ -14,9 +14,9 @@ cycles divided by the scale are nanoseconds.
 
 Kernels that access peers' memory while they compute cannot be exported, because Chakra has no node for them.
 
-This module writes the protobuf wire format itself, without a dependency: messages with their length, fields with their
-number. The schema is `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size of each
-rank's input, as in ASTRA-sim.
+This module writes protobuf's wire format itself, so it needs no dependency: a length before each message, and a number
+before each field. The schema is `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size
+of each rank's input, as in ASTRA-sim.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class _Node:
 
 @dataclass
 class _Event:
-    """A set of a counter, after `node` of `rank`.
+    """The event that a counter is set, after `node` of `rank`.
 
-    arrived: the receives, on the counter's rank, of the copies before the set."""
+    arrived: the receives on the counter's rank that belong to the copies before the set.
+    """
 
     rank: int
     node: _Node

@@ -15,7 +15,8 @@ bytes to each of its peers in this phase. A round begins when the previous round
 
 The fastest algorithm is used, because NCCL and RCCL also choose the fastest. An all-to-all is always direct. On a torus
 its routes follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an
-upper limit for all algorithms.
+upper limit for all algorithms. A topology of period p looks the same from rank r and from rank r + p, so its first p
+ranks represent all ranks.
 
 Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007. Bruck,
 Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997

@@ -250,7 +250,7 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
-    """Return the cost of a collective by the fastest algorithm, but with at least `us`, the time from measured rates.
+    """Return the cost of a collective by the fastest algorithm. It takes at least `us`, the time by measured rates.
 
     memory: the bytes that the collective reads and writes. count: see `weft.sim.collectives.algorithm`.
     """
@@ -265,8 +265,8 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
 def _library_call(
     model: Model, latency_us: float, us: float, memory: int, uses: Iterable[Use], sent_bytes: int
 ) -> Cost:
-    """Return the cost of a call of NCCL or RCCL. latency_us: latency in addition to the usual latency. memory: bytes
-    read and written.
+    """Return the cost of a call of NCCL or RCCL. latency_us: latency in addition to the model's
+    `collective_latency_us`. memory: bytes read and written.
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
@@ -293,8 +293,8 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
-    """Return the cost of a matmul. more: scales and bias, which are ignored because they are small, and last the
-    output.
+    """Return the cost of a matmul. more: scales and bias, followed by the output. Scales and bias are ignored, because
+    they are small.
     """
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
@@ -357,8 +357,8 @@ def kernel_cost(
 ) -> Cost:  # fmt: skip
     """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
 
-    us: the kernel's time with local operands. busy_us: its work, as time of all compute units. traffic: the bytes read
-        and written.
+    us: the kernel's time with local operands. busy_us: the time that its work takes on all compute units together.
+        traffic: the bytes read and written.
     """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)

@@ -51,7 +51,7 @@ class _Turns:
         self._lanes = sorted(program.lanes, key=lambda lane: not copying[lane.number])
         self._next = dict.fromkeys((lane.number for lane in program.lanes), 0)
         self._counters = [0] * program.counters
-        self._sent: list[int] = []  # counters to increment in the next round
+        self._sent: list[int] = []  # counters set in this round; waits see these sets in the next round
         self._come: set[tuple[int, int]] = set()  # (lane, task) of the collectives that all ranks have reached
         self._coming: set[tuple[int, int]] = set()
 

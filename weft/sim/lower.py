@@ -130,8 +130,8 @@ class LoweredSchedule:
         return loads, parts_of(loads, of_lanes)
 
     def only_communication(self) -> LoweredSchedule:
-        """Return the program without computation: transfers between ranks, collectives, and signals. Signals that tiles
-        set take no time.
+        """Return this lowered schedule without computation: only transfers between ranks, collectives, and signals.
+        Signals that tiles set take no time.
         """
         idle = len(self.loads)
         lanes = []

@@ -5,8 +5,8 @@ The simulator reads these keys of a machine file:
 compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
 compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
 compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
-compute.matmul_keeps (if known)         share of a library GEMM's units that later kernels do not get until it ends
-compute.sustained                       time of a long matmul in long work, over a short measurement of it
+compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
+compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
 compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
 compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches, and
 memory.library_grouped_matmul           its share of memory.copy_bandwidth
@@ -15,17 +15,17 @@ memory.grouped_loads (if known)         rate at which all units together load op
 memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
 memory.copy_bandwidth, .l2              bytes read and written
 memory.capacity (if known)              schedules that need more are refused
-link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. The topology
-                                        (`weft.hw.topology`) says which key is read
-link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
+link.port_usable | link.pair_usable     bandwidth of a GPU's port of a switch, or of each link between two GPUs, in one
+                                        direction. The topology (`weft.hw.topology`) determines which key is read
+link.stores_N_programs, .loads_N_programs   rate of a kernel of N programs that stores to a peer, or loads from a peer
 copy_engine.latency, .bandwidth, .count, .row
 kernel_copy.units                       programs of a copy kernel
 collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
 collective.small, .large_latency        (if NCCL or RCCL has a second algorithm for small collectives) its bytes per second,
                                         and the additional start time of the algorithm for large ones
-contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
-contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
-signal.tile                             (if known) time that a kernel takes longer for each signal of a tile
+contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at contention.copy_engine_bandwidth
+contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs copy at .kernel_copy_bandwidth
+signal.tile                             (if known) additional time of a kernel for each signal of a tile
 signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
 graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs
 """

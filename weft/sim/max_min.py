@@ -7,8 +7,9 @@ takes more.
 
 Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the
 speeds that the other limits allow, until no limit changes. For flows over links this converges in as many rounds as
-there are different limits. For steps that use resources in different proportions, the solver fails to converge for about
-one in thousands of random loads. Then every step still uses up a resource, but the shares are only nearly fair.
+there are different limits. For steps that use resources in different proportions, the solver fails to converge for
+about one of several thousand random loads. Then every step still uses up a resource, but the shares are only nearly
+fair.
 
 Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
 algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
@@ -17,8 +18,9 @@ Two effects are not fair sharing. A copy kernel holds its compute units exclusiv
 units than exist, they take turns. A copy slows down concurrent kernels, through heat and cache misses, without becoming
 slower itself ("disturb").
 
-Transfers on a link get equal rates. If a transfer has several routes, a link carries only a part of it, and the link still gives
-it the rate of the others. Otherwise routes would be used in different proportions, and shares would depend on the order of events.
+Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link. On a
+link, this part gets the same rate as a whole transfer. Otherwise routes would be used in different proportions, and
+shares would depend on the order of events.
 
 If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is the same,
 but only the affected resources are solved again.

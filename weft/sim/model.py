@@ -69,7 +69,7 @@ class Model:
     world_size: int  # the number of ranks of schedules for this model; 0: any
 
     compute_units: int
-    matmul_flops_per_us: Mapping[str, float]  # by dtype: rate of all units on largest tiles, for long k
+    matmul_flops_per_us: Mapping[str, float]  # by dtype: rate of all units with largest tiles, for long k
     tile: tuple[int, int]  # (rows, columns) of the largest tile
     tile_half: float
     tile_ramp: float  # the time of a tile's prologue and epilogue, in units of k
@@ -87,7 +87,7 @@ class Model:
     put_bytes_per_us: tuple[tuple[int, float], ...]  # (units, rate) of a kernel that stores to a peer, sorted by units
     get_bytes_per_us: tuple[tuple[int, float], ...]  # the same for a kernel that loads from a peer
     collective_latency_us: float
-    collective_bytes_per_us: float  # received by a rank
+    collective_bytes_per_us: float  # bytes that a rank receives
     collective_units: int
     copy_disturbance: float  # the fraction of a GPU's compute that is lost per byte/us that engines read or write there
     kernel_copy_disturbance: float  # the same for copy kernels, in addition to the units that they hold
@@ -137,7 +137,7 @@ class Model:
     """The additional CPU time of a run with dynamic sizes, besides `host_late_us` per step."""
     grouped_efficiency: float = 1.0
     """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
-    all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
+    all_to_all_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
     all_reduce: float = 1.0
     """The time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None

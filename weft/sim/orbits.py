@@ -6,10 +6,12 @@ the order of displacement (columns, rows), all ranks do the same at the same tim
     flows     if rank 0 sends to a displacement, every rank does. A link then carries as many flows as the route has links in the
               link's direction. So a route is replaced by one link per direction, slower by this factor
     signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
-    steps     the schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: those for the
-              first peer include the launch, and those for the second peer are used for all other peers
+    steps     the schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: the
+              steps for the first peer include the launch, and the steps for the second peer are used for all other
+              peers
 
-The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals that of simulating every rank.
+The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals the result of simulating
+every rank.
 
 The builders (`weft.builders.embedding_all_to_all`) order peers by rank number. On a torus this order is slower, because
 the number after the end of a row is in the next row.
@@ -207,7 +209,9 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the opposite displacement: this rank is at displacement `peer` from the rank at the result."""
+        """Return the opposite displacement: seen from the rank at the returned displacement, this rank is at
+        displacement `peer`.
+        """
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:

@@ -7,7 +7,7 @@
 The added costs are:
 
     tile_signal_us               each signal that tiles set
-    lanes_run_us, graph_run_us   the synchronisation of the caller's stream with several lanes, the latter in graphs only
+    lanes_run_us, graph_run_us   the synchronisation of the caller's stream with several lanes (graph_run_us: in graphs)
     CPU times                    in runs in which the CPU reads sizes
 """
 

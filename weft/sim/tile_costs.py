@@ -111,7 +111,7 @@ def cost_of_tiles(
             if use.how == "share":
                 work_us = found.work_us * slower.get(use.place[0], 1.0)
                 taken[use.place] = taken.get(use.place, 0.0) + times * use.amount * work_us
-    # The last wave may keep few units busy, but takes as long as a full wave.
+    # The last wave may occupy few units, but takes as long as a full wave.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
     if what == "matmul" and of_kernel == Rates(sources=of_kernel.sources):
@@ -127,7 +127,7 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts` with one segment for each expert instead of each (source rank, expert), if such a pair has few rows."""
+    """Return `parts`. If a pair (source rank, expert) has few rows, merge the segments of an expert for all source ranks."""
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
     if not gemms or rows > FEW_ROWS * segments:

@@ -50,7 +50,7 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
         ]
         if not ready:
             raise ValueError(
-                f"these tasks wait for each other, or for one that is not there: {', '.join(t.name for t in left)}"
+                f"these tasks wait for each other, or for a task that does not exist: {', '.join(t.name for t in left)}"
             )
         # Select the task with the earliest possible start. Ties: the task that is ready first, then the first in the
         # list.

@@ -5,10 +5,10 @@ fastest schedule.
 real machine. Both kinds of records have the same tables and pictures: figures 13, 12(b), 14, and the quality of choices
 (VI-D).
 
-Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal
-speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full overlap without loss. The paper
-studies four of its eight schedules, because the others "are strictly worse" (V-B). Here all eight run, with as many steps as
-ranks.
+Times are times per call of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM.
+The ideal speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full overlap
+without loss. The paper studies four of its eight schedules, because the others "are strictly worse" (V-B). Here all
+eight run, with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -265,8 +265,8 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     return [
-        f"For {others} of {len(best)} GEMMs the fastest schedule is one of the four that the paper omits. For {hetero} it is one "
-        "with a hetero start: the rank's own shard is computed first, as a whole.",
+        f"For {others} of {len(best)} GEMMs the fastest schedule is one of the four that the paper omits. For {hetero} it has "
+        "a hetero start: the rank first multiplies its own shard as a whole.",
         PAPER_SAYS,
     ]
 
@@ -279,7 +279,7 @@ def _smaller(records: Sequence[Record]) -> str:
     if not made:
         return ""
     turned = [name for name, r in made.items() if (gemm := _gemm_of(name)) and gemm.m > gemm.k and r["m"] <= r["k"]]
-    but = f" For {', '.join(turned)}, M is no longer above K, as it is in the paper." if turned else ""
+    but = f" For {', '.join(turned)}, M is above K in the paper, but not here." if turned else ""
     have = "GEMM has" if len(made) == 1 else "GEMMs have"
     return f"{len(made)} {have} a fraction of the paper's M; g1-m4 has a quarter.{but}"
 

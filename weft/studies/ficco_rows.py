@@ -54,7 +54,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class GemmRows(list["GemmRow"]):
-    """The rows of a run. others: {variant: record} of records without a GEMM. mesh: True if it used the paper's topology."""
+    """The rows of a run. others: {variant: record} of records without a GEMM. mesh: True if the run used the paper's
+    topology.
+    """
 
     others: Mapping[str, Record]
     mesh: bool = False

@@ -198,7 +198,9 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
     found = [_within("on a rank", rows, 0), _within("between ranks", rows, 1)]
     for cut in ("rows", "columns"):
         few, many = cut_name(cut, 8), cut_name(cut, 64)
-        found.append(_of_each("IV-C1", f"64 pieces by {cut} lose more than 8", [(r, few, many) for r in rows]))
+        found.append(
+            _of_each("IV-C1", f"a GEMM in 64 pieces by {cut} loses more than in 8", [(r, few, many) for r in rows])
+        )
     for pieces in (8, 64):
         both = cut_name("rows", pieces), cut_name("columns", pieces)
         pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
@@ -210,16 +212,29 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
     for cut, pieces in CUTS:
         name, of_pieces = cut_name(cut, pieces), [row.gemm.piece(**{cut: pieces}).op_to_byte for row in rows]
         found.append(
-            _trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte ratio", rows, of_pieces, name, -1)
+            _trend(
+                "IV-C1",
+                f"a GEMM in {pieces} pieces by {cut}: its loss falls with the pieces' op-to-byte ratio",
+                rows,
+                of_pieces,
+                name,
+                -1,
+            )
         )
-    for name in map(gather_name, TRANSPORTS):
-        found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, [r.gathered_bytes for r in rows], name, -1))
+    for by in TRANSPORTS:
+        text, sizes = (
+            f"an all-gather in {PIECES} pieces by {by}: its loss falls with size",
+            [r.gathered_bytes for r in rows],
+        )
+        found.append(_trend("IV-C2", text, rows, sizes, gather_name(by), -1))
     for by in TRANSPORTS[:0:-1]:
         pairs = [(r, gemm_beside("dma"), gemm_beside(by)) for r in rows]
-        found.append(_of_each(_section("IV-D1", by), f"a GEMM loses less next to dma than next to {by}", pairs))
+        found.append(
+            _of_each(_section("IV-D1", by), f"a GEMM loses less during an all-gather by dma than by {by}", pairs)
+        )
     for where, text, variant in (
-        ("IV-D1", "a GEMM's loss next to {} grows with its traffic", gemm_beside),
-        ("IV-D2", "{}'s loss next to a GEMM grows with the GEMM's traffic", gather_beside),
+        ("IV-D1", "a GEMM's loss during an all-gather by {} grows with the GEMM's traffic", gemm_beside),
+        ("IV-D2", "the loss of an all-gather by {} during a GEMM grows with the GEMM's traffic", gather_beside),
     ):
         traffic = [row.gemm.traffic for row in rows]
         found += [_trend(_section(where, by), text.format(by), rows, traffic, variant(by), 1) for by in TRANSPORTS]

@@ -392,7 +392,8 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     """Return [seconds of a GEMM, seconds of an all-gather, while both lanes ran; fraction of the time in which both ran].
 
-    gemm, gather: [start, end of each call]. Progress between two timestamps is assumed to be linear.
+    gemm, gather: a lane's start and the end of each of its calls. Progress between two timestamps is assumed to be
+        linear.
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
@@ -406,7 +407,7 @@ def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side
     """Increase the number of calls of the lane that ended first, then multiply both numbers by `longer`. All ranks must
     make this call.
 
-    marks: for each lane [start, end of each call].
+    marks: for each lane, its start and the end of each of its calls.
     """
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
@@ -484,8 +485,8 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the difference, divided by that of `wanted`, computed in blocks of rows to save
-    memory.
+    """Return the root mean square of the difference, divided by the root mean square of `wanted`. Compute both in
+    blocks of rows to save memory.
     """
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):

@@ -63,7 +63,7 @@ def load_numbers(file: str) -> Numbers:
     for key, one in found.items():
         if one.unit not in UNITS or one.source not in SOURCES or one.si < 0:
             raise ValueError(
-                f"{file}: {key} = {one}: use a known unit, a source of {', '.join(SOURCES)}, and at least 0"
+                f"{file}: {key} = {one}: use a known unit, a source of {', '.join(SOURCES)}, and a value of at least 0"
             )
     return Numbers(name, found)
 

@@ -210,7 +210,11 @@ def _claims(scaling: Scaling, found: PgasRows) -> Iterator[Claim]:
         said = f"{later[0]:.2f} times with 3 instead of 2, {later[1]:.2f} times with 4 instead of 3"
         held = min(later) > 0.9
         yield Claim(
-            "computation does not fall beyond 2 GPUs: latency-limited", "IV-B2, figure 9", "yes", said, held=held
+            "the time of computation does not fall beyond 2 GPUs, because latency limits it",
+            "IV-B2, figure 9",
+            "yes",
+            said,
+            held=held,
         )
     ranks, figure_of = (2, "figure 7") if name == "weak" else (4, "figure 10")
     part = rows[ranks].sending / rows[ranks].direct

@@ -65,15 +65,16 @@ NETWORKS = (
 
 PAPER = (
     "The paper simulates its hardware. Its speedups over serial, as geometric mean and maximum, are 20% and 39% for T3, 30% and "
-    "47% for T3-MCA, and 35% and 50% for an ideal overlap (6.1). On the large networks those of T3-MCA are 29% and 35% (6.4). "
-    "Memory traffic, including the all-gather, falls by 22% on average and by 36% at most (6.2)."
+    "47% for T3-MCA, and 35% and 50% for an ideal overlap (6.1). On the large networks the "
+    "speedups of T3-MCA are 29% and 35% (6.4). Memory traffic, including the all-gather, falls by 22% on average and by 36% at "
+    "most (6.2)."
 )
 """The numbers in the paper's text. Other numbers of figures 15 to 20 are only in pictures."""
 
 
 _ABOVE = (
-    "The ideal assumes NCCL's reduce-scatter. weft sends each part directly to its owner, which is faster, so it can beat "
-    "the ideal."
+    "The ideal assumes NCCL's reduce-scatter. weft sends each part directly to its owner, which is faster. So weft can be "
+    "faster than this ideal."
 )
 
 
@@ -81,8 +82,8 @@ _ABOVE = (
 class SublayerRow:
     """The results of one sub-layer.
 
-    gather_ms: 0 if it was not recorded. moved: ({kind: bytes of memory traffic} of serial, the same of the selected schedule);
-    None for machines without a file.
+    gather_ms: 0 if it was not recorded. moved: ({kind: bytes of memory traffic} of serial, the same for the selected
+        schedule); None for machines without a file.
     """
 
     network: Network

@@ -107,9 +107,7 @@ def _worst(rows: Sequence[HardwareRow]) -> Claim:
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"
     said = f"{worst} ({100 * (lost[worst] - 1):.0f}%); {target}: {100 * (lost[target] - 1):.0f}%"
-    return Claim(
-        "T3-MCA is furthest from the ideal where the L2 is bypassed", "6.1.3", target, said, held=worst == target
-    )
+    return Claim("T3-MCA is furthest from the ideal if the L2 is bypassed", "6.1.3", target, said, held=worst == target)
 
 
 def _stagger(record: Record) -> Claim:

@@ -143,7 +143,7 @@ def conclusions(rows: Rows) -> list[str]:
     judged = [claim for claim in found if claim.limit is not None]
     missed = [f"{claim.what} ({claim.where})" for claim in judged if claim.said == "no"]
     said = f"{len(judged) - len(missed)} of {counted(len(judged), 'number')} with an allowed deviation are within it"
-    said += f"; not so: {', '.join(missed)}." if missed else "."
+    said += f"; these are not: {', '.join(missed)}." if missed else "."
     order = "T3 < T3-MCA < ideal" if sub.in_order(rows.small["75"]) else "T3 < T3-MCA < ideal does not hold"
     return [f"{said} Geometric means: {order}. {_ranges(rows)} {_differs(rows)}"]
 

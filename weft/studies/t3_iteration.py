@@ -10,7 +10,7 @@ A GEMM without a collective takes as long as the GEMM of equal sizes with a coll
 (without fused attention) are estimated by a roofline: each reads and writes memory at the rate of table 1:
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
-    element-wise     dropout, residual and norm, twice, over [tokens, hidden], which no rank divides; bias and GeLU of the MLP
+    element-wise     dropout, residual and norm, twice, over [tokens, hidden], not sharded; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
 Backward has twice as many passes as forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without
@@ -68,7 +68,8 @@ class Iteration:
     def total(self, rest: float | None = None, times: float = 1.0) -> float:
         """Return the time of the iteration in us.
 
-        rest: the fraction of the time for operations that are not simulated; None: `times` times the roofline.
+        rest: the fraction of the time for operations that are not simulated; if it is None, these operations take
+            `times` x the roofline estimate.
         """
         simulated = self.gemms + self.collectives
         return simulated + times * sum(self.rest.values()) if rest is None else simulated / (1 - rest)

@@ -1,8 +1,8 @@
 """The optimizer and options of tables, from TorchRec's `fused_params`.
 
 Values that `apply_optimizer_in_backward` set on a parameter, or that the parameter's plan contains, take precedence
-over the `fused_params` of the sharder. Names and defaults are those of FBGEMM's table-batched embeddings. An option
-that weft does not support raises an error with its name.
+over the `fused_params` of the sharder. Names and defaults are the same as in FBGEMM's table-batched embeddings. An
+option that weft does not support raises an error with its name.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     second wait                    returns this rank's features for the samples of all ranks
     compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
-TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with those of the current
-batch. Every rank must make the same calls in the same order.
+TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with the stages of the
+current batch. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ShardedEmbeddingBagCollection(
 ):
     """TorchRec's `ShardedModule` of an EmbeddingBagCollection. `weft.torchrec.EmbeddingBagCollectionSharder` makes it.
 
-    Inputs and outputs are TorchRec's objects. Parameters, state dict and order of columns are those of TorchRec's own
-    module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
+    Inputs and outputs are TorchRec's objects. Parameters, state dict and order of columns are the same as in TorchRec's
+    own module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
     `weft.nn.ShardedEmbeddingBagCollection` inside.
 
     For an id out of range, weft reads a zero row and updates no row. (FBGEMM reads row 0.)

@@ -26,7 +26,7 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     With "fused", backward runs the optimizer of `apply_optimizer_in_backward` or of `fused_params`. The default is
     FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported.
     All tables of a collection must have the same optimizer. With "dense", the tables get gradients for a torch
-    optimizer. Those of data-parallel tables are the mean over ranks, as in TorchRec.
+    optimizer. Gradients of data-parallel tables are means over ranks, as in TorchRec.
 
     fused_params: FBGEMM's options by name, as in TorchRec. An option that weft does not support raises `ValueError`.
     transport, outputs, deterministic, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
@@ -80,8 +80,8 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
 class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
     """A sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    Plans may be those of `EmbeddingBagCollectionSharder`, with the same optimizers. All parts of a collection must have
-    the same number of columns, so TorchRec's planner proposes no column-wise tables.
+    The same plans and optimizers are supported as by `EmbeddingBagCollectionSharder`. All parts of a collection must
+    have the same number of columns, so TorchRec's planner proposes no column-wise tables.
 
     fused_params, use_index_dedup: as in TorchRec. An option that weft does not support raises `ValueError`.
     deadline_s: as for `weft.nn.ShardedEmbeddingCollection`.

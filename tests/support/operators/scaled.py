@@ -169,7 +169,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
                 {"biases": [zeros], "out_dtypes": [None]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"
             ),
             "gradient": (
-                {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have none"
+                {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have no gradients"
             ),
             "2D": (
                 {"schedule": "ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", "return_A": False},
@@ -289,7 +289,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "out": ({"out_dtype": FP8}, "out_dtype=torch.float8_e4m3fn: use one of torch.bfloat16"),
             "gradient": (
-                {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have none"
+                {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have no gradients"
             ),
             "reduce_op": ({"reduce_op": "max"}, 'reduce_op=\'max\': use "sum" or "avg"'),
             "fast": ({"use_fast_accum": 1}, "use_fast_accum=1 is an int: pass True or False"),

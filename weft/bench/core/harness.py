@@ -1,7 +1,8 @@
 """Timing across ranks. The time of a repetition is the slowest rank's time. Calls have three modes:
 
 - `single`: each call is followed by a synchronisation, as in a loop that waits for each result. Ranks start together,
-  and their collectives keep them together, without pauses between calls: launches on an idle device would take longer.
+  and their collectives keep them together. Calls follow each other without pauses, because launches on an idle device
+  take longer.
 - `queued`: many calls in a row and one synchronisation, as in training; the time is divided by the number of calls. On
   CUDA, a sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A device
   barrier after the sleep keeps first calls from waiting for another device's sleep. Calls that synchronise with the
@@ -46,8 +47,8 @@ _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a benchmark. group: the process group for the data. control: a gloo group for small numbers and
-    common starts.
+    """The ranks of a benchmark. group: the process group for the data. control: a gloo group for small numbers, and to
+    start all ranks at the same time.
     """
 
     group: dist.ProcessGroup

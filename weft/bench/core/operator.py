@@ -239,7 +239,7 @@ class OperatorBenchmark(ABC, Generic[P]):
             "variant": itemgetter("variant"), "mode": itemgetter("mode"), "ms": cell("p50_ms", 4),
             "p20 - p80": lambda r: f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}", "skew": cell("skew_ms", 4),
             **{f"vs\n{name}": partial(over, name) for name in self.baselines}, "over\nroofline": cell("roofline_ratio", 2),
-            **self.columns, "host\nus": cell("host_us", 1), "first\nms": cell("first_call_ms", 1),
+            **self.columns, "CPU\nus": cell("host_us", 1), "first\nms": cell("first_call_ms", 1),
             "error": lambda r: "" if r.get("error") is None else f"{r['error']:.1e}",
         }  # fmt: skip
         notes = (*found.notes, *found.wrong)

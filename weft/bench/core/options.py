@@ -22,9 +22,10 @@ class BenchOptions:
     """The options of a run.
 
     preset: names separated by commas; None: all presets that suit the device.
-    modes: the modes to time; None: the operator's modes. scale (embeddings): None: the largest 1/2^k that fits. On GPUs
-        memory limits it; on CPU also the time (about a second per variant): each thread of a call may read `read_mib`
-        MiB of rows.
+    modes: the modes to time; None: the operator's modes.
+    scale: for embeddings, the scale of the configuration; None: the largest 1/2^k that fits. On GPUs memory limits the
+        scale. On CPU time limits it too (about a second per variant): each thread of a call may read `read_mib` MiB of
+        rows.
     seconds: the time for the slowest variant of a mode.
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.

@@ -4,7 +4,7 @@ With --dtype fp8, variants are the scaled operators, with one scale per tensor a
 inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of FiCCO's GEMMs. Variants in addition to weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
-    asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
+    asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only
 
 Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
 overlap takes as long as the longer of the GEMM and the copies.
@@ -184,7 +184,7 @@ class _AllGatherBenchmark(TorchOperator):
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Compare with torch's operator, separately below and above the most rows for which it would use multicast."""
+        """Compare with torch's operator. Shapes with so few rows that torch would use multicast have a separate mean."""
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:

@@ -236,7 +236,7 @@ class ExpertVariants(GemmVariants):
         return [
             f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows over mean: "
             f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms * (PADDED in self.baselines)}",
-            f"all variants except {self.ahead} and those ending in {BOUNDED} synchronise with the device in each call, "
+            f"all variants except {self.ahead} and variants that end in {BOUNDED} synchronise with the device in each call, "
             f"in queued mode too, because the CPU must read the number of arriving rows",
             *super().notes(records, ceilings),
         ]

@@ -265,7 +265,7 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """{mode: (calibrated, blind)}, each {schedule: predicted milliseconds of a call in a row}.
+        """{mode: (calibrated, blind)}, each {schedule: predicted milliseconds per call of several calls in a row}.
 
         Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only
         the machine file and the results of `weft plan calibrate`.

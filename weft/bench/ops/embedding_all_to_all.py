@@ -183,7 +183,7 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
 class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
     name, baselines = "embedding_all_to_all", BASELINES
     columns: ClassVar[Columns] = {"pool\nms": cell("pool_ms", 3), "extra\nMB": cell("extra_bytes", 1, 1e6)}
-    narrow = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
+    narrow = ("pool\nms", "p20 - p80", "skew", "CPU\nus", "first\nms", "extra\nMB", "error")
     head, time = ("configuration",), "{}, ms"
 
     def modes(self, device: str) -> tuple[Mode, ...]:

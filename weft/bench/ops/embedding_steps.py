@@ -80,7 +80,7 @@ class TrainingStep(ABC):
 
 
 class WeftStep(TrainingStep):
-    """weft's operator, with the optimizer in its backward. pushes: set WEFT_PUSH_GRADIENTS=1."""
+    """weft's operator, with the optimizer in its backward. pushes: True to set WEFT_PUSH_GRADIENTS=1."""
 
     def __init__(self, work: TrainingData, pushes: bool = False) -> None:
         super().__init__(work)

@@ -369,7 +369,7 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
         "per occurrence\nms": cell("per_occurrence_ms", 3),
         "extra\nMB": cell("extra_bytes", 1, 1e6),
     }
-    narrow = ("p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
+    narrow = ("p20 - p80", "skew", "CPU\nus", "first\nms", "extra\nMB", "error")
     head, time = ("configuration", "floor, rows once, ms", "floor, per occurrence, ms"), "{}, ms"
 
     def modes(self, device: str) -> tuple[Mode, ...]:

@@ -37,7 +37,7 @@ class GatherShape(GemmShape):
     over: int = 1
 
     written: ClassVar[str] = (
-        f"{GemmShape.written}; or of FiCCO's GEMMs g1 to g16, s1 to s16, table-1 or synthetic, with -m4 behind for a quarter of M"
+        f"{GemmShape.written}; or FiCCO's GEMMs g1 to g16, s1 to s16, table-1 or synthetic; append -m4 for a quarter of M"
     )
 
     @property
@@ -75,8 +75,9 @@ class GatherShape(GemmShape):
     def bytes(self, ranks: int, item_bytes: int) -> float:
         """Return the bytes of a run. The paper's GEMMs can fill a GPU, so their estimate is close to the peak.
 
-        The estimate has the gathered input (for the reference, twice during its computation, and in a buffer) and two sets of
-        shards. It also has the weight and two results, each with a float64 copy."""
+        The estimate counts six tensors of the size of the gathered input, for shards, buffers and the reference. It
+        also counts the weight and two results, each with a float64 copy.
+        """
         if not self.gemm:
             return super().bytes(ranks, item_bytes)
         m, n, k = self.m, self.n, self.k
@@ -84,11 +85,11 @@ class GatherShape(GemmShape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """Return `shape` with M halved until inputs, results and all schedules with a prefix in `names` fit. All ranks must
+    """Return `shape` with M halved until inputs, results and the schedules of all `names` fit in memory. All ranks must
     make this call.
 
-    Only GEMMs of the paper without a given divisor of M are reduced. If no M fits, return the full shape, which is refused later.
-    See `pinned_schedules`.
+    Only GEMMs of the paper without a given divisor of M are reduced. If no M fits, return the full shape, which is
+    refused later. names: see `pinned_schedules`.
     """
     if not shape.gemm or shape.over:
         return shape

@@ -53,7 +53,7 @@ class GemmShape:
     own: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
 
     written: ClassVar[str] = (
-        f"MxNxK of whole numbers above 0 such as 8192x4096x8192; with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
+        f"MxNxK of whole numbers above 0 such as 8192x4096x8192; append {_SYMMETRIC} to put the inputs into symmetric memory"
     )
     example: ClassVar[str] = "512x1024x256"
 
@@ -139,10 +139,10 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """Yield (suffix, variant, candidate) for the variants with a prefix in `names`.
+    """Yield (suffix, variant, candidate) for the variants whose names begin with an entry of `names`.
 
-    Candidates are the planner's, and the full names in `names` that have other parameters. Only the first of `problems`
-    yields the serial schedule.
+    Candidates are the planner's candidates, and full names in `names` with parameters that the planner does not try.
+    Only the first of `problems` yields the serial schedule.
     """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
@@ -157,8 +157,10 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
-    """Return (schedules of variants with a prefix in `names` that apply and fit in memory; notes on the others). All
-    ranks must make this call.
+    """Return (schedules of the variants whose names begin with an entry of `names`; notes). All ranks must make this
+    call.
+
+    Schedules that do not apply, or do not fit in memory, are left out with a note.
 
     If equal schedules have several names, keep the first name.
     """
@@ -174,7 +176,7 @@ def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> 
 
 
 def memory_of_schedules(problems: Problems, names: Sequence[str]) -> int:
-    """Return a rank's bytes for all schedules of variants with a prefix in `names`."""
+    """Return a rank's bytes for all schedules of the variants whose names begin with an entry of `names`."""
     return sum(_memory(one.schedule) for one in _distinct(problems, names))
 
 
@@ -243,7 +245,8 @@ def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: in
     """Return the largest allowed error of a GEMM's output, relative to the largest element.
 
     of_torch: the error of torch's GEMM in this dtype. The limit is twice this error, but at least half a rounding of the largest
-    element, times `roundings`. With None, return the limit for torch itself: a few roundings plus those of k additions in fp32.
+    element, times `roundings`. With None, return the limit for torch itself: a few roundings, and the roundings of k
+    additions in fp32.
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

@@ -1,9 +1,9 @@
 """Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
-Layers and variants are those of all_to_all_matmul; [k, n] is an expert's last matrix. `serial`, the baseline, runs
-torch's grouped GEMM, a copy into the order of source ranks, and all_to_all_single. The dispatch has already copied its
-sizes to the CPU, so `serial` never waits and can be captured. weft also knows the number of this rank's tokens from the
-dispatch; ...-bounded variants get it as `rows`.
+Layers and variants are the same as for all_to_all_matmul; [k, n] is an expert's last matrix. `serial`, the baseline,
+runs torch's grouped GEMM, a copy into the order of source ranks, and all_to_all_single. The dispatch has already copied
+its sizes to the CPU, so `serial` never waits and can be captured. weft also knows the number of this rank's tokens from
+the dispatch; ...-bounded variants get it as `rows`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each rank computes [m, k] @ [k, n], where k is its part of a row-parallel layer,
 operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor. Variants in addition to weft's:
 
     serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, reduce_scatter_tensor
-    asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter (fused_scaled_matmul_reduce_scatter); GPUs only
+    asynctp   torch's operator fused_matmul_reduce_scatter (fp8: fused_scaled_matmul_reduce_scatter); GPUs only
 
 Also timed alone: the GEMM, the copies of all peers' rows to the peers, and NCCL's reduce-scatter. An ideal overlap
 takes as long as the longer of the GEMM and the copies.

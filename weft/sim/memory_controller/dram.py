@@ -5,7 +5,7 @@ reduce-scatters. This module checks this rate, and the time of a near-memory upd
 banks with open rows, the longer delay between columns of a bank group, the bus turnaround from reads to writes, and a
 FR-FCFS controller that writes in batches.
 
-Timings, queues and address bits are those of Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
+Timings, queues and address bits are taken from Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
 Energy-Efficient DRAM System for GPUs", 2017. Table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
 Compute & Collectives" uses the same source, and adds CCDWL.
 """
@@ -41,7 +41,7 @@ def access(op: Op, address: int) -> Access:
 
 
 def cycles(accesses: list[Access]) -> int:
-    """Return the number of clocks that a channel needs for these accesses, which enter its queues in order."""
+    """Return the number of clock cycles that a channel needs for these accesses, which enter its queues in order."""
     coming = iter(accesses)
     queues: dict[bool, list[Access]] = {False: [], True: []}  # {is a write: accesses}
     entering = next(coming, None)

@@ -175,8 +175,8 @@ def _routes(
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Add a rank's routes to a setup. one_for_all: True to simulate only this rank, whose sends represent those of an
-    identical peer.
+    """Add a rank's routes to a setup. one_for_all: True to simulate only this rank, whose sends represent the sends of
+    an identical peer.
     """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
