@@ -217,8 +217,13 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
         sum(parts),
     )  # for the rows that a rank reduces: the first row of each chunk's part, and the total number of rows
 
+    counts = [
+        [max(0, min(part, count - rank * part)) for rank in range(world)]
+        for (_, count), part in zip(pieces, parts, strict=True)
+    ]
+
     def count(owner: Index, c: int) -> Index:
-        return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)
+        return lookup(counts[c], owner)
 
     def in_whole(buffer: Buffer, owner: Index, c: int) -> Region:
         return buffer.part(rows=(pieces[c][0] + owner * parts[c], count(owner, c)))

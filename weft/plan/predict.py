@@ -31,7 +31,7 @@ from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
 from weft.sim.memory import too_large
 from weft.sim.model import MatmulShape
-from weft.sim.run_time import Mode, dynamic_steps, run_us
+from weft.sim.run_time import Mode, dynamic_steps, reading_host_us, run_us
 from weft.sim.vectorised import key_of, values_of_ranks
 from weft.words import in_us
 
@@ -383,8 +383,7 @@ def _times(
 ) -> dict[str, float | str]:
     """Return {name: time in us, or the reason for not simulating the candidate}.
 
-    A candidate that a CUDA graph can capture is compared with the best capturable candidate. Other candidates are
-    compared with the best of all.
+    Candidates are compared with the best. For a graph, capturable candidates are compared with the best of these.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
@@ -402,7 +401,7 @@ def _times(
         if not few and rough and name not in needed:
             times[name] = ROUGH  # no choice needs its time; it would only be shown
             continue
-        fastest = best if one.row.reads_on_host else best_captured
+        fastest = best_captured if mode == "graph" and not one.row.reads_on_host else best
         hopeless = HOPELESS * fastest if few else HOPELESS_OF_MANY * fastest + HOPELESS_US
         if bounds[name] > hopeless and name not in needed:
             times[name] = f"{AT_LEAST} {in_us(bounds[name])}"
@@ -431,15 +430,19 @@ def _least_us(built: _Built, model: Model, mode: Mode) -> float:
     """Return a lower bound on the time of a run, in us.
 
     The bound is the time of the longest lane's steps, each alone. For many ranks it is at least the time of the bytes
-    on the links, and for a single run at least the CPU time of all steps.
+    on the links, and the CPU time of a run in which the CPU reads sizes. For a single run it is at least the CPU time
+    of all steps.
     """
+    assert built.schedule is not None
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
+    if built.schedule.world_size > _MANY_RANKS:
+        host_us = max(host_us, reading_host_us(built.schedule, model))
     return max(host_us, _lanes_us(built, model))
 
 
 _MANY_RANKS = 8
-"""The number of ranks above which lower bounds include the bytes on links. This saves more simulation time than it
-costs.
+"""The number of ranks above which lower bounds include the bytes on links, and the CPU time of reading sizes. This saves
+more simulation time than it costs. With fewer ranks, more candidates are simulated, so that plans show their times.
 """
 
 

@@ -46,7 +46,7 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
     us += _signals_of_tiles(schedule) * model.tile_signal_us
     if len(schedule.lanes) > 1:
         us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
-    return max(us, _reading_host_us(schedule, model)) if schedule.reads_on_host else us
+    return max(us, reading_host_us(schedule, model))
 
 
 def dynamic_steps(schedule: Schedule) -> int:
@@ -71,12 +71,14 @@ def dynamic_steps(schedule: Schedule) -> int:
     return count
 
 
-def _reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the CPU time to issue a run in which the CPU reads sizes.
+def reading_host_us(schedule: Schedule, model: Model) -> float:
+    """Return the CPU time to issue a run in which the CPU reads sizes; 0 if it reads none.
 
     Because the CPU waits in every run, it is never far enough ahead of the device to hide this time. If it must wait
     before it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
     """
+    if not schedule.reads_on_host:
+        return 0.0
     each_us = TORCH_CALLS * model.host_call_us if schedule.stops_host else model.host_late_us
     return model.host_dynamic_us + dynamic_steps(schedule) * each_us
 
