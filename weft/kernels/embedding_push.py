@@ -66,7 +66,7 @@ def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexp
     return failed
 
 
-@triton.jit(do_not_specialize=["samples", "first_sample", "count_of_pieces", "deadline_ns"])
+@triton.jit(do_not_specialize=["samples", "first_sample", "count_of_pieces", "stride", "deadline_ns"])
 def push_kernel(
     grad, pieces, inboxes, signals, state, record, samples, first_sample, count_of_pieces, stride, deadline_ns: tl.int64,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
