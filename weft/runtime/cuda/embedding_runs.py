@@ -211,15 +211,16 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
         return
-    rows = _rows_of(of, jagged)  # on the current stream: the allocator needs events for memory of two streams
+    laid = _laid_out(of, jagged)
+    rows = _rows_of(of, jagged, laid)  # on the current stream: the allocator needs events for memory of two streams
     if device.type != "cuda":
-        _sort(of, jagged, rows)
+        _sort(of, jagged, rows, laid)
         of.sorted_ahead = SortedAhead(rows, [], None, None)
         return
     home, side = torch.cuda.current_stream(device), _side_stream(device)
     torch.cuda.set_stream(side)
     try:
-        _sort(of, jagged, rows, home)
+        _sort(of, jagged, rows, laid, home)
     finally:
         torch.cuda.set_stream(home)
     read = [jagged.values, jagged.offsets] + ([] if jagged.weights is None else [jagged.weights])
@@ -237,25 +238,28 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
     if ahead is not None:
         taken: Rows = ahead.take()
         return taken
-    rows = _rows_of(of, jagged)
-    _sort(of, jagged, rows)
+    laid = _laid_out(of, jagged)
+    rows = _rows_of(of, jagged, laid)
+    _sort(of, jagged, rows, laid)
     return rows
 
 
-def _rows_of(of: ForwardCall, jagged: JaggedInput) -> Rows:
+def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
     """Allocate the runs of a call."""
-    shape, laid = shape_of(of.plan.sharding, of.rank), _laid_out(of, jagged)
+    shape = shape_of(of.plan.sharding, of.rank)
     count = laid.layers * jagged.values.numel()
     is_scaled = shape.any_mean or jagged.weights is not None
     return Rows(shape, count, laid.of_places, is_scaled, jagged.values.device)
 
 
-def _sort(of: ForwardCall, jagged: JaggedInput, rows: Rows, after: torch.cuda.Stream | None = None) -> None:
+def _sort(
+    of: ForwardCall, jagged: JaggedInput, rows: Rows, laid: _LaidOut, after: torch.cuda.Stream | None = None
+) -> None:
     """Sort the ids of a call into `rows`, on the current stream, after the work enqueued on the stream `after`."""
     shape, count, device = rows.shape, rows.count, rows.buffer.device
     if not count:
         return
-    ids = occurrences(of, jagged, after)
+    ids = occurrences(of, jagged, after, laid)
     ordered, order = torch.sort(ids.keys, stable=True)
     scaled, cuts = rows.is_scaled, count >= SEGMENT
     unused = ordered if ids.scales is None else ids.scales
@@ -292,11 +296,16 @@ def _sort(of: ForwardCall, jagged: JaggedInput, rows: Rows, after: torch.cuda.St
     launch_all(key if max(count, shape.no_row) < MOST_32 else None, kernels, calls)
 
 
-def occurrences(of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None) -> Occurrences:
-    """Return all ids of this rank's slots, with keys and places. after: as in `launch_all`."""
+def occurrences(
+    of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None
+) -> Occurrences:
+    """Return all ids of this rank's slots, with keys and places.
+
+    after: as in `launch_all`. laid: the layout of the occurrences, if the caller has it.
+    """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
-    slots, stride, layers, of_places = _laid_out(of, jagged)
+    slots, stride, layers, of_places = _laid_out(of, jagged) if laid is None else laid
     if slots is None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
