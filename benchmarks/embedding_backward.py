@@ -68,9 +68,9 @@ def measured(name: str, all_sizes: bool) -> dict[str, float]:
     received = torch.randn(config.global_batch, sum(w.shape[1] for w in weights), device=DEVICE)
     sgd = tables._replace(optimizer=weft.SGD(lr=0.01), states=[[] for _ in weights])
     ids, found = embedding_runs.occurrences(of, jagged), embedding_runs.sorted_rows(of, jagged)
-    runs = int(found.runs)
+    runs = int(found.tensors.runs)
     ms = {
-        "ids": float(ids.keys.numel()), "rows": float(runs), "longest": float(found.starts[: runs + 1].diff().max()),
+        "ids": float(ids.keys.numel()), "rows": float(runs), "longest": float(found.tensors.starts[: runs + 1].diff().max()),
         "keys": milliseconds(lambda: embedding_runs.occurrences(of, jagged)),
         "torch.sort": milliseconds(lambda: torch.sort(ids.keys, stable=True)),
         "sort, all": milliseconds(lambda: embedding_runs.sorted_rows(of, jagged)),

@@ -11,15 +11,19 @@ from support.embedding_collection import check, columns, placements, train
 from support.embedding_partition import whole
 
 import weft
+from weft.embedding import DataParallel, RowWise
 from weft.launch import Pool
 
 pytestmark = ranks.MARKS
+REPLICATED = ("replicated", "mixed too")
+"""The placements with data-parallel tables, which do not support clipping by norm."""
 
 
 @pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize("name", placements(1))
 def test_rows_and_updates(pair: Pool, name: str, dedup: bool) -> None:
-    for optimizer in (weft.Adam(lr=0.05, weight_decay=0.01), weft.SGD(lr=0.1, clip_norm=1.0)):
+    clipped = weft.SGD(lr=0.1, clip_value=0.3) if name in REPLICATED else weft.SGD(lr=0.1, clip_norm=1.0)
+    for optimizer in (weft.Adam(lr=0.05, weight_decay=0.01), clipped):
         check(pair, 2, placements(2)[name], optimizer, dedup=dedup)
 
 
@@ -32,22 +36,32 @@ def test_tables_cut_by_columns(pair: Pool, parts: int, dedup: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dedup": True, "gradients": "sum"}], ids=str)
 def test_gradients_for_an_optimizer_of_torch(pair: Pool, options: dict[str, Any]) -> None:
-    check(pair, 2, placements(2)["mixed"], None, torchs=True, **options)
+    for name in ("mixed", "mixed too"):
+        check(pair, 2, placements(2)[name], None, torchs=True, **options)
 
 
-def test_hashed_ids_and_accumulation(pair: Pool) -> None:
-    check(pair, 2, placements(2)["rows"], weft.SGD(lr=0.1), hash=True, accumulates=True)
+def test_replicated_tables_of_an_optimizer_of_torch(pair: Pool) -> None:
+    """The optimizer in backward updates the other tables, by the same rule."""
+    mixed = {"users": DataParallel(fused=False), "items": RowWise(), "pairs": DataParallel(fused=False)}
+    check(pair, 2, mixed, weft.SGD(lr=0.1), torchs=True)
 
 
+@pytest.mark.parametrize("name", ["rows", *REPLICATED])
+def test_hashed_ids_and_accumulation(pair: Pool, name: str) -> None:
+    check(pair, 2, placements(2)[name], weft.SGD(lr=0.1), hash=True, accumulates=True)
+
+
+@pytest.mark.parametrize("name", ["rows", *REPLICATED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
-    check(pair, 2, placements(2)["rows"], weft.SGD(lr=0.1), dtype, 1, tolerance=3 * torch.finfo(dtype).eps, dedup=True)
+def test_16_bit_tables(pair: Pool, dtype: torch.dtype, name: str) -> None:
+    check(pair, 2, placements(2)[name], weft.SGD(lr=0.1), dtype, 1, tolerance=3 * torch.finfo(dtype).eps, dedup=True)
 
 
+@pytest.mark.parametrize("name", ["mixed", "mixed too"])
 @pytest.mark.parametrize("dedup", [False, True])
-def test_equal_inputs_give_equal_bits(pair: Pool, dedup: bool) -> None:
+def test_equal_inputs_give_equal_bits(pair: Pool, dedup: bool, name: str) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": dedup}
-    runs = [pair.run(train, placements(2)["mixed"], torch.float32, 2, options, timeout_s=120) for _ in range(3)]
+    runs = [pair.run(train, placements(2)[name], torch.float32, 2, options, timeout_s=120) for _ in range(3)]
     first, *others = [whole([parts for parts, _ in run]) for run in runs]
     for other in others:
         assert all(torch.equal(other[name], weight) for name, weight in first.items())

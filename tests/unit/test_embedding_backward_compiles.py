@@ -76,7 +76,7 @@ def test_kernels_compile(name: str, target: str) -> None:
         )
         extra = F32 if case["rule"] == 6 else I64
         update = device_code.update_rows_kernel.warmup(
-            *data, I64, I32, F32, I64, F32, F32, extra, I64, 5, GROUP=case["group"], **of_tile, **rules, **options
+            *data, I64, I64, I32, F32, I64, F32, F32, extra, I64, 5, GROUP=case["group"], **of_tile, **rules, **options
         )
         added = device_code.add_each_kernel.warmup(
             case["keys"], I32, F32, grads, I64, F32, F32, I64, 1000, 10**6, 5, ROWS=case["lanes"],
@@ -101,6 +101,7 @@ def test_kernels_of_runs_compile(wide: bool, target: str) -> None:
                 HASH=wide, WEIGHTED=wide, ANY_MEAN=wide, BAG=tl.int64 if wide else tl.int32, grid=(1,), **block,
             ),
             runs_code.count_runs_kernel.warmup(keys, I64, 1000, 10**6, grid=(1,), **block),
+            runs_code.sum_runs_kernel.warmup(I64, I64, I64, 100, BLOCK=1024, grid=(1,)),
             runs_code.runs_kernel.warmup(
                 keys, I64, keys, F32, I64, I32, keys, keys, F32, 1000, 10**6, SCALED=wide, grid=(1,), **block
             ),

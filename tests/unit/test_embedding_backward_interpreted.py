@@ -104,7 +104,7 @@ def play(case: Case) -> None:
     from weft.runtime.cuda import embedding_runs as runs
 
     if case.small:
-        constants = (device, "SEGMENT", 4), (runs, "SEGMENT", 4), (device, "_ROWS", 64), (runs, "_MOST_32", 0)
+        constants = (device, "SEGMENT", 4), (runs, "SEGMENT", 4), (device, "_ROWS", 64), (runs, "MOST_32", 0)
         with contextlib.ExitStack() as patched:
             for module, name, value in constants:
                 patched.enter_context(mock.patch.object(module, name, value))

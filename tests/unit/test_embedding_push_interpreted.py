@@ -94,7 +94,7 @@ def play(case: Case) -> None:
         for rank in range(ranks.world):
             ranks.run(rank, whole[case.p.rows_of(rank)].contiguous())
             failed = rank == case.poisoned
-            assert ranks.states[rank].tolist()[:4] == [epoch, 0, 0, 0 if failed else 1]
+            assert ranks.states[rank].tolist()[:5] == [epoch, 0, 0, 0, 0 if failed else 1]
             assert (int(ranks.records[rank][code.R_STATUS]) != 0) == failed
             if failed:
                 assert int(ranks.records[rank][code.R_FOUND]) >= 0

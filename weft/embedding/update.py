@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -63,6 +64,7 @@ class FusedUpdate:
             for weight in weights
         ]
         """The states of each table, by name."""
+        self._flat: tuple[Any, list[torch.Tensor]] = None, []  # `states`, and all of them in a list
 
     @property
     def lr(self) -> float:
@@ -76,8 +78,11 @@ class FusedUpdate:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All states, table by table."""
-        return [state for states in self.states for state in states.values()]
+        """All states, table by table. Do not change the list."""
+        states = self.states
+        if self._flat[0] is not states:  # each call with gradients reads the list
+            self._flat = states, [state for of_table in states for state in of_table.values()]
+        return self._flat[1]
 
     @property
     def nbytes(self) -> int:

@@ -166,7 +166,7 @@ def _gradient(
 
 @triton.jit(do_not_specialize=["count_of_tables"])
 def update_rows_kernel(
-    run_keys, places, scales, grads, starts, runs, first_segment, partials, tables, numbers, learning_rate, extra, skipped,
+    run_keys, places, scales, grads, starts, runs, ok, first_segment, partials, tables, numbers, learning_rate, extra, skipped,
     count_of_tables,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
@@ -179,11 +179,12 @@ def update_rows_kernel(
         output. Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32. UNIFORM: all
         tables have BLOCK_D columns. ALIGN: a divisor of widths and places. count_of_tables, STEPS: see `_table_of`.
         DTYPE: the dtype of the tables, and of the output of rule 0. learning_rate: fp32 `[]`. skipped: int64, the count
-            of rows that SKIP left unchanged. extra: for STOCHASTIC the seed, int64 `[1]`.
+            of rows that SKIP left unchanged. extra: for STOCHASTIC the seed, int64 `[1]`. ok: int64 `[1]`; if it is 0,
+            nothing is written.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
     factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
-    total_runs = tl.load(runs)
+    total_runs = tl.load(runs) * tl.load(ok)
     stride = tl.num_programs(0) * GROUP
     begin = tl.program_id(0) * GROUP
     # Load the next group's runs while this group's rows arrive.

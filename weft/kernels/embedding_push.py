@@ -27,7 +27,8 @@ from weft.kernels.signals import POISON, store_release, wait_at_least, words
 PIECE_FIELDS = 5
 # Words of the local state (int64, device memory).
 STATE_WORDS = 8
-EPOCH, ARRIVED, FAILED, OK = range(4)
+EPOCH, ARRIVED, FAILED = range(3)
+OK = 4  # at a multiple of 16 bytes, because other kernels read it
 # Words of the record in pinned memory (int64).
 RECORD_WORDS = 8
 R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND = range(5)
@@ -65,7 +66,7 @@ def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexp
     return failed
 
 
-@triton.jit(do_not_specialize=["samples", "first_sample", "count_of_pieces", "deadline_ns"])
+@triton.jit(do_not_specialize=["samples", "first_sample", "count_of_pieces", "stride", "deadline_ns"])
 def push_kernel(
     grad, pieces, inboxes, signals, state, record, samples, first_sample, count_of_pieces, stride, deadline_ns: tl.int64,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -9,7 +9,7 @@ in elements.
                          ids.
     (a stable sort)      of keys, together with the numbers of occurrences
     count_runs_kernel    the number of runs that begin in each block of sorted keys
-    (a prefix sum)       over blocks
+    sum_runs_kernel      the prefix sums of these numbers
     runs_kernel          start and key of each run; places and scales in sorted order
     long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number the segments, so the numbers
                          differ between calls, but the sums do not.
@@ -133,6 +133,25 @@ def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: t
     tl.store(counts + tl.program_id(0), tl.sum(begins.to(tl.int32), axis=0).to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["blocks"])
+def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
+    """Replace the number of runs of each block by the number of runs up to the block's end.
+
+    Write the number of all runs to `runs`, and 0 to both counters. Launched with one program.
+    """
+    lanes = tl.arange(0, BLOCK)
+    before = tl.full([], 0, tl.int64)
+    for begin in range(0, blocks, BLOCK):
+        at = begin + lanes
+        inside = at < blocks
+        counts = tl.load(ends + at, mask=inside, other=0)
+        tl.store(ends + at, before + tl.cumsum(counts, axis=0), mask=inside)
+        before += tl.sum(counts, axis=0)
+    both = tl.arange(0, 2)
+    tl.store(counters + both, both.to(tl.int64) * 0)
+    tl.store(runs, before)
+
+
 @triton.jit(do_not_specialize=["count", "no_row"])
 def runs_kernel(
     keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
@@ -168,7 +187,7 @@ def long_runs_kernel(
     """Number the segments of long runs. Write first_segment of each long run, run_of_segment, and the list of long
     runs.
 
-    counters: zeros before the launch; then the numbers of segments and of long runs.
+    counters: zeros, which `sum_runs_kernel` has written; then the numbers of segments and of long runs.
     """
     total = tl.load(runs)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):

@@ -9,7 +9,7 @@ is one feature for one destination. The message for a destination has 4-byte wor
     count_ids_kernel   lengths -> the number of ids of each key
     header_kernel      counts  -> this rank's header, and a header for each destination
     pack_kernel        values, lengths, weights -> the messages, one after the other
-    unpack_kernel      the messages of all sources -> ids, lengths and weights by feature, with samples in rank order
+    unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
 Headers are in device memory, so kernels compute all positions from headers. A header has `HEAD` words before its
 counts: refused (0 or 1), bits of an id, and batch size.
@@ -129,13 +129,13 @@ def pack_kernel(
 
 @triton.jit(do_not_specialize=["sources", "features"])
 def unpack_kernel(
-    messages, headers, values, lengths, weights, offsets, sources, features,
-    PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    messages, headers, values, weights, offsets, sources, features,
+    PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """Write ids, lengths and weights by feature, and 0 as the first offset.
+    """Write ids, offsets and weights by feature.
 
-    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. Grid: (sources *
-    features, programs that share a piece).
+    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS: lengths that are
+    summed at once. Grid: (sources * features, programs that share a piece). The last of these writes the offsets.
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)
@@ -159,9 +159,14 @@ def unpack_kernel(
     id_words = values.to(tl.pointer_type(tl.int32))
     _copy(message + ids_before * ID_WORDS, id_words + to_id * ID_WORDS, count * ID_WORDS, BLOCK)
     message += ids * ID_WORDS
-    _copy(message + feature * batch, lengths + to_bag, batch, BLOCK)
     if WEIGHTED:
         weight_words = weights.to(tl.pointer_type(tl.int32))
         _copy(message + features * batch + ids_before, weight_words + to_id, count, BLOCK)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(offsets, tl.zeros([], tl.int64))
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        for begin in range(0, batch, BAGS):
+            bag = begin + tl.arange(0, BAGS)
+            length = tl.load(message + feature * batch + bag, mask=bag < batch, other=0).to(tl.int64)
+            tl.store(offsets + 1 + to_bag + bag, to_id + tl.cumsum(length, axis=0), mask=bag < batch)
+            to_id += tl.sum(length, axis=0)
+        if tl.program_id(0) == 0:
+            tl.store(offsets, tl.zeros([], tl.int64))

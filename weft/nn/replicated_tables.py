@@ -263,6 +263,10 @@ class JointUpdate(FusedUpdate):
             one.lr = value
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [state for one in self._both for state in one.tensors]
+
+    @property
     def states(self) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
         return [states for one in self._both for states in one.states]
 

@@ -394,7 +394,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
             assert call.step is not None
             optimizer = optimizer_of(call.optimizer)
             states, each = call.states, len(optimizer.states)
-            of_tables = [states[i * each : (i + 1) * each] for i in range(len(call.weights))]
+            of_tables: list[list[torch.Tensor]] = [[]] * len(call.weights)
+            if each:
+                of_tables = [states[i : i + each] for i in range(0, len(states), each)]
             tables = Tables(optimizer, call.weights, of_tables, call.learning_rate, call.step)
         versions = None
         if tables is not None and call.per_sample_weights is not None and call.per_sample_weights.requires_grad:

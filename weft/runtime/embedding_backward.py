@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -188,7 +187,7 @@ def _update(
         return
     rows, scale = device.sorted_rows(of, call.jagged), None
     if ok is not None:
-        rows = replace(rows, runs=rows.runs * ok)
+        rows.ok = ok
     if tables.optimizer.clip_norm is not None:
         squares = device.sum_of_squares(of, tables, rows, call.received)
         scale = scale_of_norm(squares, tables.optimizer.clip_norm, group, deadline_s)

@@ -8,14 +8,16 @@ and the grid.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from weft import _core
-from weft.runtime.cuda.kernel_call import direct_program, loaded
+from weft import _core, env
+from weft.runtime.cuda.kernel_call import Base, Grid, direct_program, kernel_call, loaded
+
+_IS_INTERPRETED = env.triton_interpreted()  # the interpreter has no handles
 
 
 class _Programs(threading.local):
@@ -23,6 +25,7 @@ class _Programs(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], _core.StreamProgram | None] = {}
+        self.of_several: dict[tuple[Any, ...], _core.StreamProgram | None] = {}
 
 
 _programs = _Programs()
@@ -67,8 +70,91 @@ def _program(
     constants: dict[str, Any],
 ) -> _core.StreamProgram | None:
     """Compile the kernel, and return its `direct_program`."""
+    return direct_program(_compiled(kernel, warps, constants, arguments, device), len(arguments))
+
+
+def _compiled(
+    kernel: JITFunction[Any], warps: int, constants: dict[str, Any], arguments: Sequence[Any], device: torch.device
+) -> Any:
+    """Compile and load the kernel."""
     for parameter, given in zip(kernel.params, arguments, strict=False):
         if isinstance(given, int) and not parameter.do_not_specialize:
             raise TypeError(f"{kernel.__name__} specializes {parameter.name}: add it to do_not_specialize")
-    compiled = loaded(device, lambda: kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants))
-    return direct_program(compiled, len(arguments))
+    return loaded(device, lambda: kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants))
+
+
+class Kernel(NamedTuple):
+    """A Triton kernel with its number of warps and its constants."""
+
+    kernel: Any
+    warps: int
+    constants: dict[str, Any]
+
+
+Call: TypeAlias = tuple[tuple[int, int], Sequence[Any]]
+"""The grid and the arguments of a launch."""
+
+
+def alignments(addresses: Sequence[int]) -> tuple[bool, ...]:
+    """Return, for each address, True if it is a multiple of 16, on which a compiled kernel may rely."""
+    return tuple([address % 16 == 0 for address in addresses])
+
+
+def launch_all(
+    key: tuple[Hashable, ...] | None,
+    kernels: Callable[[], Sequence[Kernel]],
+    calls: Callable[[bool], Sequence[Call]],
+    after: torch.cuda.Stream | None = None,
+) -> None:
+    """Enqueue Triton kernels on the current stream, one after the other, in one native call.
+
+    `launch` inspects each argument in each call. This function does so only for a new `key`.
+
+    key: a value for which the compiled kernels are the same: dtypes, constants, and `alignments` of all addresses. All
+        numbers must be below 2^31. None if this is not so: then `launch` launches each kernel.
+    kernels: a function that returns the kernels, for a new key.
+    calls: a function that returns the grid and the arguments of each launch: tensors and numbers for True, addresses
+        and numbers for False.
+    after: a stream whose enqueued work has to run before the kernels.
+    """
+    if key is not None and not _IS_INTERPRETED:
+        device = torch._C._cuda_getDevice()
+        known, programs = (device, after is None, *key), _programs.of_several
+        program = programs.get(known)
+        if program is None and known not in programs:
+            launches = list(zip(kernels(), calls(True), strict=True))
+            program = programs[known] = _program_of_all(launches, torch.device("cuda", device), after is not None)
+        if program is not None:
+            here, bases = torch._C._cuda_getCurrentRawStream(device), list[int]()
+            for grid, arguments in calls(False):
+                bases += grid
+                bases += arguments
+            program.run(0, len(program), bases, (here,) if after is None else (here, after.cuda_stream))
+            return
+    if after is not None:
+        torch.cuda.current_stream(after.device).wait_stream(after)
+    for (kernel, warps, constants), (grid, arguments) in zip(kernels(), calls(True), strict=True):
+        launch(kernel, grid, arguments, warps=warps, **constants)
+
+
+def _program_of_all(
+    launches: Sequence[tuple[Kernel, Call]], device: torch.device, waits: bool
+) -> _core.StreamProgram | None:
+    """Compile the kernels, and return a program of their launches; None if Triton must launch one of them.
+
+    Its bases are, for each launch, the two sizes of the grid and the arguments.
+    """
+    compiled = [_compiled(*kernel, arguments, device) for kernel, (_, arguments) in launches]
+    sizes = [2 + len(arguments) for _, (_, arguments) in launches]
+    program, first = _core.StreamProgram(sum(sizes), 1 + waits, int(waits)), 0
+    if waits:
+        program.record(1, 0)
+        program.wait_event(0, 0)
+    for one, size in zip(compiled, sizes, strict=True):
+        given = [Base(base, 0) for base in range(first + 2, first + size)]
+        call = kernel_call(program, one, Grid(first, first + 1), given)
+        if call is None:
+            return None
+        program.launch(0, [(1, call)])
+        first += size
+    return program

@@ -21,8 +21,17 @@ from weft.embedding.forward_call import ForwardCall, Tables
 from weft.embedding.tables import column_runs
 from weft.kernels import embedding_backward as device_code
 from weft.runtime.capture import keep_for_graphs
-from weft.runtime.cuda.direct import launch
-from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, Shape, occurrences, shape_of, sort_ahead, sorted_rows
+from weft.runtime.cuda.direct import Call, Kernel, alignments, launch, launch_all
+from weft.runtime.cuda.embedding_runs import (
+    MOST_32,
+    SEGMENT,
+    Rows,
+    Shape,
+    occurrences,
+    shape_of,
+    sort_ahead,
+    sorted_rows,
+)
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.symm.lasting import lasting
 
@@ -124,9 +133,9 @@ def gradients_of_tables(
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     first_runs, sizes = [0] * len(tables), [table.num_embeddings for table in tables]
-    linear = rows.keys[:0].to(torch.int64)
+    linear = rows.tensors.keys[:0].to(torch.int64)
     if of.sparse:
-        linear = rows.keys[: int(rows.runs)].to(torch.int64) // shape.split
+        linear = rows.tensors.keys[: int(rows.tensors.runs)].to(torch.int64) // shape.split
         edges = torch.tensor([*shape.bases, shape.rows], device=device)
         at: list[int] = torch.searchsorted(linear, edges).tolist()
         first_runs, sizes = at[:-1], [end - begin for begin, end in pairwise(at)]
@@ -192,38 +201,56 @@ def _launched(
     skipped = torch.zeros(1, dtype=torch.int64, device=device) if skip else _none_skipped(device)
     if not count:
         return skipped
-    segments, warps = rows.run_of_segment.numel(), shape.warps
     is_aligned = tables.is_aligned and received.data_ptr() % 16 == 0
-    of_tile: dict[str, Any] = {
-        "BLOCK_D": shape.block_d, "UNIFORM": shape.uniform, "ALIGN": shape.align if is_aligned else 1,
-        "SCALED": rows.scales is not None, "SEGMENT": SEGMENT, "SPLIT": shape.split, "STEPS": _steps(tables.size),
-    }  # fmt: skip
-    partials = torch.empty(segments if count > SEGMENT else 1, shape.block_d, dtype=torch.float32, device=device)
-    scales = partials if rows.scales is None else rows.scales
-    extra = seed if seed is not None else squares if squares is not None else skipped
-    if count > SEGMENT:
-        of_segments = (
-            rows.keys, rows.places, scales, received, rows.starts, rows.run_of_segment, rows.first_segment, rows.counters,
-            tables.lines, partials, tables.size,
-        )  # fmt: skip
-        programs = shape.programs(device, segments)
-        launch(device_code.segment_sums_kernel, (programs, 1), of_segments, warps=warps, ROWS=shape.lanes, **of_tile)
-        launch(
-            device_code.run_sums_kernel, (shape.programs(device, rows.long_runs.numel(), 8), 1),
-            (rows.starts, rows.long_runs, rows.first_segment, rows.counters, partials), warps=8,
-            ROWS=max(1, _ROWS // shape.block_d), BLOCK_D=shape.block_d, SEGMENT=SEGMENT,
-        )  # fmt: skip
+    is_scaled, has_segments = rows.is_scaled, count > SEGMENT
     group = max(1, _GROUP // shape.block_d)
-    warps = max(1, min(8, group * shape.block_d // _GROUP))
-    given = (
-        rows.keys, rows.places, scales, received, rows.starts, rows.runs, rows.first_segment, partials, tables.lines, numbers,
-        numbers if rate is None else rate, extra, skipped, tables.size,
+    of_group = max(1, min(8, group * shape.block_d // _GROUP))
+    partials = torch.empty(rows.segments if has_segments else 1, shape.block_d, dtype=torch.float32, device=device)
+    extra = seed if seed is not None else squares if squares is not None else skipped
+    ok = _one(device) if rows.ok is None else rows.ok
+    given = [received, partials, tables.lines, numbers, numbers if rate is None else rate, extra, skipped, ok]
+    addresses = [tensor.data_ptr() for tensor in given]
+
+    def kernels() -> list[Kernel]:
+        of_tile: dict[str, Any] = {
+            "BLOCK_D": shape.block_d, "UNIFORM": shape.uniform, "ALIGN": shape.align if is_aligned else 1, "SCALED": is_scaled,
+            "SEGMENT": SEGMENT, "SPLIT": shape.split, "STEPS": _steps(tables.size),
+        }  # fmt: skip
+        of_sums = {"ROWS": max(1, _ROWS // shape.block_d), "BLOCK_D": shape.block_d, "SEGMENT": SEGMENT}
+        rules = {"RULE": rule, "SPARSE": sparse, "SKIP": skip, "STOCHASTIC": seed is not None}
+        rules |= {"GROUP": group, "DTYPE": TRITON_TYPE[dtype], "ITEM_BYTES": dtype.itemsize}
+        found = [
+            Kernel(device_code.segment_sums_kernel, shape.warps, {"ROWS": shape.lanes, **of_tile}),
+            Kernel(device_code.run_sums_kernel, 8, of_sums),
+            Kernel(device_code.update_rows_kernel, of_group, rules | of_tile),
+        ]
+        return found if has_segments else found[2:]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        of = rows.tensors if are_tensors else rows.addresses
+        grads, sums, lines, of_rule, lr, more, skips, runs_if = given if are_tensors else addresses
+        scales, found = of.scales if is_scaled else sums, list[Call]()
+        if has_segments:
+            segments, most_long = rows.segments, rows.segments // 2 + 1
+            of_segments = (
+                of.keys, of.places, scales, grads, of.starts, of.run_of_segment, of.first_segment, of.counters, lines, sums,
+                tables.size,
+            )  # fmt: skip
+            found.append(((shape.programs(device, segments), 1), of_segments))
+            of_runs = of.starts, of.long_runs, of.first_segment, of.counters, sums
+            found.append(((shape.programs(device, most_long, 8), 1), of_runs))
+        of_rows = (
+            of.keys, of.places, scales, grads, of.starts, of.runs, runs_if, of.first_segment, sums, lines, of_rule, lr, more,
+            skips, tables.size,
+        )  # fmt: skip
+        found.append(((shape.programs(device, -(-count // group), of_group), 1), of_rows))
+        return found
+
+    key = (
+        "update", shape, received.dtype, rows.of_starts, rows.of_places, extra.dtype, is_aligned, is_scaled, has_segments,
+        tables.size, rule, sparse, skip, dtype, seed is None, SEGMENT, _GROUP, _ROWS, alignments(addresses),
     )  # fmt: skip
-    launch(
-        device_code.update_rows_kernel, (shape.programs(device, -(-count // group), warps), 1), given, warps=warps, GROUP=group,
-        DTYPE=TRITON_TYPE[dtype], ITEM_BYTES=dtype.itemsize, RULE=rule, SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None,
-        **of_tile,
-    )  # fmt: skip
+    launch_all(key, kernels, calls)
     return skipped
 
 
@@ -242,8 +269,16 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
         chunks = len(table)
         of_tile = max(1, _OWNER_TILE // width)
         grid = -(-samples // _OWNER_ROWS), -(-chunks // of_tile)
-        given = grad, send, keep_for_graphs(table), samples, grad.stride(0) // width, chunks
-        launch(device_code.by_owner_kernel, grid, given, WIDTH=width, ROWS=_OWNER_ROWS, CHUNKS=of_tile)
+        given = grad, send, keep_for_graphs(table)
+        numbers = samples, grad.stride(0) // width, chunks
+        addresses = [tensor.data_ptr() for tensor in given]
+        constants = {"WIDTH": width, "ROWS": _OWNER_ROWS, "CHUNKS": of_tile}
+        key = "by owner", grad.dtype, dtype, width, of_tile, alignments(addresses)
+        launch_all(
+            key if max(numbers) < MOST_32 else None,
+            lambda: [Kernel(device_code.by_owner_kernel, 4, constants)],
+            lambda are_tensors: [(grid, (*(given if are_tensors else addresses), *numbers))],
+        )
     return send
 
 

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +23,8 @@ from weft.errors import DeadlineError, WeftError
 from weft.kernels import embedding_push as device_code
 from weft.kernels.signals import POISON
 from weft.runtime.capture import is_captured, keep_for_graphs, refuse_capture
-from weft.runtime.cuda.tensor_maps import TRITON_TYPE
+from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
+from weft.runtime.cuda.tensor_maps import TRITON_TYPE, tma_and_multiprocessors
 from weft.runtime.cuda.watch import watch
 from weft.runtime.meeting import of_communicator
 from weft.symm import Communicator, Region, set_up_within
@@ -75,22 +75,38 @@ def launch_push(
     """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: the dtype of
     the inboxes.
     """
-    pieces, device = pieces_of(sharding, rank, min(grad.itemsize, dtype.itemsize), grad.device), grad.device
-    is_aligned = grad.data_ptr() % 16 == 0
-    rows = max(1, _TILE // pieces.block)
-    units = len(pieces.table) * -(-len(grad) // rows)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    first = [*accumulate(batch_sizes, initial=0)][rank]
-    device_code.push_kernel[max(1, min(units, sms * _PROGRAMS_PER_SM)), 1, 1](
-        grad, keep_for_graphs(pieces.table), inboxes, signals, state, record, len(grad), first, len(pieces.table), grad.shape[1],
-        int(1e9 * deadline_s), RANK=rank, **_of_world(sharding.world_size, device), ROWS=rows, BLOCK=pieces.block,
-        ALIGN=pieces.align if is_aligned else 1, DTYPE=TRITON_TYPE[dtype], ITEM_BYTES=dtype.itemsize,
-        WAIT=wait, num_warps=_WARPS,
-    )  # fmt: skip
+    device, itemsize = grad.device, min(grad.itemsize, dtype.itemsize)
+    pieces = pieces_of(sharding, rank, itemsize, device)
+    rows, samples, count = max(1, _TILE // pieces.block), len(grad), len(pieces.table)
+    programs = max(1, min(count * -(-samples // rows), tma_and_multiprocessors(device)[1] * _PROGRAMS_PER_SM))
+    first = sum(batch_sizes[:rank])
+    numbers = samples, first, count, grad.shape[1], int(1e9 * deadline_s)
+    given = [grad, keep_for_graphs(pieces.table), inboxes, signals, state, record]
+    addresses = [tensor.data_ptr() for tensor in given]
+    align = pieces.align if addresses[0] % 16 == 0 else 1
+
+    def kernels() -> list[Kernel]:
+        of_tile = {"ROWS": rows, "BLOCK": pieces.block, "ALIGN": align, "DTYPE": TRITON_TYPE[dtype]}
+        of_tile |= {"ITEM_BYTES": dtype.itemsize, "WAIT": wait}
+        ranks = {"RANK": rank, **_of_world(sharding.world_size, device)}
+        return [Kernel(device_code.push_kernel, _WARPS, ranks | of_tile)]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        return [((programs, 1), (*(given if are_tensors else addresses), *numbers))]
+
+    key = "push", rank, sharding.world_size, grad.dtype, dtype, pieces.block, align, wait, alignments(addresses)
+    launch_all(key if max(numbers[:4]) >> 31 == 0 else None, kernels, calls)
 
 
 def launch_free(signals: torch.Tensor, state: torch.Tensor, rank: int, world: int) -> None:
-    device_code.free_kernel[1, 1, 1](signals, state, RANK=rank, **_of_world(world, state.device), num_warps=1)
+    given = signals, state
+    addresses = [tensor.data_ptr() for tensor in given]
+
+    def kernels() -> list[Kernel]:
+        return [Kernel(device_code.free_kernel, 1, {"RANK": rank, **_of_world(world, state.device)})]
+
+    key = "free", rank, world, alignments(addresses)
+    launch_all(key, kernels, lambda are_tensors: [((1, 1), given if are_tensors else addresses)])
 
 
 def _of_world(world: int, device: torch.device) -> dict[str, Any]:
@@ -115,7 +131,10 @@ class PushedGradients:
         self._record = memoryview(cast(Any, self._record_tensor.numpy()))
         self._signals_at = self._addresses(self._signals)
         self._inboxes_at = self._signals_at
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._last: torch.cuda.Stream | None = (
+            None  # the stream of the last exchange, which recorded `_done` at its end
+        )
+        self._done = torch.cuda.Event()
         # Allocate what the watchdog needs now: it must not load a module while a kernel waits.
         self._poison = torch.full((2 * world,), POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(device, priority=-1)
@@ -141,8 +160,8 @@ class PushedGradients:
         self._reserve(batch * max(columns) * dtype.itemsize, patience_s)
         assert self._inbox is not None
         here, captured = torch.cuda.current_stream(comm.device), is_captured(comm.device)
-        if self._last is not None and self._last[0] != here and not captured:
-            here.wait_event(self._last[1])
+        if self._last is not None and self._last != here and not captured:
+            here.wait_event(self._done)
         self._captured = self._captured or captured
         launch_push(
             grad.contiguous(), sharding, comm.rank, batch_sizes, self._inboxes_at, self._signals_at, self._state,
@@ -160,7 +179,8 @@ class PushedGradients:
         launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
         if not is_captured(self.comm.device):
             here = torch.cuda.current_stream(self.comm.device)
-            self._last = here, here.record_event()
+            self._done.record(here)
+            self._last = here
 
     def check(self) -> None:
         """Raise the error of an earlier exchange, or of the group. Does not wait for the device."""

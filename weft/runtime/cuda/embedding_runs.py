@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
 from weft.runtime.capture import is_captured, keep_for_graphs
-from weft.runtime.cuda.direct import launch
+from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 from weft.symm.lasting import lasting
 
@@ -27,8 +28,11 @@ SEGMENT = 128  # occurrences of an id that are summed together
 _TILE = 1024  # elements that a program sums at once
 _BLOCK = 1024  # ids or keys per program
 _RUNS = 256  # runs per program of the search for long runs
-_MOST_32 = 2**31  # smaller numbers fit into int32
+MOST_32 = 2**31  # smaller numbers fit into int32
 _PROGRAMS_PER_SM = 32  # programs of one warp
+_GRAIN = (
+    128  # arrays in one allocation have multiples of this many elements, so that all begin at multiples of 16 bytes
+)
 
 
 class _Slots(NamedTuple):
@@ -43,7 +47,7 @@ class _Slots(NamedTuple):
     table: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: `shape_of` is cached
 class Shape:
     """Numbers that are the same for all calls of a plan.
 
@@ -63,7 +67,7 @@ class Shape:
 
     @property
     def key_dtype(self) -> torch.dtype:
-        return torch.int32 if self.split * (self.rows + 1) < _MOST_32 else torch.int64
+        return torch.int32 if self.split * (self.rows + 1) < MOST_32 else torch.int64
 
     @property
     def no_row(self) -> int:
@@ -93,60 +97,109 @@ class Occurrences(NamedTuple):
     over_length: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The runs of a batch. A run is all occurrences of one row.
+class RowArrays(NamedTuple):
+    """The arrays of `Rows`, as tensors or as addresses.
 
-    count: the number of all occurrences. starts, keys: one number per run. runs: the number of runs. places, scales:
-        one number per occurrence, ordered by run. ends: for each block of occurrences, the number of runs that begin in
-        this or an earlier block. For runs of more than SEGMENT occurrences: first_segment (of each run),
-        run_of_segment, long_runs, and counters (the numbers of segments and of long runs).
+    counters: the numbers of segments and of long runs. runs: the number of runs. ends: for each block of occurrences,
+        the number of runs that begin in this or an earlier block. starts, keys: one number per run. places, scales:
+        one number per occurrence, ordered by run. For runs of more than SEGMENT occurrences: first_segment (of each
+        run), run_of_segment, long_runs.
     """
 
-    shape: Shape
-    count: int
-    starts: torch.Tensor
-    keys: torch.Tensor
-    runs: torch.Tensor
-    places: torch.Tensor
-    scales: torch.Tensor | None
-    first_segment: torch.Tensor
-    run_of_segment: torch.Tensor
-    long_runs: torch.Tensor
-    counters: torch.Tensor
-    ends: torch.Tensor
+    counters: Any
+    runs: Any
+    ends: Any
+    starts: Any
+    keys: Any
+    places: Any
+    scales: Any
+    first_segment: Any
+    run_of_segment: Any
+    long_runs: Any
+
+
+class Rows:
+    """The runs of a batch, in one allocation of the current stream, uninitialized. A run is all occurrences of one row.
+
+    count: the number of all occurrences. is_scaled: True if there are scales.
+    """
+
+    def __init__(self, shape: Shape, count: int, of_places: torch.dtype, is_scaled: bool, device: torch.device) -> None:
+        self.shape, self.count, self.is_scaled = shape, count, is_scaled and count > 0
+        self.ok: torch.Tensor | None = None
+        """int64 [1] on the device; if it is 0, an update changes nothing. None: the update always runs."""
+        self.of_starts, self.of_places = torch.int32 if count < MOST_32 else torch.int64, of_places
+        self.segments = 2 * (count // SEGMENT) + 1  # a run is cut only if it is longer than a segment
+        self.blocks = -(-count // _BLOCK)
+        of_ids = (count // _GRAIN + 1) * _GRAIN  # at least one more than count, for the end of the last run
+        of_segments, of_blocks = (self.segments // _GRAIN + 1) * _GRAIN, (self.blocks // _GRAIN + 1) * _GRAIN
+        ends = 8 * _GRAIN
+        starts = ends + 8 * of_blocks
+        keys = starts + self.of_starts.itemsize * of_ids
+        places = keys + shape.key_dtype.itemsize * of_ids
+        scales = places + of_places.itemsize * of_ids
+        first_segment = scales + 4 * of_ids * self.is_scaled
+        run_of_segment = first_segment + 4 * of_ids
+        long_runs = run_of_segment + 4 * of_segments
+        make = torch.empty if count else torch.zeros
+        self.buffer = make(long_runs + 4 * of_segments, dtype=torch.uint8, device=device)
+        self._offsets = (
+            0, 16, ends, starts, keys, places, scales, first_segment, run_of_segment, long_runs,
+        )  # fmt: skip
+
+    @property
+    def addresses(self) -> RowArrays:
+        base = self.buffer.data_ptr()
+        return RowArrays._make([base + offset for offset in self._offsets])
+
+    @cached_property
+    def tensors(self) -> RowArrays:
+        count, i32, i64 = self.count, torch.int32, torch.int64
+        arrays = [
+            (2, i64), (1, i64), (self.blocks, i64), (count + 1, self.of_starts), (count, self.shape.key_dtype),
+            (count, self.of_places), (count * self.is_scaled, torch.float32), (count, i32), (self.segments, i32),
+            (self.segments // 2 + 1, i32),
+        ]  # fmt: skip
+        return RowArrays._make(
+            [
+                self.buffer[offset : offset + size * dtype.itemsize].view(dtype)
+                for offset, (size, dtype) in zip(self._offsets, arrays, strict=True)
+            ]
+        )
 
 
 class SortedAhead:
     """Rows in memory of the stream `home`, computed by the stream `side`, and the event at the end of their
     computation.
 
-    home, side: None for rows that the current stream computes.
+    read: tensors that `side` reads. They are kept until a stream waits for the rows. home, side: None for rows that the
+    current stream computes.
     """
 
-    def __init__(self, rows: Rows, home: torch.cuda.Stream | None, side: torch.cuda.Stream | None) -> None:
-        self._rows, self._home, self._side, self._is_taken = rows, home, side, False
+    def __init__(
+        self, rows: Rows, read: list[torch.Tensor], home: torch.cuda.Stream | None, side: torch.cuda.Stream | None
+    ) -> None:
+        self._rows, self._read, self._home, self._side, self._is_taken = rows, read, home, side, False
         self._done = None if side is None else side.record_event()
 
     def take(self) -> Rows:
         """Return the rows. Work on the current stream then waits for their computation."""
         self._is_taken = True
         if self._done is not None:
-            here = torch.cuda.current_stream(self._rows.starts.device)
+            here = torch.cuda.current_stream(self._rows.buffer.device)
             here.wait_event(self._done)
             if here != self._home:
-                self._note(here)
+                self._rows.buffer.record_stream(here)
+                for tensor in self._read:
+                    tensor.record_stream(here)
+        self._read = []
         return self._rows
 
     def __del__(self) -> None:
-        """Keep the rows' memory from reuse until the rows are computed, unless a stream has waited for the rows."""
+        """Keep the memory from reuse until the rows are computed, unless a stream has waited for the rows."""
         if not self._is_taken and self._side is not None:
-            self._note(self._side)
-
-    def _note(self, stream: torch.cuda.Stream) -> None:
-        for tensor in vars(self._rows).values():
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(stream)
+            for tensor in (self._rows.buffer, *self._read):
+                tensor.record_stream(self._side)
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
@@ -158,17 +211,20 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
         return
-    room = _room_for(of, jagged)  # on the current stream: the allocator needs events for memory of two streams
+    laid = _laid_out(of, jagged)
+    rows = _rows_of(of, jagged, laid)  # on the current stream: the allocator needs events for memory of two streams
     if device.type != "cuda":
-        of.sorted_ahead = SortedAhead(_sorted(of, jagged, room), None, None)
+        _sort(of, jagged, rows, laid)
+        of.sorted_ahead = SortedAhead(rows, [], None, None)
         return
     home, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(home)
-    with torch.cuda.stream(side):
-        of.sorted_ahead = SortedAhead(_sorted(of, jagged, room), home, side)
-    for given in (jagged.values, jagged.offsets, jagged.weights):
-        if given is not None:
-            given.record_stream(side)
+    torch.cuda.set_stream(side)
+    try:
+        _sort(of, jagged, rows, laid, home)
+    finally:
+        torch.cuda.set_stream(home)
+    read = [jagged.values, jagged.offsets] + ([] if jagged.weights is None else [jagged.weights])
+    of.sorted_ahead = SortedAhead(rows, read, home, side)
 
 
 @functools.cache
@@ -179,89 +235,106 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
     """Return the ids of this rank's tables, sorted by table, row, slot, sample and place in the bag."""
     ahead, of.sorted_ahead = of.sorted_ahead, None
-    return _sorted(of, jagged) if ahead is None else ahead.take()
-
-
-def _room_for(of: ForwardCall, jagged: JaggedInput) -> Rows:
-    """Allocate the runs of a call, uninitialized."""
-    shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
+    if ahead is not None:
+        taken: Rows = ahead.take()
+        return taken
     laid = _laid_out(of, jagged)
-    count = laid.layers * jagged.values.numel()
-
-    def new(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    at = torch.int32 if count < _MOST_32 else torch.int64
-    most_long = count // SEGMENT  # a run is cut only if it is longer than a segment
-    blocks = -(-count // _BLOCK)
-    ends = new(blocks, torch.int64) if count else torch.zeros(1, dtype=torch.int64, device=device)
-    return Rows(
-        shape, count, new(count + 1, at), new(count, shape.key_dtype), ends[-1:], new(count, laid.of_places),
-        new(count, torch.float32) if count and (shape.any_mean or jagged.weights is not None) else None,
-        new(count), new(2 * most_long + 1), new(most_long + 1), torch.zeros(2, dtype=torch.int64, device=device),
-        ends,
-    )  # fmt: skip
-
-
-def _sorted(of: ForwardCall, jagged: JaggedInput, room: Rows | None = None) -> Rows:
-    """Sort the ids of a call into `room`, or into new memory. New memory is allocated last, when the sort's temporary
-    memory is free.
-    """
-    ids = occurrences(of, jagged)
-    count, device = ids.keys.numel(), ids.keys.device
-    if not count:
-        return room or _room_for(of, jagged)
-    ordered, order = torch.sort(ids.keys, stable=True)
-    rows = room or _room_for(of, jagged)
-    shape, ends, scales = rows.shape, rows.ends, rows.scales
-    blocks = len(ends)
-    counts = torch.empty_like(ends)
-    launch(
-        device_code.count_runs_kernel,
-        (blocks, 1),
-        (ordered, counts, count, shape.no_row),
-        BLOCK=_BLOCK,
-        SPLIT=shape.split,
-    )
-    torch.cumsum(counts, 0, out=ends)
-    unused = ordered if scales is None else scales
-    given = (
-        ordered, order, ids.places, unused if ids.scales is None else ids.scales, ends, rows.starts, rows.keys, rows.places,
-        unused, count, shape.no_row,
-    )  # fmt: skip
-    scaled = scales is not None
-    launch(device_code.runs_kernel, (blocks, 1), given, BLOCK=_BLOCK, SPLIT=shape.split, SCALED=scaled)
-    if count >= SEGMENT:
-        programs = shape.programs(device, -(-count // _RUNS), 4)
-        long = rows.starts, rows.runs, rows.counters, rows.first_segment, rows.run_of_segment, rows.long_runs
-        launch(device_code.long_runs_kernel, (programs, 1), long, BLOCK=_RUNS, SEGMENT=SEGMENT)
+    rows = _rows_of(of, jagged, laid)
+    _sort(of, jagged, rows, laid)
     return rows
 
 
-def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
-    """Return all ids of this rank's slots, with keys and places."""
+def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
+    """Allocate the runs of a call."""
+    shape = shape_of(of.plan.sharding, of.rank)
+    count = laid.layers * jagged.values.numel()
+    is_scaled = shape.any_mean or jagged.weights is not None
+    return Rows(shape, count, laid.of_places, is_scaled, jagged.values.device)
+
+
+def _sort(
+    of: ForwardCall, jagged: JaggedInput, rows: Rows, laid: _LaidOut, after: torch.cuda.Stream | None = None
+) -> None:
+    """Sort the ids of a call into `rows`, on the current stream, after the work enqueued on the stream `after`."""
+    shape, count, device = rows.shape, rows.count, rows.buffer.device
+    if not count:
+        return
+    ids = occurrences(of, jagged, after, laid)
+    ordered, order = torch.sort(ids.keys, stable=True)
+    scaled, cuts = rows.is_scaled, count >= SEGMENT
+    unused = ordered if ids.scales is None else ids.scales
+
+    def kernels() -> list[Kernel]:
+        of_keys = {"BLOCK": _BLOCK, "SPLIT": shape.split}
+        found = [
+            Kernel(device_code.count_runs_kernel, 4, of_keys),
+            Kernel(device_code.sum_runs_kernel, 4, {"BLOCK": _BLOCK}),
+            Kernel(device_code.runs_kernel, 4, of_keys | {"SCALED": scaled}),
+            Kernel(device_code.long_runs_kernel, 4, {"BLOCK": _RUNS, "SEGMENT": SEGMENT}),
+        ]
+        return found if cuts else found[:3]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        to, given = rows.tensors if are_tensors else rows.addresses, [ordered, order, ids.places, unused]
+        keys, numbers, places, scales = given if are_tensors else [tensor.data_ptr() for tensor in given]
+        of_runs = (
+            keys, numbers, places, scales, to.ends, to.starts, to.keys, to.places, to.scales if scaled else scales, count,
+            shape.no_row,
+        )  # fmt: skip
+        found: list[Call] = [
+            ((rows.blocks, 1), (keys, to.ends, count, shape.no_row)),
+            ((1, 1), (to.ends, to.counters, to.runs, rows.blocks)),
+            ((rows.blocks, 1), of_runs),
+        ]
+        if cuts:
+            programs = shape.programs(device, -(-count // _RUNS), 4)
+            long = to.starts, to.runs, to.counters, to.first_segment, to.run_of_segment, to.long_runs
+            found.append(((programs, 1), long))
+        return found
+
+    key = ("runs", shape, rows.of_places, scaled, cuts, _BLOCK, _RUNS, SEGMENT)
+    launch_all(key if max(count, shape.no_row) < MOST_32 else None, kernels, calls)
+
+
+def occurrences(
+    of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None
+) -> Occurrences:
+    """Return all ids of this rank's slots, with keys and places.
+
+    after: as in `launch_all`. laid: the layout of the occurrences, if the caller has it.
+    """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
-    slots, stride, layers, of_places = _laid_out(of, jagged)
+    slots, stride, layers, of_places = _laid_out(of, jagged) if laid is None else laid
     if slots is None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
-    size = layers * count
+    size, any_mean, weights = layers * count, shape.any_mean, jagged.weights
     keys = torch.empty(size, dtype=shape.key_dtype, device=device)
     places = torch.empty(size, dtype=of_places, device=device)
-    over = torch.empty(size, dtype=torch.float32, device=device) if shape.any_mean else None
-    weights = jagged.weights
+    over = torch.empty(size, dtype=torch.float32, device=device) if any_mean else None
     scales = over if weights is None else torch.empty(size, dtype=torch.float32, device=device)
-    given = (
+    given = [
         jagged.values, jagged.offsets, places if weights is None else weights, slots.of_key, slots.table, keys, places,
         places if scales is None else scales, places if over is None else over,
-        count, bags, batch, slots.of_key.shape[1], stride, shape.no_row,
-    )  # fmt: skip
-    launch(
-        device_code.occurrences_kernel, (-(-count // _BLOCK), layers), given,
-        BLOCK=_BLOCK, SPLIT=shape.split, HASH=of.plan.options.hash, WEIGHTED=weights is not None, ANY_MEAN=shape.any_mean,
-        BAG=tl.int32 if bags < _MOST_32 // 2 else tl.int64,
-    )  # fmt: skip
+    ]  # fmt: skip
+    addresses = [tensor.data_ptr() for tensor in given]
+    numbers = count, bags, batch, slots.of_key.shape[1], stride, shape.no_row
+    is_small = bags < MOST_32 // 2
+
+    def kernels() -> list[Kernel]:
+        constants = {
+            "BLOCK": _BLOCK, "SPLIT": shape.split, "HASH": of.plan.options.hash, "WEIGHTED": weights is not None,
+            "ANY_MEAN": any_mean, "BAG": tl.int32 if is_small else tl.int64,
+        }  # fmt: skip
+        return [Kernel(device_code.occurrences_kernel, 4, constants)]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        return [((-(-count // _BLOCK), layers), (*(given if are_tensors else addresses), *numbers))]
+
+    of_input = jagged.values.dtype, jagged.offsets.dtype, weights is None
+    key = "ids", shape, of.plan.options.hash, *of_input, of_places, _BLOCK, alignments(addresses)
+    launch_all(key if is_small and max(numbers) < MOST_32 else None, kernels, calls, after)
     return Occurrences(keys, places, scales, over)
 
 
@@ -279,7 +352,7 @@ class _LaidOut(NamedTuple):
 def _laid_out(of: ForwardCall, jagged: JaggedInput) -> _LaidOut:
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
     stride = of.plan.sharding.columns_of_ranks[of.rank]
-    of_places = torch.int32 if batch * stride < _MOST_32 else torch.int64
+    of_places = torch.int32 if batch * stride < MOST_32 else torch.int64
     if not count or bags <= 0 or not of.plan.sharding.local_slots(of.rank):
         return _LaidOut(None, stride, 0, of_places)
     key_of_slot, keys = of.checked.key_of_slot, bags // batch

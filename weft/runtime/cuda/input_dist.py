@@ -8,10 +8,11 @@ import torch
 import triton
 
 from weft.kernels import input_dist as device_code
-from weft.runtime.cuda.direct import launch
+from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 
 _BLOCK = 1024
 _PROGRAMS = 1024  # of a grid: enough to fill a GPU
+_BAGS = 2048  # lengths that a program sums at once
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,21 @@ def header(
     """Write this rank's own header `[HEAD + keys + 1]`. Return the headers for all destinations, one after the other."""
     counts, send = own.new_empty(keys), own.new_empty(header_index.numel())
     most, bits = values.numel(), 8 * values.itemsize
-    launch(device_code.count_ids_kernel, (keys, 1), (lengths, counts, batch, most), BLOCK=_BLOCK)
-    given = (
-        counts,
-        counts if offsets is None else offsets,
-        header_index,
-        own,
-        send,
-        keys,
-        send.numel(),
-        bits,
-        batch,
-        most,
-    )
-    power = triton.next_power_of_2(keys)
-    launch(device_code.header_kernel, (1, 1), given, KEYS=power, GIVEN=offsets is not None, BLOCK=_BLOCK)
+    given = [lengths, counts, counts if offsets is None else offsets, header_index, own, send]
+    addresses, power, words = [tensor.data_ptr() for tensor in given], triton.next_power_of_2(keys), send.numel()
+
+    def kernels() -> list[Kernel]:
+        of_header = {"KEYS": power, "GIVEN": offsets is not None, "BLOCK": _BLOCK}
+        counting = Kernel(device_code.count_ids_kernel, 4, {"BLOCK": _BLOCK})
+        return [counting, Kernel(device_code.header_kernel, 4, of_header)]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        of_ids, to, bounds, index, mine, out = given if are_tensors else addresses
+        of_header = to, bounds, index, mine, out, keys, words, bits, batch, most
+        return [((keys, 1), (of_ids, to, batch, most)), ((1, 1), of_header)]
+
+    key = "header", lengths.dtype, None if offsets is None else offsets.dtype, power, alignments(addresses)
+    launch_all(key if max(batch, most) >> 31 == 0 else None, kernels, calls)
     return send
 
 
@@ -56,13 +57,19 @@ def pack(
     """Return the messages for all destinations, int32 [words]."""
     count, keys = pieces.key.numel(), own.numel() - device_code.HEAD - 1
     messages = torch.empty(words, dtype=torch.int32, device=values.device)
-    given = (
-        values, lengths, values if weights is None else weights, own, pieces.key, pieces.rank, messages, count, keys, batch,
-    )  # fmt: skip
-    launch(
-        device_code.pack_kernel, (count, max(1, _PROGRAMS // count)), given, PIECES=triton.next_power_of_2(count),
-        KEYS=triton.next_power_of_2(keys), ID_WORDS=values.itemsize // 4, WEIGHTED=weights is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
+    given = [values, lengths, values if weights is None else weights, own, pieces.key, pieces.rank, messages]
+    addresses, grid = [tensor.data_ptr() for tensor in given], (count, max(1, _PROGRAMS // count))
+
+    def kernels() -> list[Kernel]:
+        powers = {"PIECES": triton.next_power_of_2(count), "KEYS": triton.next_power_of_2(keys)}
+        of_ids = {"ID_WORDS": values.itemsize // 4, "WEIGHTED": weights is not None, "BLOCK": _BLOCK}
+        return [Kernel(device_code.pack_kernel, 4, powers | of_ids)]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        return [(grid, (*(given if are_tensors else addresses), count, keys, batch))]
+
+    key = "pack", values.dtype, lengths.dtype, weights is None, count, keys, alignments(addresses)
+    launch_all(key if batch >> 31 == 0 else None, kernels, calls)
     return messages
 
 
@@ -75,13 +82,17 @@ def unpack(
     """
     device, count = messages.device, sources * features
     values = torch.empty(ids, dtype=dtype, device=device)
-    lengths = torch.empty(bags, dtype=torch.int32, device=device)
     weights = torch.empty(ids, dtype=torch.float32, device=device) if is_weighted else None
     offsets = torch.empty(bags + 1, dtype=torch.int64, device=device)
-    given = messages, headers, values, lengths, values if weights is None else weights, offsets, sources, features
-    launch(
-        device_code.unpack_kernel, (count, max(1, _PROGRAMS // count)), given, PIECES=triton.next_power_of_2(count),
-        ID_WORDS=dtype.itemsize // 4, WEIGHTED=is_weighted, BLOCK=_BLOCK,
-    )  # fmt: skip
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    given = [messages, headers, values, values if weights is None else weights, offsets]
+    addresses, grid = [tensor.data_ptr() for tensor in given], (count, max(1, _PROGRAMS // count))
+
+    def kernels() -> list[Kernel]:
+        constants = {"PIECES": triton.next_power_of_2(count), "ID_WORDS": dtype.itemsize // 4, "WEIGHTED": is_weighted}
+        return [Kernel(device_code.unpack_kernel, 4, constants | {"BLOCK": _BLOCK, "BAGS": _BAGS})]
+
+    def calls(are_tensors: bool) -> list[Call]:
+        return [(grid, (*(given if are_tensors else addresses), sources, features))]
+
+    launch_all(("unpack", dtype, is_weighted, count, alignments(addresses)), kernels, calls)
     return values, offsets, weights
