@@ -36,7 +36,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
             function=driver.handle(kernel), metadata=metadata, src=SimpleNamespace(signature=TYPES[kernel])
         )
 
-    native = SimpleNamespace(StreamProgram=lambda *sizes: _core.StreamProgram(*sizes, library=driver.path))
+    native = SimpleNamespace(StreamProgram=partial(_core.StreamProgram, library=driver.path))
     monkeypatch.setattr(direct, "_core", native)
     monkeypatch.setattr(direct, "_compiled", loaded)
     monkeypatch.setattr(direct, "_programs", direct._Programs())

@@ -247,7 +247,7 @@ def _launched(
         return found
 
     key = (
-        "update", shape, received.dtype, rows.of_starts, rows.of_places, extra.dtype, is_aligned, is_scaled, has_segments,
+        "update", shape.kind, received.dtype, rows.of_starts, rows.of_places, extra.dtype, is_aligned, is_scaled, has_segments,
         tables.size, rule, sparse, skip, dtype, seed is None, SEGMENT, _GROUP, _ROWS, alignments(addresses),
     )  # fmt: skip
     launch_all(key, kernels, calls)

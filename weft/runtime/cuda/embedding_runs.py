@@ -47,7 +47,7 @@ class _Slots(NamedTuple):
     table: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: `shape_of` is cached
+@dataclass(frozen=True)
 class Shape:
     """Numbers that are the same for all calls of a plan.
 
@@ -68,6 +68,11 @@ class Shape:
     @property
     def key_dtype(self) -> torch.dtype:
         return torch.int32 if self.split * (self.rows + 1) < MOST_32 else torch.int64
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """The part of the key of compiled kernels (`launch_all`) that follows from the shape."""
+        return self.key_dtype, self.split, self.block_d, self.lanes, self.align, self.uniform, self.any_mean
 
     @property
     def no_row(self) -> int:
@@ -292,7 +297,7 @@ def _sort(
             found.append(((programs, 1), long))
         return found
 
-    key = ("runs", shape, rows.of_places, scaled, cuts, _BLOCK, _RUNS, SEGMENT)
+    key = ("runs", shape.kind, rows.of_places, scaled, cuts, _BLOCK, _RUNS, SEGMENT)
     launch_all(key if max(count, shape.no_row) < MOST_32 else None, kernels, calls)
 
 
@@ -333,7 +338,7 @@ def occurrences(
         return [((-(-count // _BLOCK), layers), (*(given if are_tensors else addresses), *numbers))]
 
     of_input = jagged.values.dtype, jagged.offsets.dtype, weights is None
-    key = "ids", shape, of.plan.options.hash, *of_input, of_places, _BLOCK, alignments(addresses)
+    key = "ids", shape.kind, of.plan.options.hash, *of_input, of_places, _BLOCK, alignments(addresses)
     launch_all(key if is_small and max(numbers) < MOST_32 else None, kernels, calls, after)
     return Occurrences(keys, places, scales, over)
 
