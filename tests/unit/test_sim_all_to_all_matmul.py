@@ -43,8 +43,10 @@ def test_grouped_matmuls_take_what_was_measured(name: str) -> None:
     assert found.latency_us + found.work_us == pytest.approx(1e3 * ms, rel=0.15)
 
 
-def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
-    """Each of 3 ranks has 2 tokens for each of 48 experts, so nearly all time is for reading weights."""
+def test_a_kernel_reads_weights_from_memory_once_whatever_the_number_of_sources() -> None:
+    """Each of 3 ranks has 2 tokens for each of 48 experts, so nearly all time is for reading weights. Tiles of each source
+    load them from the cache, which delays reads from memory if there are two sources.
+    """
     p = AllToAllMatmul.even(3 * 16 * 2, 4096, 7168, 16, 3)
     model = gpu("h200", 3)
     once_us = 16 * 7168 * 4096 * 2 / model.hbm_bytes_per_us
@@ -53,14 +55,16 @@ def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
         tasks = (task for lane in lower(schedule, model).lanes for task in lane.tasks if isinstance(task, Work))
         grouped[name] = [task.work_us for task in tasks if task.what == "matmul"]
     assert grouped["serial"] == pytest.approx([once_us / model.library_grouped[1]], rel=0.03)
-    assert grouped["dispatch[by=kernel,rest=together]"] == pytest.approx([once_us] * 2, rel=0.07)
+    own_us, of_two_us = grouped["dispatch[by=kernel,rest=together]"]
+    assert own_us == pytest.approx(once_us, rel=0.07)
+    assert 1.1 * once_us < of_two_us < 1.4 * once_us
     assert grouped["dispatch[by=kernel,rest=each]"] == pytest.approx([once_us] * 3, rel=0.07)
     assert grouped["dispatch_sorted[chunks=1]"] == pytest.approx([once_us], rel=0.07)
     # 4 experts x 3 ranks give 384 tiles of 64 x 128. The third round leaves units idle, but takes as long as the
-    # others. Each tile loads its weights from the cache again.
+    # others. Each tile loads its weights from the cache again, which delays reads from memory.
     chunks = grouped["dispatch_by_expert[by=kernel,chunks=4]"]
     assert len(chunks) == 4
-    assert all(once_us / 4 < us < 1.7 * once_us / 4 for us in chunks)
+    assert all(once_us / 4 < us < 1.9 * once_us / 4 for us in chunks)
 
 
 def test_segments_without_rows_cost_nothing() -> None:

@@ -183,7 +183,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
         us = max(count / wire, model.transfer_us("put" if put else "get", count))
         held = model.kernel_copy_units / model.compute_units
         latency, disturbance, uses = (
-            model.launch_us,
+            model.launch_us + (0.0 if put else model.loaded_start_us),
             model.kernel_copy_disturbance,
             [Use("hold", COMPUTE, held)],
         )
