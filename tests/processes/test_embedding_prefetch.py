@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.embedding_prefetch import TABLES, batch, learned, module_on
 from support.on_ranks import error_of
+from support.slow import in_turn
 from torch import nn
 
 import weft
@@ -108,12 +109,11 @@ def equal_losses(group: dist.ProcessGroup, options: dict[str, Any], how: str) ->
     return all(torch.equal(torch.as_tensor(one), torch.as_tensor(two)) for one, two in zip(plain, ahead, strict=True))
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["nothing", "an error", "a caught error", "a loader that fails", "a skipped batch", "another batch"],
-)
-@pytest.mark.parametrize("options", [WHOLE, MIXED, COPIED], ids=str)
-def test_a_prefetched_loop_learns_the_same(pool: Pool, options: dict[str, Any], how: str) -> None:
+HOWS = ["nothing", "an error", "a caught error", "a loader that fails", "a skipped batch", "another batch"]
+
+
+@pytest.mark.parametrize(("how", "options"), in_turn(HOWS, [MIXED, WHOLE, COPIED]))
+def test_a_prefetched_loop_learns_the_same(pool: Pool, how: str, options: dict[str, Any]) -> None:
     assert pool.run(equal_losses, options, how, ranks=2) == [True] * 2
 
 
