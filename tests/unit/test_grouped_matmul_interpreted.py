@@ -316,7 +316,7 @@ OTHERS |= {f"pieces of k, {name}": lambda name=name: play_columns(CASES[name]) f
 
 
 SLOW: tuple[str, ...] = (
-    "absurd counts", "pieces of k without room", "back without room", "own rows are none",
+    "absurd counts", "pieces of k without room", "own rows are none",
     "tiles that programs share, more",
     "many experts", "five ranks", "random shapes", "awkward K and N, bf16", "awkward K and N, transposed weights",
     "awkward K and N, fp32", "stored in halves, transposed weights", "K and N that fill no block", "two ranks, fp32", "two ranks",
