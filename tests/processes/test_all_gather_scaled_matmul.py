@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.on_ranks import FP8, device
 from support.operators.cases import ROWS
 from support.operators.scaled import AllGatherScaledMatmulCall, ScaledGathered
+from support.slow import in_turn
 
 import weft
 from weft.launch import Pool
@@ -41,8 +42,7 @@ def as_scaled_mm(group: dist.ProcessGroup, case: ScaledGathered, is_compiled: bo
     return [y.dtype for y in (A, *ys)]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["fp8", "fp8, serial, a batch"])
+@pytest.mark.parametrize(("name", "compiled"), in_turn(["fp8", "fp8, serial, a batch"], [False, True]))
 def test_none_among_out_dtypes_is_what_torch_makes_of_it(pool: Pool, name: str, compiled: bool) -> None:
     """Compare bits, also of results that overflow, and strides."""
     for dtypes in pool.run(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.slow import slow
 
 import weft
 from weft.launch import Pool
@@ -49,7 +50,7 @@ def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[b
     return found
 
 
-@pytest.mark.parametrize("operator", ["all_gather_matmul", "all_to_all_matmul"])
+@pytest.mark.parametrize("operator", [slow("all_gather_matmul"), "all_to_all_matmul"])
 def test_compiled_backward_makes_the_gradients_that_are_wanted(pool: Pool, operator: str) -> None:
     for found in pool.run(some_gradients, operator, ranks=2):
         assert found == [(wanted, wanted) for wanted in ([True, False], [False, True], [True, True])]

@@ -39,18 +39,21 @@ def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: floa
 
 
 LEAVES = """
-    import sys, torch, torch.distributed as dist, weft
+    import sys, threading, time, torch, torch.distributed as dist, weft
     from weft.ops import all_gather_matmul
     from weft.runtime.unfused import collectives
 
     rank, directory = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
 
-    def call(deadline_s):
-        options = {"schedule": "serial", "return_A": False, "deadline_s": deadline_s}
-        x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # backward gathers x again by gloo
-        return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
+    other = dist.new_group([0, 1])
 
+    def call(deadline_s, group=dist.group.WORLD, schedule="serial"):
+        options = {"schedule": schedule, "return_A": False, "deadline_s": deadline_s}
+        x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # backward gathers x again by gloo
+        return weft.all_gather_matmul(x, [w], 0, group, **options)[1][0].sum()
+
+    y = call(30, other, "gather[by=kernel]")
     y = call(30)
     y = call(0.5)
     if rank == 1:
@@ -60,13 +63,18 @@ LEAVES = """
         y.backward() if "backward" in sys.argv else call(0.5)
     except weft.errors.WeftError as error:
         print(type(error).__name__)
+    if "waits" in sys.argv:
+        threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
+        threading.Thread(target=call, args=(50, other, "gather[by=kernel]"), daemon=True).start()
+        time.sleep(0.5)
     if "destroy" in sys.argv:
         dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", [slow("destroy"), "as it is", slow("backward destroy")])
+@pytest.mark.parametrize("how", [slow("destroy"), "waits", slow("backward destroy")])
 def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
+    """waits: a daemon thread waits in native code, too."""
     status, said = first_of_two(LEAVES, tmp_path, *how.split(), timeout_s=60)
     assert status == 0
     assert said == "DeadlineError\n"
@@ -91,7 +99,8 @@ WAITS = """
 """
 
 
-@pytest.mark.parametrize("schedule", [slow("serial"), slow("shard[chunks=1,send=in_turn,by=dma]"), "gather[by=kernel]"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
 def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
     """The thread must leave native code in time. If it left while the interpreter is exiting, it would abort the
     process.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.on_ranks import error_of, own_group
 from support.pretended_hosts import claimed, on_two_hosts, slow_on_rank_0
+from support.slow import slow
 
 import weft
 from weft import symm
@@ -99,7 +100,7 @@ def both_operators(group, hosts, experts, high):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "experts", "high"), [("aabb", 3, 9), ("aab", 2, 40), ("abab", 1, 9), ("ab", 2, 9)]
+    ("hosts", "experts", "high"), [slow("aabb", 3, 9), ("aab", 2, 40), ("abab", 1, 9), slow("ab", 2, 9)]
 )  # fmt: skip
 def test_results_and_gradients_are_right_both_ways(pool: Pool, hosts: str, experts: int, high: int) -> None:
     found = pool.run(both_operators, hosts, experts, high, ranks=len(hosts), timeout_s=90)

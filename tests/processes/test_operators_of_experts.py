@@ -12,6 +12,7 @@ from support.on_ranks import own_group, told
 from support.operators import suite
 from support.operators.cases import ROWS
 from support.operators.experts import Experts
+from support.slow import slow
 
 import weft
 from weft.launch import Pool
@@ -102,7 +103,7 @@ def compiled(group: dist.ProcessGroup, operator: str, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "exact"), [("all_to_all_matmul", True), ("matmul_all_to_all", True), ("matmul_all_to_all", False)]
+    ("operator", "exact"), [("all_to_all_matmul", True), slow("matmul_all_to_all", True), ("matmul_all_to_all", False)]
 )
 def test_compiled(pool: Pool, operator: str, exact: bool) -> None:
     pool.run(compiled, operator, exact, ranks=2, timeout_s=120)

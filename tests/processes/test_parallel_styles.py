@@ -43,7 +43,7 @@ def learns_alike(pool: Pool, world: int, how: tuple[Any, ...], wanted: dict[str,
     ("world", "optimizer", "bias", "recompute", "data_parallel", "steps"),
     [
         slow(2, "SGD", False, False, 1, 20),
-        (2, "AdamW", True, True, 1, 5),
+        (2, "AdamW", True, True, 1, 3),
         slow(4, "SGD", False, True, 2, 5),
     ],
 )

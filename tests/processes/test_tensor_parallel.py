@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_results_and_gradients(pool: Pool, world: int, kind: str, bias: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("world", "kind"), pairs([1, 2, 4], KINDS, (1, "attention"), (2, "mlp"), *((4, k) for k in KINDS))
+    ("world", "kind"), pairs([1, 2, 4], KINDS, (1, "attention"), (2, "mlp"), (4, "column"), (4, "row"))
 )
 def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None:
     dtypes = (torch.float32, torch.bfloat16) if world == 2 else (torch.float32,)
@@ -44,7 +45,7 @@ def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None
         (4, None, False, False),
         slow(2, None, True, False),
         (2, None, False, True),
-        (2, 1, False, False),
+        slow(2, 1, False, False),
     ],
 )
 def test_a_residual_and_a_norm_that_follow(
@@ -66,18 +67,20 @@ def test_bf16(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, 1, torch.bfloat16, False, 2, ranks=2, timeout_s=100)
 
 
-@pytest.mark.parametrize("kind", mostly(KINDS, "attention"))
-def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
-    pool.run(ranks.agrees, kind, True, 1, torch.float32, True, 2, ranks=2, timeout_s=200)
-    pool.run(ranks.agrees, kind, True, None, torch.float32, True, 1, ranks=2, timeout_s=200)
+@pytest.mark.parametrize(("kind", "sequence_dim"), pairs(KINDS, [1, None], ("attention", 1)))
+def test_compiled_in_one_graph(pool: Pool, kind: str, sequence_dim: int | None) -> None:
+    pool.run(ranks.agrees, kind, True, sequence_dim, torch.float32, True, 2, ranks=2, timeout_s=200)
 
 
-def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
+BLOCKS = [(2, True, False), (2, False, False), (4, False, True), (2, False, True, True), (2, False, True)]
+
+
+@pytest.mark.parametrize("ways", [BLOCKS[1:4], slow(BLOCKS)], ids=["some", "all"])
+def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool, ways: list[tuple[Any, ...]]) -> None:
     """The block has norms, and is eager or compiled, with or without recomputation. Gradients of replicated parameters
     are equal on all ranks.
     """
     (one,) = pool.run(ranks.block_gradients, False, False, ranks=1, timeout_s=100)
-    ways = [(2, False, False), (2, True, False), (2, False, True), (4, False, True), (2, False, True, True)]
     for world, *how in ways:
         for found in pool.run(ranks.block_gradients, *how, ranks=world, timeout_s=200):
             assert found.keys() == one.keys()

@@ -153,7 +153,7 @@ def summed(group: dist.ProcessGroup, dtype: str, way: str, calls: int) -> None:
 
 @pytest.mark.parametrize(
     ("way", "world"),
-    in_turn(["copy", "compute", "reduce", "remote", "tracked", "tracked remote", "library"], [2, 4, 1], each=2),
+    in_turn(["copy", "compute", "reduce", "remote", "tracked", "tracked remote", "library"], [2, 4, 1]),
 )
 def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, way: str) -> None:
     schedule = scattered(world, "fp32", way)

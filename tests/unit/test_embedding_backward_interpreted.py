@@ -86,7 +86,15 @@ CASES: dict[str, Case] = {
 
 
 OTHERS = ("rows of several tables", "data-parallel tables", "added by atomics")
-SLOW = ("weighted", "hot rows", "hashed int32", "a rank without tables", "hot rows updated")
+SLOW = (
+    "any width",
+    "very long runs, 64 bits, updated",
+    "weighted",
+    "hot rows",
+    "hashed int32",
+    "a rank without tables",
+    "hot rows updated",
+)
 
 
 def test_backward() -> None:

@@ -93,6 +93,7 @@ def test_tables_placement_and_world_are_compared() -> None:
     assert len({plan_of(sharding, EmbeddingOptions()).fingerprint for sharding in shardings}) == len(shardings)
 
 
+@pytest.mark.slow
 def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
     program = (
         "from support.reference import tables_of; from weft.embedding.options import EmbeddingOptions; "

@@ -22,6 +22,8 @@ IMPORTED = """
 """
 
 
-@pytest.mark.parametrize("before", ["", slow("import torch.utils.flop_counter")], ids=["after weft", "before weft"])
+@pytest.mark.parametrize(
+    "before", [slow(""), slow("import torch.utils.flop_counter")], ids=["after weft", "before weft"]
+)
 def test_formulas_are_registered(before: str) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTED.format(before=before))], check=True, timeout=100)

@@ -20,7 +20,7 @@ def run(program: str, folder: Path) -> list[str]:
     """Return the lines that the program prints, one per scene. The program ends with an error at the first scene that
     fails.
     """
-    compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-w", "-pthread"]
+    compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-Og", "-w", "-pthread"]
     built = subprocess.run(
         [*compiler, "-I", MODEL, "-include", MODEL / "model.hpp", MODEL / f"{program}.cpp", "-o", folder / program],
         capture_output=True,

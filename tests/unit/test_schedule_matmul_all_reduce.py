@@ -82,7 +82,7 @@ def check(p: MatmulAllReduce, schedule: Schedule, name: str, runs: int = 3) -> N
     schedule_checks.check(schedule, inputs, expected(inputs, p.eps))
 
 
-@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:5:2], *PROBLEMS[8:-1:2]), ids=str)
+@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:3:2], *PROBLEMS[8:-1:2]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -> None:
     found = applicable(p)
     overlapping = {"one_shot", "two_shot", "collective"} | ({"chunked"} if p.m > 1 else set())

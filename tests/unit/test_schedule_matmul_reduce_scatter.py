@@ -83,7 +83,7 @@ def check(p: MatmulReduceScatter, schedule: Schedule, name: str, runs: int = 3) 
     schedule_checks.check(schedule, inputs, expected(p, inputs))
 
 
-@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:4]), ids=str)
+@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:3]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatter) -> None:
     found = applicable(p)
     overlapping = {"scatter", "direct", "tracked", "pulled", "collective"} | ({"ring"} if p.world_size > 2 else set())

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,13 @@ LIMITS = {"headless": 0, "not imperative": 0, "long": 14}
 
 def docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
     """Yield (line, text, True for a function but not a property) of each docstring, including those of attributes."""
-    for node in ast.walk(ast.parse(source)):
-        body = getattr(node, "body", None)
-        for place, statement in enumerate(body if isinstance(body, list) else ()):
+    nodes: list[Any] = [ast.parse(source)]
+    while nodes:  # ast.walk also visits expressions, which takes longer than all else
+        node = nodes.pop()
+        body = getattr(node, "body", ())
+        for field in (body, *(getattr(node, name, ()) for name in ("orelse", "finalbody", "handlers", "cases"))):
+            nodes += field
+        for place, statement in enumerate(body):
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 is_function = place == 0 and isinstance(node, ast.FunctionDef) and not is_property(node)

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import slow
 
 from weft._core import Fluid
 from weft.hw.topology import torus
@@ -220,7 +221,7 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
         )
 
 
-@pytest.mark.parametrize(("units", "disturbing"), [(0.0, 0), (0.005, 0), (0.05, 0), (0.005, 30)])
+@pytest.mark.parametrize(("units", "disturbing"), [slow(0.0, 0), slow(0.005, 0), (0.05, 0), (0.005, 30)])
 def test_many_flows_have_the_same_speeds_when_they_are_followed_from_change_to_change(
     units: float, disturbing: int
 ) -> None:

@@ -94,7 +94,7 @@ def _one_slow_link(ranks: int) -> Topology:
         (Wiring(ring, (40e3, 0.5)), 1),
         slow(Wiring(torus, (40e3, 0.5, 2)), 2),
         slow(Wiring(hosts, (300e3, 0.5, 50e3, 2.5, 2)), 2),
-        (Wiring(_one_slow_link), 4),
+        slow(Wiring(_one_slow_link), 4),
     ],
 )
 def test_no_more_ranks_are_taken_to_be_alike_than_the_topology_has(
@@ -183,7 +183,7 @@ TABLES = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(TABLES, TABLES, st.sampled_from([(10,) * 4, (10, 20, 10, 20)]), st.sampled_from([TOY, SWITCH]))
 def test_whatever_counters_are_used(set_at: list, wait_at: list, rows: tuple, model: Model) -> None:
     """A simulation of one rank must end, or hang, like a simulation of all ranks."""

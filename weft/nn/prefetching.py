@@ -82,7 +82,7 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
     (`ShardedEmbeddingBagCollection.prefetch`).
 
     - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, the ranks are
-      out of step, and all raise an error.
+      out of step, and all raise an error. On CPU the error says that a rank may have run out of batches.
     - If reading a batch raises, the steps before it run first.
     - If no rank calls a module in a step, this module skips the batch.
     - After a break or an exception out of the loop, the prefetched batch is discarded, and modules can be called with

@@ -47,6 +47,7 @@ _MISSED = (
     "WEFT_DEADLINE_S sets. Check whether that rank raised an error before the call, or skipped it. This group "
     "has failed: make a new process group"
 )
+_PREFETCH = "numbers of the input distribution"  # the first collective of a batch, which `weft.nn.InputDist` names
 
 T = TypeVar("T")
 
@@ -128,9 +129,12 @@ class Meeting:
             other = topic.difference() if topic.difference else ""
             calls = other or f"{calls}, with other details"
         sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
-        self.disagree(
-            f"ranks made different calls (call {self.calls} of each rank): {calls}", topic.hint * sizes_differ
-        )
+        hint = topic.hint * sizes_differ
+        if 0 < sum(_PREFETCH in text for text in texts) < len(texts):
+            hint = (
+                "a rank may have run out of batches: give weft.nn.prefetched the same number of batches on every rank"
+            )
+        self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
 
     def _end_layers(self, noted: Noted) -> NoReturn:
         """Gather the options of layers and call `disagree`. Every rank does the same, because all have read the same

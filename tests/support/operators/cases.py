@@ -45,7 +45,7 @@ ALL_GATHER_MATMUL = Row(
         for rows in (None, (4, 0, 9))
         for return_A in (False, True)
     ],
-    compiled_gradients=(0, 3),
+    compiled_gradients=(3,),
     opcheck=Gathered((4, 8), 3, return_A=True),
 )
 
@@ -200,7 +200,7 @@ MATMUL_ALL_REDUCE = Row(
         ),
         *((Following((rows, 8), 5, bias=True, residual=True, eps=0.1), (True,) * 5) for rows in (6, 7)),
     ],
-    compiled_gradients=(1, 2, 4, 10),
+    compiled_gradients=(2, 10),
     block="two_shot[chunks=1,by=store,add=reduce]",
     many=by(Gemm(), None, "one_shot[by=kernel]", "two_shot[chunks=2,by=store,add=gemm]", "chunked[chunks=4,by=dma]"),
     opcheck=Gemm((4, 8), 3),
@@ -253,7 +253,7 @@ MATMUL_ALL_GATHER = Row(
         (Gemm((2, 5, 16), 5, dim=2), (True, False)),
         (Gemm((12, 16), 5), (False, True)),
     ],
-    compiled_gradients=(1, 3),
+    compiled_gradients=(3,),
     block="direct[chunks=1,by=dma]",
     many=[
         one
@@ -444,7 +444,7 @@ MATMUL_ALL_TO_ALL = Row(
         (Experts(k=12, schedule=DMA), (True, False)),
         (Experts(k=12, schedule=DMA), (False, True)),
     ],
-    compiled_gradients=(0, 9),
+    compiled_gradients=(9,),
     seeds=range(2),
     opcheck=Experts(exact=False, k=8, n=3),
 )
