@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from schedule_interpreter import Tensors, interpret
 from support.made_up import require_runnable_on_gpus
 
 from weft import plan
-from weft.builders import NotApplicableError, Problem, candidates
+from weft.builders import Problem, candidates
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.schedule import Schedule, Wait
@@ -26,15 +25,6 @@ from weft.sim import model_of
 Small: TypeAlias = Callable[[int, int], np.ndarray]
 OfRuns: TypeAlias = list[list[Tensors]]
 """For each run and rank, its tensors."""
-
-
-def applicable(p: Problem) -> dict[str, Schedule]:
-    """Return {name: schedule} of all candidates that support `p`."""
-    found = {}
-    for candidate in candidates(p):
-        with contextlib.suppress(NotApplicableError):
-            found[candidate.name] = candidate.build()
-    return found
 
 
 def builders(found: dict[str, Schedule]) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from schedule_checks import applicable
+from support.sim_toys import applicable
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll
 from weft.errors import RefusedError, ScheduleError

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from schedule_checks import applicable
+from support.sim_toys import applicable
 from support.slow import slow
 
 from weft import plan

@@ -8,7 +8,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from sim_toys import gpu
+from support.sim_toys import gpu
 from support.slow import in_turn
 
 from weft import plan

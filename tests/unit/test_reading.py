@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable
+from support.sim_toys import applicable
 
 from weft import reading
 from weft.bench.core import records

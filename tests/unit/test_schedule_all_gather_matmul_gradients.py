@@ -15,9 +15,9 @@ import schedule_checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import Small, applicable, check_rows_in_one_plan, small_numbers
+from schedule_checks import Small, check_rows_in_one_plan, small_numbers
 from schedule_interpreter import Tensors, edited
-from sim_toys import gpu
+from support.sim_toys import applicable, gpu
 from support.slow import mostly, slow
 
 from weft import plan

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable, check_value
+from schedule_checks import check_value
+from support.sim_toys import applicable
 from support.slow import pairs, slow
 
 from weft.builders import AllToAllMatmul, MatmulAllToAll, NotApplicableError, named

@@ -14,9 +14,9 @@ import pytest
 import schedule_checks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable, builders, check_rows_in_one_plan, same, small_numbers
+from schedule_checks import builders, check_rows_in_one_plan, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
-from sim_toys import gpu
+from support.sim_toys import applicable, gpu
 from support.slow import mostly, slow
 
 from weft import plan

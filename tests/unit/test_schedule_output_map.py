@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import check_order, same
 from schedule_interpreter import Tensors, edited, interpret
-from sim_toys import gpu
 from support import output_maps
 from support.made_up import require_runnable_on_gpus
+from support.sim_toys import gpu
 from support.slow import mostly, slow
 
 import weft

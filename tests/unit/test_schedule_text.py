@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from schedule_checks import applicable
+from support.sim_toys import applicable
 
 from weft.builders import AllGatherMatmul, candidates
 from weft.errors import UnreadableError

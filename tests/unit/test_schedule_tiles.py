@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import faults
-from sim_toys import SWITCH
 from support.made_up import Kernel
+from support.sim_toys import SWITCH
 
 from weft.errors import ScheduleError
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup

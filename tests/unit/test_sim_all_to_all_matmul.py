@@ -8,8 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from schedule_checks import applicable
-from sim_toys import TOY, gpu
+from support.sim_toys import TOY, applicable, gpu
 
 from weft.builders import AllToAllMatmul
 from weft.schedule import Compute, Draft

@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from schedule_checks import applicable
-from sim_toys import bytes_leaving, gpu
+from support.sim_toys import applicable, bytes_leaving, gpu
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulReduceScatter, Problem
 from weft.errors import ScheduleError

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from schedule_checks import applicable
-from sim_toys import SWITCH, TOY, bytes_leaving, gpu, puts
+from support.sim_toys import SWITCH, TOY, applicable, bytes_leaving, gpu, puts
 from support.slow import pairs
 
 from weft.builders import AllGatherMatmul

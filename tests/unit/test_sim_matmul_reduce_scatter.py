@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sim_toys import gpu
+from support.sim_toys import gpu
 
 from weft import plan
 from weft.builders import MatmulReduceScatter, named

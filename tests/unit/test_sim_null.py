@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from schedule_checks import applicable
+from support.sim_toys import applicable
 
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError

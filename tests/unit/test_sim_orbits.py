@@ -8,7 +8,7 @@ import importlib
 from dataclasses import replace
 
 import pytest
-from sim_toys import gpu
+from support.sim_toys import gpu
 from support.slow import slow
 
 from weft.builders import AllGatherMatmul, EmbeddingAllToAll

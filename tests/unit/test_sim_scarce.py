@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_toys import gpu
+from support.sim_toys import gpu
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, Problem, named
 from weft.schedule import Schedule

@@ -12,8 +12,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable
-from sim_toys import SWITCH, TOY, gpu
+from support.sim_toys import SWITCH, TOY, applicable, gpu
 from support.slow import slow
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulReduceScatter

@@ -13,18 +13,14 @@ from typer.testing import CliRunner
 from weft.bench.core import records as files
 from weft.bench.report import rewrite
 from weft.cli.app import app
-from weft.hw.topology import torus
-from weft.sim.collectives import algorithms
 from weft.studies import fused_embedding as study
-from weft.studies.dlrm_iteration import Dlrm, Task, ends_us, exchange_us, reduce_us
+from weft.studies.dlrm_iteration import Dlrm, Task, ends_us
 from weft.studies.fused_embedding_model import (
     Order,
     Setting,
     bag_bytes,
     between_nodes,
-    in_a_node,
     rate,
-    slice_us,
     with_message,
 )
 from weft.studies.numbers import load_numbers
@@ -56,19 +52,6 @@ def test_two_nodes_do_what_a_loop_over_slices_does(order: Order, size: int) -> N
     assert between_nodes(setting, NUMBERS, slice_size=size, order=order).fused == pytest.approx(ends)
 
 
-@pytest.mark.parametrize("rows", [5.5, 70])
-def test_no_kernel_is_faster_than_its_memory_or_its_links(rows: float) -> None:
-    numbers = NUMBERS.with_value("model.pooling", rows)
-    peak = 1e-6 * numbers["memory.bandwidth"]
-    for setting in study.BETWEEN:
-        least = max(setting.vectors * bag_bytes(numbers) / peak, setting.vectors / 2 * 1024 / 20e9 * 1e6)
-        for size in study.SLICES:
-            assert min(between_nodes(setting, numbers, slice_size=size).fused) > least
-    for setting in study.WITHIN:
-        least = max(setting.vectors * bag_bytes(numbers) / peak, setting.vectors / 4 * 1024 / 80e9 * 1e6)
-        assert in_a_node(setting, numbers).fused[0] > least
-
-
 def test_larger_slices_are_never_slower_and_more_occupancy_is_up_to_three_quarters() -> None:
     by_occupancy = [max(between_nodes(study.ONE, NUMBERS, occupancy=of).fused) for of in (0.25, 0.5, 0.75)]
     by_slice = [max(between_nodes(study.ONE, NUMBERS, slice_size=of).fused) for of in study.SLICES]
@@ -80,16 +63,6 @@ def test_wavefronts_contend_beyond_three_quarters() -> None:
     calm = rate(NUMBERS, 0.75)
     assert calm == rate(NUMBERS.with_value("memory.contention", 0.0), 0.75)
     assert [calm / rate(NUMBERS, of) for of in (0.8125, 0.875, 1.0)] == pytest.approx([1.125, 1.25, 1.25])
-
-
-@pytest.mark.parametrize("share", [0.5, 0.7, 0.81])
-def test_skew_is_half_of_what_the_nic_takes_longer_than_pooling(share: float) -> None:
-    numbers = NUMBERS.with_value("memory.share", share)
-    pooling_us, nic_us = slice_us(numbers)
-    setting = Setting(65536, 64)  # with so many slices, latency and launch are negligible
-    natural, first = (between_nodes(setting, numbers, order=order).skew for order in study.ORDERS)
-    assert natural == pytest.approx(max(0.0, (nic_us / pooling_us - 1) / 2), abs=1e-4)
-    assert first == 0
 
 
 def test_the_time_of_a_message_is_what_figure_12_gives() -> None:
@@ -105,28 +78,6 @@ def test_tasks_wait_for_resources_for_each_other_and_stay_beside() -> None:
     assert ends_us([Task("a", "gpu", 3), Task("b", "network", 5, beside="a")])["b"] == 5
     with pytest.raises(ValueError, match="these tasks wait for each other, or for a task that does not exist: a, b"):
         ends_us([Task("a", "gpu", 1, ("b",)), Task("b", "gpu", 1, ("a",))])
-
-
-@pytest.mark.parametrize("samples", [64, 4096])
-@pytest.mark.parametrize("tables", [1, 64])
-def test_no_gain_is_above_what_is_exposed(samples: int, tables: int) -> None:
-    dlrm = Dlrm(samples, tables, NUMBERS)
-    saved = dlrm.iteration_us(False) - dlrm.iteration_us(True)
-    assert 0 <= saved <= min(dlrm.exposed_us, dlrm.embedding_us) + 1e-6
-    # All ranks send equally many bytes. A node's links need this time for the node's own bytes, each over half of a
-    # line.
-    links_us = dlrm.exchange_bytes * 127 / 128 / (4 * 25e9) * 1e6
-    assert dlrm.exchange_us > links_us
-
-
-@pytest.mark.parametrize(("nodes", "columns"), [(128, 16), (128, 8), (24, 4), (9, 3)])
-def test_collectives_on_the_torus_take_what_the_simulator_finds_by_all_routes(nodes: int, columns: int) -> None:
-    numbers = NUMBERS.with_value("scale.nodes", nodes).with_value("scale.columns", columns)
-    topology = torus(nodes, 25e3, 0.7, columns)
-    (direct,) = algorithms(topology, "all_to_all")
-    assert exchange_us(1e8, numbers) == pytest.approx(direct.time_us(1e8))
-    (rings,) = (one for one in algorithms(topology, "all_reduce") if one.name == "ring by dimension")
-    assert reduce_us(1e8, numbers) == pytest.approx(rings.time_us(1e8))
 
 
 def test_a_training_pass_on_16384_nodes_gains_less_than_on_128() -> None:
@@ -148,24 +99,6 @@ def test_numbers_are_read_with_units_and_wrong_ones_are_named() -> None:
         NUMBERS["nic.speed"]
     assert load_numbers("fused_embedding.toml") is NUMBERS
     assert all(one.note or one.source in ("paper", "datasheet") for one in NUMBERS.quantities.values())
-
-
-def test_the_records_are_the_models() -> None:
-    rows = study.rows_of(files.read([RECORDS]))
-    now = study.rows_of(study.simulated())
-    for name in ("10", "13", "15", "sensitivity", "readings"):
-        for field in {"lines", "gains"} & now[name].keys():
-            assert _flat(rows[name][field]) == pytest.approx(_flat(now[name][field]))
-    with pytest.raises(ValueError, match="no records of fused embedding: run weft reproduce fused-embedding"):
-        study.rows_of([])
-
-
-def _flat(of: object) -> list[float]:
-    if isinstance(of, dict):
-        return _flat(list(of.values()))
-    if isinstance(of, (list, tuple)):
-        return [number for one in of for number in _flat(one)]
-    return [float(of)] if isinstance(of, (int, float)) else []
 
 
 def test_claims_follow_the_records() -> None:

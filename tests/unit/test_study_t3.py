@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sim_toys import gpu
+from support.sim_toys import gpu
 from support.slow import slow
 from typer.testing import CliRunner
 

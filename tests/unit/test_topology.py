@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_toys import TOY, puts
+from support.sim_toys import TOY, puts
 from support.slow import slow
 
 from weft import plan

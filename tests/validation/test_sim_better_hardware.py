@@ -8,8 +8,7 @@ from functools import lru_cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable
-from sim_toys import gpu
+from support.sim_toys import applicable, gpu
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul
 from weft.hw import Machine, Quantity, load_machine

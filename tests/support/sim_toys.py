@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
+from weft.builders import NotApplicableError, Problem, candidates
 from weft.hw import load_machine
 from weft.hw.topology import Wiring, mesh, switch
 from weft.schedule import ITEM_BYTES, RANK, Collective, Copy, Draft, Schedule
@@ -20,6 +22,15 @@ SWITCH = replace(TOY, wiring=Wiring(switch, (100.0,)))
 
 def gpu(name: str, world: int) -> Model:
     return model_of(load_machine(name), world)
+
+
+def applicable(p: Problem) -> dict[str, Schedule]:
+    """Return {name: schedule} of all candidates that support `p`."""
+    found = {}
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            found[candidate.name] = candidate.build()
+    return found
 
 
 def puts(world: int, *targets: int, rows: int = 10, by: str = "dma") -> Schedule:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_toys import TOY, puts
+from support.sim_toys import TOY, puts
 
 from weft.errors import SimulationError
 from weft.hw.topology import Topology, Wiring, hosts, mesh, ring, switch, torus
@@ -46,7 +46,7 @@ def _us(op: str, world: int, count: int, wiring: Wiring, model: Model = IDLE) ->
 
 
 @pytest.mark.parametrize("world", [8, 16, 32])
-@pytest.mark.parametrize("mib", [6, 24, 192])
+@pytest.mark.parametrize("mib", [6, 24, 96, 192])
 @pytest.mark.parametrize("link", [LINK, 2 * LINK])
 def test_on_a_ring_shards_go_around_it(world: int, mib: int, link: float) -> None:
     """The time is (W - 1) (latency + S / W / bandwidth), and twice as long for an all-reduce."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sim_toys import gpu
+from support.sim_toys import gpu
 
 from weft.builders import EmbeddingAllToAll, MatmulReduceScatter, Problem
 from weft.hw import load_machine

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable
-from sim_toys import bytes_leaving, gpu
+from support.sim_toys import applicable, bytes_leaving, gpu
 
 from weft.builders import AllGatherMatmul
 from weft.hw.topology import Wiring, mesh, ring, switch

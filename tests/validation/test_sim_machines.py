@@ -6,16 +6,14 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from schedule_checks import applicable
-from sim_toys import gpu
+from support.sim_toys import applicable, gpu
 from support.slow import slow
 
 from weft.bench.table_1 import find_gemms
 from weft.builders import AllGatherMatmul
-from weft.hw import load_machine
 from weft.schedule import Schedule
 from weft.schedule.steps import Lane
-from weft.sim import inefficiencies, model_of, simulate
+from weft.sim import inefficiencies, simulate
 from weft.sim.losses import communication_us
 
 # Measured on 2 x H200 (2026-11-21, torch 2.11.0+cu130, NCCL 2.28.9, bf16), in microseconds per call of 20 queued calls:
@@ -126,46 +124,3 @@ def test_one_rank_has_nothing_to_communicate() -> None:
     found = inefficiencies(applicable(problem)["serial"], problem, model)
     assert (found.communication_us, found.communication_decomposition, found.exposed_us) == (0, 1, 0)
     assert found.ideal_us == found.gemm_us
-
-
-def test_a_number_in_a_unit_of_another_kind_is_refused() -> None:
-    machine = load_machine("h200")
-    for key, unit, wanted in (
-        ("graph.run", "GB/s", "ns or us or ms or s"),
-        ("memory.copy_bandwidth", "us", "B/s or GB/s"),
-        ("memory.copy_bandwidth", "TFLOP/s", "B/s or GB/s or TB/s"),
-        ("compute.bf16_matmul_8192", "GB/s", "FLOP/s or TFLOP/s"),
-        ("link.stores_8_programs", "us", "B/s or GB/s"),
-        ("memory.l2", "us", "B or KiB"),
-        ("compute.sustained", "us", "1"),
-        ("copy_engine.count", "GHz", "1"),
-    ):
-        quantities = {**machine.quantities, key: replace(machine[key], unit=unit)}
-        with pytest.raises(ValueError, match=f"{key} is in {unit}: give it in {wanted}"):
-            model_of(replace(machine, quantities=quantities), 2)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("compute.multiprocessors", 0.4),
-        ("compute.tile_rows", 1e-6),
-        ("copy_engine.count", 2.5),
-        ("kernel_copy.units", 0.25),
-    ],
-)
-def test_a_part_of_a_thing_is_refused(key: str, value: float) -> None:
-    machine = load_machine("h200")
-    wrong = replace(machine, quantities={**machine.quantities, key: replace(machine[key], value=value)})
-    with pytest.raises(ValueError, match=f"NVIDIA H200: {key} = {value:g} .* must be a whole number"):
-        model_of(wrong, 2)
-
-
-@pytest.mark.parametrize("key", ["link.stores_8_programs", "contention.kernel_copy_units"])
-def test_copying_kernels_that_write_nothing_are_refused(key: str) -> None:
-    machine = load_machine("mi300x")
-    wrong = replace(machine, quantities={**machine.quantities, key: replace(machine[key], value=0)})
-    with pytest.raises(
-        ValueError, match=r"AMD Instinct MI300X: copying kernels of \d+ units write nothing: contention"
-    ):
-        model_of(wrong, 4)

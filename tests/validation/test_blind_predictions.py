@@ -1,0 +1,101 @@
+"""Predictions by machine files alone, on random shapes whose records did not make these files.
+
+`weft bench never-slower` drew the shapes and ran them on two H100s and two H200s. GEMMs and embeddings are judged in queued calls.
+Experts are judged in graphs: outside graphs the CPU reads sizes, and the CPUs of these machines differ by a factor of 3.
+docs/planning.md has the limits.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.slow import slow
+
+from weft.bench.core.options import DTYPES
+from weft.bench.never_slower.draw import Bounds, Drawn, draw
+from weft.bench.ops.all_to_all_matmul import MoeShape
+from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale
+from weft.builders import Problem, named
+from weft.builders.problem import PROBLEMS, described
+from weft.embedding.plan import problem_of
+from weft.hw import load_machine
+from weft.plan.predict import least_us, predict
+from weft.sim import Model, model_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EXPERTS, EMBEDDING = ("all_to_all_matmul", "matmul_all_to_all"), "embedding_all_to_all"
+BOUNDS = {
+    "h100": Bounds("cuda", 2, 5000 * 989e6, 5000 * 3.35e6, 85e9 / 4),
+    "h200": Bounds("cuda", 2, 5000 * 989e6, 5000 * 4.8e6, 150.7e9 / 4),
+}
+"""The limits of the shapes that these GPUs drew (`weft.bench.never_slower.draw.bounds_here`)."""
+
+
+@cache
+def _model(machine: str) -> Model:
+    return model_of(load_machine(machine), 2)
+
+
+@cache
+def _records(machine: str) -> list[dict[str, Any]]:
+    lines = (RESULTS / f"{machine}-never-slower.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "weft_ms" in record and not record["again"]]
+
+
+def _problems(machine: str, record: dict[str, Any]) -> list[Problem]:
+    """Return the problems of the two input sets, which differ only for experts."""
+    op, config = record["op"], record["config"]
+    if op == EMBEDDING:
+        drawn: Drawn = draw(op, record["index"], record["seed"], BOUNDS[machine])
+        assert isinstance(drawn, EmbeddingPreset)
+        assert drawn.name == config
+        sized = drawn.config(2, Scale(Fraction(1), Fraction(1)), DTYPES["fp32"])
+        return [problem_of(sized.sharding, sized.batch_sizes)]
+    if op not in EXPERTS:
+        m, n, k = map(int, config.split("x"))
+        name = {"all_gather_scaled_matmul": "all_gather_matmul"}.get(op, op)
+        return [described(name, m=m, n=n, k=k, ranks=2, dtype=record["dtype"])]
+    (shape,) = MoeShape.named(config, {})
+    kind: Any = PROBLEMS[op]
+    even = kind.even(shape.rows, shape.n, shape.k, shape.experts // 2, 2, "bf16")
+    splits = [tuple(map(tuple, shape.splits(2, which).tolist())) for which in (0, 1)]
+    return [replace(even, splits=of, exact=not record["variant"].endswith("bounded")) for of in splits]
+
+
+def _errors(machine: str, op: str, mode: str) -> list[float]:
+    model, found = _model(machine), []
+    for record in _records(machine):
+        if (record["op"], record["mode"]) == (op, mode):
+            problems = _problems(machine, record)
+            us = [predict(named(p, record["chosen"]).build(), model, mode, least_us(p, model)) for p in problems]  # type: ignore[arg-type]
+            found.append(statistics.fmean(us) / (1e3 * statistics.median(record["weft_ms"])) - 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "mode", "h100", "h200"),
+    [
+        ("all_gather_matmul", "queued", 0.12, 0.12),
+        ("all_gather_scaled_matmul", "queued", 0.12, 0.10),
+        ("matmul_reduce_scatter", "queued", 0.10, 0.10),
+        ("scaled_matmul_reduce_scatter", "queued", 0.10, 0.10),
+        ("matmul_all_reduce", "queued", 0.10, 0.10),
+        ("matmul_all_gather", "queued", 0.10, 0.12),
+        ("embedding_all_to_all", "queued", 0.22, 0.42),
+        slow("all_to_all_matmul", "graph", 0.15, 0.12),
+        slow("matmul_all_to_all", "graph", 0.10, 0.20),
+    ],
+)
+def test_random_shapes_take_about_as_long_as_predicted(op: str, mode: str, h100: float, h200: float) -> None:
+    """In the mean. The schedule is the one that ran."""
+    for machine, most in (("h100", h100), ("h200", h200)):
+        errors = _errors(machine, op, mode)
+        assert len(errors) >= 12
+        assert statistics.fmean(map(abs, errors)) < most, machine
