@@ -64,8 +64,8 @@ class Rails:
         self.near = WithinHost(comm)
         self._slot = -(-(_LENGTH.size + payload_bytes) // _ALIGNMENT) * _ALIGNMENT
         self._head_bytes = _ALIGNMENT + self.levels.per_host * self._slot
-        self.most_bytes = -1
-        self.reserve(0)
+        self.most_bytes = 0
+        self.reserve(_SMALL_BYTES)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve memory for collectives of matrices with `nbytes` bytes. All ranks must make this call."""
