@@ -29,6 +29,7 @@ import weft
 from weft import symm
 from weft.launch import Pool
 from weft.runtime import rails
+from weft.runtime.unfused.turn import Turn
 
 COLUMNS = 24
 ROWS = (1, 3, 640)  # of a rank, for matrices of less and of more than 64 KiB
@@ -121,11 +122,23 @@ def differ(group, apart):
     """The last rank makes another call, which all ranks have made before."""
     rank, last = group.rank(), group.size() - 1
     with on_hosts(group) as own:
+        if apart == "cargo":  # on the last rank no data ride with the rendezvous, which must not happen
+            call, _ = call_of("matmul_all_reduce", rank, last + 1, 640, F32, 1)
+            call(own)
+            rides = Turn.rails_for if rank < last else lambda turn, nbytes: None
+            with mock.patch.object(Turn, "rails_for", rides):
+                return error_of(lambda: call(own))
         usual, _ = call_of("matmul_all_reduce", rank, last + 1, 640, F32, 1)
         operator, n = {"size": ("matmul_all_reduce", 8), "operator": ("matmul_reduce_scatter", 640)}[apart]
         other, _ = call_of(operator, rank, last + 1, n, F32, 1)
         usual(own), other(own)
         return error_of(lambda: (other if rank == last else usual)(own))
+
+
+def test_ranks_whose_data_ride_and_do_not_disagree(pool: Pool) -> None:
+    for kind, text in pool.run(differ, "cargo", ranks=4, timeout_s=40):
+        assert kind == "DisagreementError"
+        assert "ranks made different calls (call " in text
 
 
 @pytest.mark.parametrize("apart", ["size", "operator"])

@@ -53,6 +53,10 @@ _MISSED = (
 )
 
 
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
 class Topic:
     """The call that a rank is about to make. Ranks compare their topics.
 
@@ -65,7 +69,7 @@ class Topic:
         self, text: str, details: str = "", *, difference: Callable[[], str] | None = None, hint: str = ""
     ) -> None:
         self.text, self.difference, self.hint = text, difference, hint
-        digest = hashlib.blake2b(f"{text}\0{details}".encode(), digest_size=_DIGEST).digest()
+        digest = _digest(f"{text}\0{details}".encode())
         self.compared = digest + text.encode()[: _BYTES - _AT - _DIGEST]
 
 
@@ -101,7 +105,11 @@ class Meeting:
         cargo: the collective that rides with this rendezvous, only if there are `rails`. It is complete at the end.
         """
         noted = self._layers.take()
-        compared = _LAYERS.pack(*noted.records) + topic.compared
+        of_topic = topic.compared
+        if cargo is not None:  # ranks must expect the same data
+            about = f"{type(cargo).__name__} {cargo.far_bytes}".encode()
+            of_topic = _digest(of_topic[:_DIGEST] + about) + of_topic[_DIGEST:]
+        compared = _LAYERS.pack(*noted.records) + of_topic
 
         def agree(payloads: list[bytes]) -> bool:
             return all(payload[:1] == _CALL and payload[_LAYERS_AT:] == compared for payload in payloads)
@@ -110,7 +118,7 @@ class Meeting:
         if refusals := _refusals(payloads):
             raise RefusedError(refusals)
         if any(payload[_LAYERS_AT:] != compared for payload in payloads):
-            if any(payload[_AT:] != topic.compared for payload in payloads):
+            if any(payload[_AT:] != of_topic for payload in payloads):
                 self._end(payloads, topic)
             if differ([_LAYERS.unpack_from(payload, _LAYERS_AT) for payload in payloads]):
                 self._end_layers(noted)

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from weft.errors import WeftError
 from weft.runtime.collectives import exchange_now, finish
 from weft.runtime.two_levels import levels_on, ranks_per_host
 from weft.runtime.within_host import WithinHost
@@ -88,6 +89,17 @@ class Rails:
 
         agree: a function of payloads that returns True if the ranks that sent them make the same call.
         """
+        try:
+            return self._exchange(payload, agree, cargo, deadline_s, name)
+        except WeftError:  # every rank raises this error, or the group has already failed
+            raise
+        except BaseException as error:  # for example Ctrl-C: peers wait for this rank
+            self.comm.poison(f"{name}: {error!r}")
+            raise
+
+    def _exchange(
+        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, deadline_s: float, name: str
+    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:
         comm, near, levels = self.comm, self.near, self.levels
         comm.begin_round()
         size = self._slot + (cargo.near_bytes if cargo is not None else 0)

@@ -43,7 +43,7 @@ def reduce_scatter(
     even = rows.count(rows[0]) == len(rows)
     if even and (rails := _rails_to_reduce(x, turn)) is not None:
         mine = x.new_empty(rows[rank], x.shape[1])
-        turn.ride(name, riding.ReduceScatter(rails, x, mine))
+        turn.ride(name, riding.ReduceScatter(rails, x.contiguous(), mine))
     elif even and x.device.type == "cuda":
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
@@ -66,12 +66,15 @@ def all_reduce_(
 ) -> torch.Tensor:
     """Reduce `x` over all ranks in place. Its elements must be contiguous."""
     if (rails := _rails_to_reduce(x, turn)) is not None:
-        turn.ride(name, riding.all_reduce(rails, x, turn.wait_s, name))
+        whole = x.contiguous()
+        turn.ride(name, riding.all_reduce(rails, whole, turn.wait_s, name))
+        if whole is not x:
+            x.copy_(whole)
     else:
         turn.run(name, all_reduce_single, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
 
 
 def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
-    """Return the rails that can carry a sum of `x`; None if there are none."""
-    return turn.rails_for(x.nbytes) if x.dtype.is_floating_point and x.is_contiguous() else None
+    """Return the rails that can carry a sum of `x`, the same on all ranks; None if there are none."""
+    return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None
