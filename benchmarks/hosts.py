@@ -14,11 +14,13 @@ to gloo by hand (or one pass) in each turn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,12 +68,15 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from support.two_hosts import TwoHosts
 
-    with TwoHosts() as hosts:
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(TwoHosts())
         hosts.limit(given.rate)
         print(
             f"two network namespaces, tc tbf of {given.rate}, {given.ranks} ranks on each host, {os.cpu_count()} cores"
         )
-        launchers = hosts.torchrun(given.ranks, [__file__, *sys.argv[1:]], WEFT_QUIET="1")
+        # In a cache of its own, choices rest on the links and times of this run.
+        cache = stack.enter_context(tempfile.TemporaryDirectory())
+        launchers = hosts.torchrun(given.ranks, [__file__, *sys.argv[1:]], WEFT_QUIET="1", WEFT_CACHE_DIR=cache)
         said = [launcher.communicate()[0] for launcher in launchers]
         records = [line.removeprefix("record ") for line in said[0].splitlines() if line.startswith("record ")]
         print(said[0])

@@ -126,7 +126,7 @@ class Injection:
     steps: int = STEPS
     turn: int = TURN
     pace_s: float = 0.0  # between steps
-    hosts: int = 1  # on which ranks pretend to be, in turn
+    hosts: int = 1  # on which ranks pretend to be
 
     @property
     def of_kind(self) -> Kind:
@@ -246,13 +246,13 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
 def between_hosts(injection: Injection) -> Injection:
     """Return the injection for ranks on two hosts.
 
-    There most schedules and all transports run as "serial". So ranks that differ in them alone make the same call, and the victim
-    passes another option instead, if the operator has one.
+    There all transports run as "serial". So ranks that differ in them alone make the same call, and the victim passes another
+    option instead, if the operator has one.
     """
     if injection.of_kind.family != "other option" or injection.second is None:
         return replace(injection, hosts=2)
     operator, given = injection.second
-    options, work, same = injection.options, OPERATORS[operator], {"transport", "schedule"}
+    options, work, same = injection.options, OPERATORS[operator], {"transport"}
     if {name for name in given if given[name] != options.get(name)} <= same:
         changes = [change for change in work.other_options(injection.world, options) if not change.keys() <= same]
         changes = [change for change in changes if _fits(work, injection.world, options | change)]

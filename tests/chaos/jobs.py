@@ -321,7 +321,8 @@ def main(injection: Injection, rank: int, directory: str) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.zeros(1, device="cuda")
     if injection.hosts > 1:
-        _claim_host(rank % injection.hosts)
+        # Four ranks form rails: ranks 0 and 1 are on the first host. Other ranks take turns, so rank 2 is on the first host again.
+        _claim_host(rank * injection.hosts // injection.world if injection.world == 4 else rank % injection.hosts)
     store = dist.FileStore(str(folder / "store"), injection.world)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=injection.world, timeout=limit)

@@ -27,6 +27,7 @@ from support.pretended_hosts import claimed, on_two_hosts
 
 import weft
 from weft import symm
+from weft.builders import MatmulReduceScatter, named
 from weft.embedding import ColumnWise, DataParallel, RowWise
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.plan import EmbeddingPlan
@@ -110,6 +111,43 @@ def test_only_a_pinned_schedule_is_warned_of_once(pool: Pool) -> None:
             "hosts: lane "
         )
         assert text.endswith("memory of rank 1, on host beta, is not mapped on rank 0")
+
+
+def pinned_apart(group):
+    """Both ranks have called with both schedules before, so only the schedules of the last call differ. Both run serial."""
+    x, w, schedules = torch.ones(4, 8), torch.ones(8, 8), ("scatter", "serial")
+    with on_two_hosts(group) as own:
+        for schedule in schedules:
+            weft.matmul_reduce_scatter(x, w, "sum", 0, own, schedule=schedule)
+        return error_of(lambda: weft.matmul_reduce_scatter(x, w, "sum", 0, own, schedule=schedules[group.rank()]))
+
+
+def test_ranks_that_pin_different_schedules_disagree_although_serial_runs(pool: Pool) -> None:
+    for kind, text in pool.run(pinned_apart, ranks=2):
+        assert kind == "DisagreementError"
+        assert "schedule scatter" in text
+        assert "schedule serial" in text
+
+
+def measured_again(group):
+    """Return how often serial is run to time it: on one host, on two hosts, and on two hosts again."""
+    p = MatmulReduceScatter(group.size(), 16, 8, 24, "fp32")
+    counts = []
+    for place in (claimed("alpha"), on_two_hosts(group), on_two_hosts(group)):
+        serial = mock.Mock()
+        with place as own:
+            comm = symm.communicator(own or own_group(group), "cpu")
+            between_hosts.measure.measured(
+                p, {"serial": named(p, "serial").build()}, comm, {}, None, serial, "single", 1
+            )
+        counts.append(serial.call_count)
+    return counts
+
+
+def test_times_of_one_host_are_not_used_between_hosts(pool: Pool) -> None:
+    for one_host, two_hosts, again in pool.run(measured_again, ranks=2):
+        assert one_host == two_hosts > 0
+        assert again == 0
 
 
 COLLECTIVES = "ficco_1d_collective[start=hetero,gemms=unfused,steps=2]"

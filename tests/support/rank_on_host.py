@@ -3,7 +3,8 @@ use it.
 
 python tests/support/rank_on_host.py RANK WORLD_SIZE ADDRESS PORT
 
-A line "GROUP DEADLINE" requests a call on a group: "all", or "two" for ranks 0 and 1.
+A line "GROUP DEADLINE [ROWS]" is a call on one of the groups: "all", or "two", of the first two ranks. ROWS: of the matrix that is
+reduced, by default 4 for each rank.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=100),
     )
     groups = {"all": dist.group.WORLD, "two": dist.new_group([0, 1])}
-    x = torch.full((4 * world, 4), rank + 1.0)
     w = torch.eye(4)
     print(f"pid {os.getpid()}", flush=True)
     for line in sys.stdin:
-        name, deadline_s = line.split()
+        name, deadline_s, *rows = line.split()
+        x = torch.full((int(rows[0]) if rows else 4 * world, 4), rank + 1.0)
         group = groups[name]
         assert group is not None
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -61,6 +62,17 @@ class TwoHosts:
             shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
             self._do(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
 
+    def lose_packets(self) -> None:
+        """Limit the rate to 200 Mbit/s, with a short queue. The link drops packets when the queue is full."""
+        for host in range(len(HOSTS)):
+            shape = ["tbf", "rate", "200mbit", "burst", "32kb", "limit", "64kb"]
+            self._do(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
+
+    def lost_packets(self) -> int:
+        """Return the number of packets that both ends of the link have dropped, as `tc` counts them."""
+        texts = (self._do(host, "tc", "-s", "qdisc", "show", "dev", INTERFACE) for host in range(len(HOSTS)))
+        return sum(int(dropped) for text in texts for dropped in re.findall(r"dropped (\d+)", text))
+
     def start(self, host: int, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[str]:
         """Start a command on a host. Its output and errors are read as one text stream."""
         known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **environment}
@@ -98,10 +110,12 @@ class TwoHosts:
         user = [] if self._is_root else ["--user", "--preserve-credentials"]
         return ["nsenter", "--target", str(self._keepers[host].pid), *user, "--net", "--uts"]
 
-    def _do(self, host: int, *command: str) -> None:
+    def _do(self, host: int, *command: str) -> str:
+        """Run a command on a host. Return its output."""
         found = subprocess.run([*self._inside(host), *command], capture_output=True, text=True)
         if found.returncode:
             raise OSError(f"{' '.join(command)}: {found.stderr.strip()}")
+        return found.stdout
 
 
 def free_port() -> int:

@@ -20,8 +20,9 @@ from weft.builders.registry import cannot_do
 from weft.operator import measure
 from weft.runtime.executors import Tensors
 from weft.runtime.links import network_of
+from weft.runtime.rails import MOST_BYTES
 from weft.runtime.schedule_memory import needs_far
-from weft.runtime.two_levels import ranks_per_host
+from weft.runtime.two_levels import largest_collective_bytes, ranks_per_host
 from weft.schedule import ITEM_BYTES, Collective, Schedule, value
 from weft.schedule.steps import of_kind
 from weft.sim.between_hosts import HostNetwork
@@ -100,10 +101,13 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
     """True if a schedule may be clearly faster than serial, according to the measured links.
 
     The schedule may be faster than serial in two ways: its collectives take less time than serial's collectives, and
-    GEMMs hide all of its collectives except one. Serial takes at least as long as its collectives.
+    GEMMs hide all of its collectives except one. Serial takes at least as long as its collectives. If these
+    collectives ride with the rendezvous (`weft.runtime.rails`), serial saves a round trip.
     """
-    serial_us = sum(_collectives_us(serial, network, False))
-    exposed_us = min(_collectives_us(schedule, network, ranks_per_host(network.hosts) > 0), default=0.0)
+    has_rails = ranks_per_host(network.hosts) > 0
+    rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
+    serial_us = sum(_collectives_us(serial, network, rides))
+    exposed_us = min(_collectives_us(schedule, network, has_rails), default=0.0) + rides * network.round_trip_us
     return _DOUBT * (serial_us - exposed_us) > needed_us(serial_us)
 
 

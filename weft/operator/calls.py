@@ -248,7 +248,8 @@ def prepared_for(
     said, (shown, wanted_schedule) = op.said(call, world), texts
     if prepared is None:
         p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
-        made = CompiledOperator(op, p, group, device, pinned, remembered, joined(said, given), joined(shown, given))
+        compared = joined(said, given, wanted_schedule)
+        made = CompiledOperator(op, p, group, device, pinned, remembered, compared, joined(shown, given))
         prepared = table.keep(group, key, made)
         if family is not None:
             table.of_group(group).prepared(family, rows, prepared)

@@ -27,6 +27,7 @@ from weft.runtime.capture import is_captured
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
+from weft.runtime.two_levels import largest_collective_bytes
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
 from weft.symm import Communicator
@@ -82,6 +83,8 @@ class CompiledOperator:
         if self.comm is not None and agreement_on(device).meets:
             self._turns = Turns(f"{op.title}, {shown}", self.comm, said, op.arguments)
         self._serial = named(p, "serial").build()
+        if self._turns is not None:
+            self._turns.reserve(largest_collective_bytes(self._serial))
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._steps: list[Unfused] = []  # at most one, made on demand; shared by the copies of `for_one_call`
         self._checked = False  # True if the spec's inputs and outputs match the buffers

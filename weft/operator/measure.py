@@ -14,7 +14,7 @@ import torch
 from weft import plan
 from weft.builders import Candidate, Problem, named
 from weft.operator import this_machine
-from weft.plan import gemms
+from weft.plan import gemms, links
 from weft.plan.predict import library_gemms
 from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
@@ -113,6 +113,8 @@ def measured(
 ) -> dict[str, float]:
     """Return the slowest rank's time of each schedule, {name: microseconds}, measured now or cached on disk
     (`weft.plan.autotune`).
+
+    Times between hosts are cached for these hosts only. The times of one host would be far too short there.
     """
 
     def run(candidate: Candidate) -> float:
@@ -131,7 +133,10 @@ def measured(
         return [max(of_one) for of_one in zip(*times, strict=True)]
 
     found = [named(p, name) for name in schedules]
-    return plan.autotune(p, found, run, agree, machine=this_machine.device_name(comm.device), mode=mode, rounds=rounds)
+    machine = this_machine.device_name(comm.device)
+    if not comm.all_mapped:
+        machine = f"{machine}, {links.name_of(comm.hosts)}"
+    return plan.autotune(p, found, run, agree, machine=machine, mode=mode, rounds=rounds)
 
 
 def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:

@@ -23,7 +23,7 @@ _AGAIN = "the next first call of a group on these hosts measures again"
 def save(found: Measured) -> None:
     """Save these numbers, if the cache folder is writable. Call it on one rank only."""
     content = {
-        **asdict(found), "machine": _name(found.hosts), "world_size": len(found.hosts), "versions": versions(),
+        **asdict(found), "machine": name_of(found.hosts), "world_size": len(found.hosts), "versions": versions(),
         "date": datetime.now(UTC).date().isoformat(),
         "links": [(*link.hosts, link.bytes_per_us, link.round_trip_us) for link in found.links],
     }  # fmt: skip
@@ -35,7 +35,7 @@ def find(hosts: Sequence[str]) -> Measured | None:
 
     Raise `ValueError` if other versions measured them, and `UnreadableError` if the file is broken.
     """
-    return saved.load(_read, _WHAT, _name(hosts), len(hosts), _HOLDS, _AGAIN)
+    return saved.load(_read, _WHAT, name_of(hosts), len(hosts), _HOLDS, _AGAIN)
 
 
 def _read(hosts: tuple[str, ...], links: tuple[tuple[str, str, float, float], ...], **content: Any) -> Measured:
@@ -43,7 +43,7 @@ def _read(hosts: tuple[str, ...], links: tuple[tuple[str, str, float, float], ..
     return Measured(hosts, tuple(LinkFound((one, other), rate, us) for one, other, rate, us in links), **numbers)
 
 
-def _name(hosts: Sequence[str]) -> str:
+def name_of(hosts: Sequence[str]) -> str:
     """Return a name of these hosts that fits into a file's name, however many they are."""
     return f"hosts {hashlib.sha256(repr(list(hosts)).encode()).hexdigest()[:16]}"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from weft.errors import DeadlineError, WeftError
 from weft.symm import Communicator
+from weft.words import and_list
 
 # From torch 2.13 on, these names replace `all_gather_into_tensor` and `reduce_scatter_tensor`, which are deprecated.
 all_gather_by_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,11 +100,15 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
-def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object) -> None:
+def finish(
+    work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object,
+    absent: Callable[[], list[int]] | None = None,
+) -> None:  # fmt: skip
     """Wait for `work`, a collective on CPU that all ranks have begun.
 
     what: the collective's name. held: the tensors that it reads and writes. Raise `DeadlineError` after `deadline_s`
         seconds, or the group's error if the group fails meanwhile. After an error the group is unusable.
+    absent: a function that returns the ranks which have not reached the collective, for error texts.
     """
     until, group = time.monotonic() + deadline_s, comm.group
     try:
@@ -116,11 +122,18 @@ def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *h
                         return
                     time.sleep(_LOOK_S)  # gloo may detect a lost peer before weft's watchdog does
                     comm.check()
+                    if absent is not None:
+                        absent()
                     raise WeftError(f"rank {comm.rank}: {what} failed in torch.distributed: {error}") from error
             comm.check()
+            missing = [] if absent is None else absent()
             if time.monotonic() >= until:
+                if absent is not None:
+                    time.sleep(_LOOK_S)  # for answers of peers, or an error of a peer that knows more
+                    missing = absent()
+                whom = f" from {and_list([comm.name(rank) for rank in missing])}" if missing else ""
                 raise DeadlineError(
-                    f"rank {comm.rank} waited {deadline_s:g} s for {what}: expected all {comm.world_size} ranks, "
+                    f"rank {comm.rank} waited {deadline_s:g} s for {what}{whom}: expected all {comm.world_size} ranks, "
                     "but some are missing"
                 )
     except BaseException as error:

@@ -6,7 +6,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.executor import Executor
-from weft.runtime.meeting import of_communicator
+from weft.runtime.per_communicator import of_communicator
 from weft.symm import Communicator
 
 _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}

@@ -22,11 +22,15 @@ import struct
 import threading
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
+from weft import env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
+from weft.runtime.per_communicator import of_communicator
+from weft.runtime.rails import Cargo, rails_for
 from weft.symm import Communicator, Exchange
 from weft.symm.calls import calls_of
 from weft.symm.layers import Noted, differ, difference
@@ -49,7 +53,9 @@ _MISSED = (
 )
 _PREFETCH = "numbers of the input distribution"  # the first collective of a batch, which `weft.nn.InputDist` names
 
-T = TypeVar("T")
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
 class Topic:
@@ -64,7 +70,7 @@ class Topic:
         self, text: str, details: str = "", *, difference: Callable[[], str] | None = None, hint: str = ""
     ) -> None:
         self.text, self.difference, self.hint = text, difference, hint
-        digest = hashlib.blake2b(f"{text}\0{details}".encode(), digest_size=_DIGEST).digest()
+        digest = _digest(f"{text}\0{details}".encode())
         self.compared = digest + text.encode()[: _BYTES - _AT - _DIGEST]
 
 
@@ -80,26 +86,45 @@ class Meeting:
         self.schedules = 0  # number of schedules made for this group
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self._publishing = threading.Lock()
-        self._exchange = Exchange(comm, _BYTES)
+        self.rails = rails_for(comm, _BYTES)
+        """The rendezvous between hosts that may carry data; None on one host, or if ranks form no rails."""
+        self._exchange = Exchange(comm, _BYTES) if self.rails is None else None
         self._layers = calls_of(comm.group).layers
         comm._holders.add(self)
 
     def close(self) -> None:
         """Drop this rendezvous when its communicator ends."""
         _meetings.pop(self.comm, None)
+        if self.rails is not None:
+            self.rails.close()
 
-    def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
-        """Wait until every rank is about to make the same call. Return the 16 bytes `extra` of each rank, by rank."""
+    def meet(
+        self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None
+    ) -> list[bytes]:
+        """Wait until every rank is about to make the same call. Return the 16 bytes `extra` of each rank, by rank.
+
+        cargo: the collective that rides with this rendezvous, only if there are `rails`. It is complete at the end.
+        """
         noted = self._layers.take()
-        compared = _LAYERS.pack(*noted.records) + topic.compared
-        payloads = self._publish(_CALL + extra + compared, topic.text, deadline_s)
+        of_topic = topic.compared
+        if cargo is not None:  # ranks must expect the same data
+            about = f"{type(cargo).__name__} {cargo.far_bytes}".encode()
+            of_topic = _digest(of_topic[:_DIGEST] + about) + of_topic[_DIGEST:]
+        compared = _LAYERS.pack(*noted.records) + of_topic
+
+        def agree(payloads: list[bytes]) -> bool:
+            return all(payload[:1] == _CALL and payload[_LAYERS_AT:] == compared for payload in payloads)
+
+        payloads, data = self._publish(_CALL + extra + compared, topic.text, deadline_s, agree, cargo)
         if refusals := _refusals(payloads):
             raise RefusedError(refusals)
         if any(payload[_LAYERS_AT:] != compared for payload in payloads):
-            if any(payload[_AT:] != topic.compared for payload in payloads):
+            if any(payload[_AT:] != of_topic for payload in payloads):
                 self._end(payloads, topic)
             if differ([_LAYERS.unpack_from(payload, _LAYERS_AT) for payload in payloads]):
                 self._end_layers(noted)
+        if cargo is not None:
+            cargo.unpack(data)
         return [payload[1:_LAYERS_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
@@ -107,17 +132,25 @@ class Meeting:
         self._layers.take()
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
-            return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s))
+            return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s)[0])
         except WeftError as error:
             raise type(error)(f"{error}. This rank refused its call: {text}") from error
 
-    def _publish(self, payload: bytes, what: str, deadline_s: float | None) -> list[bytes]:
+    def _publish(
+        self, payload: bytes, what: str, deadline_s: float | None,
+        agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
+    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
+        """Return the payloads of all ranks, and the data that arrived for `cargo`."""
         with self._publishing:
             self.comm.check()
             self.calls += 1
             name = f"{what} (call {self.calls})"
             try:
-                return self._exchange.exchange(payload, deadline_s=deadline_s, name=name)
+                if self.rails is not None:
+                    until_s = env.deadline_s() if deadline_s is None else deadline_s
+                    return self.rails.exchange(payload, agree, cargo, deadline_s=until_s, name=name)
+                assert self._exchange is not None
+                return self._exchange.exchange(payload, deadline_s=deadline_s, name=name), {}
             except DeadlineError as error:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
@@ -207,17 +240,3 @@ def published_on(group: dist.ProcessGroup) -> int:
         if comm.is_of(group):
             return meeting.calls
     return 0
-
-
-def of_communicator(known: dict[Communicator, T], comm: Communicator, make: Callable[[Communicator], T]) -> T:
-    """Return the entry of `comm`, and make it if there is none.
-
-    When an entry is made, drop the entries of closed communicators. Nothing else would free them, because an entry may
-    refer to its communicator.
-    """
-    found = known.get(comm)
-    if found is None:
-        for closed in [one for one in known if one.closed]:
-            del known[closed]
-        found = known[comm] = make(comm)
-    return found

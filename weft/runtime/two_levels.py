@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from weft.errors import DeadlineError, OutOfSharedMemoryError
 from weft.runtime.collectives import exchange_now, finish, gather_now, reduce_now
-from weft.runtime.meeting import of_communicator
+from weft.runtime.per_communicator import of_communicator
 from weft.runtime.within_host import WithinHost
 from weft.schedule import ITEM_BYTES, Collective, Lane, Schedule, value
 from weft.schedule.steps import of_kind, variables_of
@@ -67,12 +67,26 @@ def two_levels_for(
     nbytes = max((_shared_bytes(one, n, dtypes, per_host) for one, n in zip(steps, rows, strict=True)), default=0)
     if not nbytes:
         return None
-    levels = of_communicator(_known, comm, lambda made: TwoLevels(made, per_host, setup_deadline_s(None)))
+    levels = levels_on(comm)
     try:
         levels.near.reserve(nbytes)
     except OutOfSharedMemoryError:  # raised on every rank
         return None
     return levels
+
+
+def levels_on(comm: Communicator) -> TwoLevels:
+    """Return the two-level collectives of `comm`, whose ranks form rails. All ranks must make the first call together."""
+    per_host = ranks_per_host(comm.hosts)
+    return of_communicator(_known, comm, lambda made: TwoLevels(made, per_host, setup_deadline_s(None)))
+
+
+def largest_collective_bytes(schedule: Schedule) -> int:
+    """Return the bytes of the largest matrix that a collective of the schedule gathers or reduces, if sizes are known."""
+    item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
+    steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective) if not variables_of(step)]
+    wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]
+    return max((value(one.rows) * value(one.cols) * item[one.buffer] for one in wholes), default=0)
 
 
 def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str], per_host: int) -> int:

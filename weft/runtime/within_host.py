@@ -39,6 +39,10 @@ class WithinHost:
         self._counters = [region.address(rank) for rank in self.ranks]
         self.nbytes, self._epoch = nbytes, 0
 
+    def close(self) -> None:
+        """Drop the views of the memory."""
+        self._flat, self._counters = [], []
+
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
         """Return this rank's memory as a tensor, when no peer reads it any more."""
         self._await(deadline_s, what)

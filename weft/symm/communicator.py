@@ -234,6 +234,29 @@ class Communicator:
             return [peer] if peer in gone else []
         return list(gone) if self.world_size > 1 and len(gone) == self.world_size - 1 else []
 
+    # -- rounds between hosts
+
+    def begin_round(self) -> None:
+        """Begin the next round of a rendezvous between hosts. All ranks must make this call."""
+        self._control.rounds.begin()
+
+    def absent_in_round(self) -> list[int]:
+        """Return the peers that are not known to have begun this rank's round, and let the peers know that it waits.
+
+        Raise `PeerLostError` if one of these peers has left. The answers of peers arrive some time after the first call.
+        """
+        control = self._control
+        absent = control.rounds.absent
+        if (left := [rank for rank in absent if rank in control.gone]) and not control.failed:
+            control.lose_who_left(left)
+        control.check()
+        control.rounds.tell_all()
+        return absent
+
+    def name(self, rank: int) -> str:
+        """Return the name of a rank in error texts: with its process, and with its host if the group has several."""
+        return self._control.name(rank)
+
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:

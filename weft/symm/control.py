@@ -13,7 +13,8 @@ computes or waits. It handles these messages:
 - *call*: a peer's call, if `WEFT_CHECK_CALLS` compares every call. *made*: the digest of all its calls so far.
   *refusal*: the peer does not make a call. *answer*: the peer will not make a call that this rank refused
   (`weft.symm.calls`).
-- *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`).
+- *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`). *present*: the number of
+  rounds that a peer has begun (`weft.symm.rounds`).
 - end-of-file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, also from another host.
 - an error of a connection between hosts: the other host has not responded for `WEFT_DEADLINE_S`, or sent an invalid
   frame.
@@ -42,11 +43,12 @@ from weft.symm import bootstrap
 from weft.symm.calls import CallLog, GroupCalls
 from weft.symm.connections import MAX_PACKET
 from weft.symm.failures import logged
+from weft.symm.rounds import Rounds
 from weft.words import and_list
 
 T = TypeVar("T")
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
-_REFUSAL, _ANSWER, _MADE, _MEETING = b"R", b"A", b"N", b"E"
+_REFUSAL, _ANSWER, _MADE, _MEETING, _PRESENT = b"R", b"A", b"N", b"E", b"H"
 _PART_BYTES = MAX_PACKET - 1
 _CALL_S = 1.0  # longest time that a peer's full buffer may delay a message about a call
 _LAST_LOOK_S = 0.2  # time for the watchdog to read messages that have arrived, after a deadline
@@ -90,6 +92,7 @@ class Control:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
+        self.rounds = Rounds(self._peers, self._lock, lambda rank, body: self._send(rank, _PRESENT + body))
         self._compared_at = self.health.looked_at  # time of the watchdog's last comparison of calls
         self._wake = -1
         try:
@@ -227,7 +230,7 @@ class Control:
         names = [what] * self.world_size
         received: list[int] = []
         try:
-            with self._collective, self._whole(what):
+            with self._collective, self.whole(what):
                 data = pickle.dumps((what, obj))
                 *parts, last = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
                 for rank in self._peers:
@@ -253,7 +256,7 @@ class Control:
         return taken
 
     @contextlib.contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
+    def whole(self, what: str) -> Iterator[None]:
         """Make the group fail if the enclosed collective does not complete, because this rank would be out of step."""
         try:
             yield
@@ -266,7 +269,7 @@ class Control:
         self.check()
         until = time.monotonic() + deadline_s
         found = [payload] * self.world_size
-        with self._whole(name):
+        with self.whole(name):
             for rank in self._peers:
                 self._send(rank, _MEETING + payload, until=until)
             for rank, theirs in self._take_all(self._met, f"{name} from", "", until, deadline_s).items():
@@ -446,6 +449,8 @@ class Control:
                 with self._lock:
                     self._met[rank].append(body)
                     self._changed.notify_all()
+            elif kind == _PRESENT:
+                self.rounds.hear(rank, body)
             elif kind == _GOODBYE:
                 with self._lock:
                     self.gone[rank] = body.decode()

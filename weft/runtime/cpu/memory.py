@@ -36,7 +36,7 @@ import torch
 
 from weft import _core
 from weft.runtime.cpu.run import Run
-from weft.runtime.meeting import of_communicator
+from weft.runtime.per_communicator import of_communicator
 from weft.runtime.schedule_memory import ALIGNMENT, Layout
 from weft.symm import Communicator
 

@@ -26,7 +26,7 @@ from weft.runtime.capture import is_captured, keep_for_graphs, refuse_capture
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE, tma_and_multiprocessors
 from weft.runtime.cuda.watch import watch
-from weft.runtime.meeting import of_communicator
+from weft.runtime.per_communicator import of_communicator
 from weft.symm import Communicator, Region, set_up_within
 from weft.symm.lasting import lasting
 

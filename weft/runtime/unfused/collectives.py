@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from weft.runtime import rails as riding
 from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
+from weft.runtime.rails import Rails
 from weft.runtime.unfused.turn import Turn
 
 
@@ -19,7 +21,9 @@ def all_gather(
     """Return the concatenated rows of all ranks, [sum(rows), columns]."""
     gathered, even = x.new_empty(sum(rows), x.shape[1]), rows.count(rows[0]) == len(rows)
     whole, part = sendable(gathered), sendable(x)
-    if even:
+    if even and (rails := turn.rails_for(whole.nbytes)) is not None:
+        turn.ride(name, riding.gather(rails, part.contiguous(), whole, turn.wait_s, name))
+    elif even:
         turn.run(name, all_gather_single, whole, part, group=group)
     elif x.device.type == "cuda":
         turn.run(name, dist.all_gather, list(whole.split(rows)), part, group=group)
@@ -36,7 +40,11 @@ def reduce_scatter(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
     """Return this rank's rows of the sum over all ranks, [rows[rank], columns]."""
-    if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
+    even = rows.count(rows[0]) == len(rows)
+    if even and (rails := _rails_to_reduce(x, turn)) is not None:
+        mine = x.new_empty(rows[rank], x.shape[1])
+        turn.ride(name, riding.ReduceScatter(rails, x.contiguous(), mine))
+    elif even and x.device.type == "cuda":
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
     else:  # some backends have no reduce-scatter on CPU, or for unequal parts
@@ -57,5 +65,16 @@ def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
     """Reduce `x` over all ranks in place. Its elements must be contiguous."""
-    turn.run(name, all_reduce_single, x, group=group)
+    if (rails := _rails_to_reduce(x, turn)) is not None:
+        whole = x.contiguous()
+        turn.ride(name, riding.all_reduce(rails, whole, turn.wait_s, name))
+        if whole is not x:
+            x.copy_(whole)
+    else:
+        turn.run(name, all_reduce_single, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
+
+
+def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
+    """Return the rails that can carry a sum of `x`, the same on all ranks; None if there are none."""
+    return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None

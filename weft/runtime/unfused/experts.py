@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weft.runtime.collectives import all_to_all_single
+from weft.runtime.rails import gather
 from weft.runtime.unfused.experts_far_first import FarFirst, far_first_on
 from weft.runtime.unfused.grouped_matmul import grouped_matmul
 from weft.runtime.unfused.permutation import expert_order
@@ -42,8 +43,13 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn =
     world = group.size()
     if world == 1:
         return splits.view(1, -1).clone()
-    received = torch.empty_like(splits).view(world, -1)
-    turn.run(_SPLITS, all_to_all_single, received, splits.view(world, -1), group=group)
+    if (rails := turn.rails_for(world * splits.nbytes)) is not None:  # instead of a rendezvous and an exchange
+        tables = splits.new_empty(world, splits.numel())
+        turn.ride(_SPLITS, gather(rails, splits.view(1, -1).contiguous(), tables, turn.wait_s, _SPLITS))
+        received = tables.view(world, world, -1)[:, group.rank()].contiguous()
+    else:
+        received = torch.empty_like(splits).view(world, -1)
+        turn.run(_SPLITS, all_to_all_single, received, splits.view(world, -1), group=group)
     return turn.done(_SPLITS, received, splits.nbytes // world * (world - 1))
 
 

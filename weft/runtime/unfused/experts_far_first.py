@@ -23,7 +23,7 @@ import torch
 
 from weft.errors import OutOfSharedMemoryError
 from weft.runtime.links import network_of
-from weft.runtime.meeting import of_communicator
+from weft.runtime.per_communicator import of_communicator
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import PIECES, begin_piece, ending_the_group, ranks_far, ranks_near
 from weft.runtime.unfused.sizes import Sizes

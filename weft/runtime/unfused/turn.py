@@ -12,6 +12,7 @@ which adds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import struct
 import time
@@ -23,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
-from weft.errors import WeftError
+from weft.errors import OutOfSharedMemoryError, WeftError
 from weft.runtime.collectives import finish, leave
 from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.opaque import opaque
+from weft.runtime.rails import MOST_BYTES, Cargo, Rails
 from weft.symm import Communicator
 from weft.timeline import Timeline
 
@@ -49,6 +51,14 @@ class Turns:
         self._meeting = meeting_of(comm)
         self._topics: dict[str, Topic] = {}
 
+    def reserve(self, nbytes: int) -> None:
+        """Reserve memory for collectives of matrices with `nbytes` bytes that ride with a rendezvous, if they can. All ranks
+        must make this call.
+        """
+        if self.rails is not None and nbytes <= MOST_BYTES:
+            with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
+                self.rails.reserve(nbytes)
+
     @opaque
     def begin(
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
@@ -69,6 +79,23 @@ class Turns:
             self.comm.poison(f"{topic.text}: {error!r}")
             raise
         return Pending(work, self.comm, group, topic.text, deadline_s, arguments)
+
+    @property
+    def rails(self) -> Rails | None:
+        """The rendezvous between hosts that may carry data, if there is one."""
+        return self._meeting.rails
+
+    @opaque
+    def ride(self, collective: str, cargo: Cargo, deadline_s: float) -> None:
+        """Run a collective that rides with the rendezvous."""
+        topic = self._topic(collective)
+        try:
+            self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo)
+        except WeftError:
+            raise
+        except BaseException as error:
+            self.comm.poison(f"{topic.text}: {error!r}")
+            raise
 
     @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
@@ -97,7 +124,7 @@ class Turn:
 
     def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
         self._turns, self._marks = turns, marks
-        self.deadline_s = self._wait_s = deadline_s or env.deadline_s()
+        self.deadline_s = self.wait_s = deadline_s or env.deadline_s()
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
@@ -107,7 +134,17 @@ class Turn:
         """
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
-        return self._turns.begin(collective, function, arguments, group, self._wait_s, self._meets)
+        return self._turns.begin(collective, function, arguments, group, self.wait_s, self._meets)
+
+    def rails_for(self, nbytes: int) -> Rails | None:
+        """Return the rails that can carry a collective of a matrix with `nbytes` bytes; None if there are none."""
+        rails = None if self._turns is None or self.has_met else self._turns.rails
+        return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
+
+    def ride(self, collective: str, cargo: Cargo) -> None:
+        """Run a collective that rides with the rendezvous."""
+        assert self._turns is not None
+        self._turns.ride(collective, cargo, self.wait_s)
 
     @property
     def comm_between_hosts(self) -> Communicator | None:
@@ -119,7 +156,7 @@ class Turn:
         collective on `met`.
         """
         assert self._turns is not None
-        return self._turns.largest(collective, number, self._wait_s)
+        return self._turns.largest(collective, number, self.wait_s)
 
     @property
     def has_met(self) -> bool:
@@ -158,7 +195,7 @@ class _Straight(Turn):
     """A turn that only calls torch."""
 
     def __init__(self) -> None:
-        self.deadline_s, self._turns = None, None
+        self.deadline_s, self._turns, self.wait_s = None, None, 0.0
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup

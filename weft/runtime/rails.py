@@ -1,0 +1,351 @@
+"""The rendezvous of CPU ranks on several hosts, which may carry the data of a small collective.
+
+Ranks have to compare their calls before gloo moves data: it ends the process if a message is larger than expected. A
+rendezvous of its own would take as long as several steps of a small collective. So the data ride with it:
+
+    1   each rank publishes its payload, and data for the ranks of its host, in shared memory
+    2   rank i of each host sends to rank i of each other host the payloads of its own host, and its data
+    3   if all payloads agree, the ranks use the data
+
+Step 1 tells a rank what the ranks of its host do, and step 2 the same of all other hosts. In step 2 a rank can receive the
+largest message that any rank may send. So the message of another call does no harm; its data are dropped. A rank whose host
+does not agree sends no data.
+
+Ranks form **rails** (`weft.runtime.two_levels`). Each byte of a collective crosses the network once per host. Sums are computed in
+fp32 (fp64 for fp64), by host, and are rounded to the dtype of the matrix once per level.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from weft.errors import WeftError
+from weft.runtime.collectives import exchange_now, finish
+from weft.runtime.two_levels import levels_on, ranks_per_host
+from weft.runtime.within_host import WithinHost
+from weft.symm import Communicator
+
+_SMALL_BYTES = 64 << 10  # of the whole matrix. Below it, bytes take less time than one more step within the hosts
+MOST_BYTES = 4 << 20  # of the whole matrix. Larger collectives take so long that a rendezvous costs them little
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64
+_BYTE = torch.empty(0, dtype=torch.uint8)
+
+
+class Cargo(Protocol):
+    """The data of a collective that rides with a rendezvous. All tensors are bytes."""
+
+    near_bytes: int
+    """The number of bytes for the ranks of this host."""
+    far_bytes: int
+    """The number of bytes for this rail's rank on another host."""
+
+    def load(self, memory: torch.Tensor) -> None:
+        """Write the data for the ranks of this host into this rank's shared memory."""
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
+        """Write the data for this rail's rank on each other host into `far`. near: the memory of each rank of this host."""
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        """Compute the result. received: the data of this rail's rank on each other host."""
+
+
+class Rails:
+    """The rounds of a rendezvous on `comm`, with payloads of up to `payload_bytes`. All ranks must construct it, and make the
+    same calls from one thread at a time.
+    """
+
+    def __init__(self, comm: Communicator, payload_bytes: int) -> None:
+        self.comm, self.levels = comm, levels_on(comm)
+        self.near = WithinHost(comm)
+        self._slot = -(-(_LENGTH.size + payload_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._head_bytes = _ALIGNMENT + self.levels.per_host * self._slot
+        self.most_bytes = 0
+        self.reserve(_SMALL_BYTES)
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve memory for collectives of matrices with `nbytes` bytes. All ranks must make this call."""
+        if nbytes > self.most_bytes:
+            self.near.reserve(self._slot + nbytes + _ALIGNMENT)
+            room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
+            self._capacity = self._head_bytes + (2 + room // _ALIGNMENT) * _ALIGNMENT
+            others = self.levels.n_hosts - 1
+            self._sent, self._received = (torch.ones(others * self._capacity, dtype=torch.uint8) for _ in range(2))
+            self.most_bytes = nbytes
+
+    def close(self) -> None:
+        """Drop the views of shared memory when the communicator ends."""
+        self.near.close()
+
+    def exchange(
+        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, *, deadline_s: float, name: str
+    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:
+        """Return every rank's payload, by rank, and the data for `cargo.unpack`.
+
+        agree: a function of payloads that returns True if the ranks that sent them make the same call.
+        """
+        try:
+            return self._exchange(payload, agree, cargo, deadline_s, name)
+        except WeftError:  # every rank raises this error, or the group has already failed
+            raise
+        except BaseException as error:  # for example Ctrl-C: peers wait for this rank
+            self.comm.poison(f"{name}: {error!r}")
+            raise
+
+    def _exchange(
+        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, deadline_s: float, name: str
+    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:
+        comm, near, levels = self.comm, self.near, self.levels
+        comm.begin_round()
+        size = self._slot + (cargo.near_bytes if cargo is not None else 0)
+        own = near.own(_BYTE, size, deadline_s=deadline_s, what=name)
+        own[: self._slot].numpy().data[: _LENGTH.size + len(payload)] = _joined([payload])
+        if cargo is not None:
+            cargo.load(own[self._slot :])
+        near.publish(deadline_s=deadline_s, what=name)
+        of_near = [near.of(index, _BYTE, size) for index in range(levels.per_host)]
+        payloads = [_split(memory.numpy().data, 1)[0] for memory in of_near]
+        sent = self._messages(payloads, cargo if cargo is not None and agree(payloads) else None, of_near)
+        near.release()
+        received = self._to_rails(sent, deadline_s, name)
+        found, arrived = [], {}
+        for host in range(levels.n_hosts):
+            if host == levels.host:
+                found += payloads
+                continue
+            message = next(received)
+            (start,) = _LENGTH.unpack_from(message.numpy().data)
+            found += _split(message[_ALIGNMENT:start].numpy().data, levels.per_host)
+            arrived[host] = message[start:]
+        return found, arrived
+
+    def _messages(self, payloads: list[bytes], cargo: Cargo | None, near: list[torch.Tensor]) -> list[int]:
+        """Write the messages to the ranks of this rail. Return their sizes, by host."""
+        levels, head, at = self.levels, _joined(payloads), 0
+        start = _ALIGNMENT + -(-len(head) // _ALIGNMENT) * _ALIGNMENT
+        size = start + (0 if cargo is None else -(-cargo.far_bytes // _ALIGNMENT) * _ALIGNMENT)
+        far: dict[int, torch.Tensor] = {}
+        for host in range(levels.n_hosts):
+            if host != levels.host:
+                message, at = self._sent[at : at + size], at + size
+                view = message.numpy().data
+                _LENGTH.pack_into(view, 0, start)
+                view[_ALIGNMENT : _ALIGNMENT + len(head)] = head
+                far[host] = message[start:]
+        if cargo is not None:
+            cargo.pack([memory[self._slot :] for memory in near], far)
+        return [0 if host == levels.host else size for host in range(levels.n_hosts)]
+
+    def _to_rails(self, sizes: list[int], deadline_s: float, name: str) -> Iterator[torch.Tensor]:
+        """Exchange messages with the ranks of this rail. Return the messages of other hosts, in order."""
+        levels = self.levels
+        room = [0 if host == levels.host else self._capacity for host in range(levels.n_hosts)]
+        arguments = self._received, self._sent[: sum(sizes)], room, sizes
+        work = exchange_now(levels.rail, *arguments)
+        finish(work, self.comm, name, deadline_s, arguments, levels.rail, absent=self.comm.absent_in_round)
+        return iter(self._received.split(self._capacity))
+
+
+class _Gather:
+    """An all-gather: rails exchange rows, and the ranks of a host share them."""
+
+    near_bytes = 0
+
+    def __init__(self, rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> None:
+        self._rails, self._src, self._whole, self.far_bytes = rails, src, whole, src.nbytes
+        self._deadline_s, self._name = deadline_s, name
+
+    def load(self, memory: torch.Tensor) -> None: ...
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
+        for memory in far.values():
+            _like(self._src, memory, self._src.shape).copy_(self._src)
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        near, levels, src = self._rails.near, self._rails.levels, self._src
+        shape = levels.n_hosts, *src.shape
+        mine = near.own(src, *shape, deadline_s=self._deadline_s, what=self._name)
+        for host, part in enumerate(mine):
+            part.copy_(src if host == levels.host else _like(src, received[host], src.shape))
+        near.publish(deadline_s=self._deadline_s, what=self._name)
+        parts = self._whole.view(levels.n_hosts, levels.per_host, *src.shape)
+        for index in range(levels.per_host):
+            parts[:, index].copy_(near.of(index, src, *shape))
+        near.release()
+
+
+class _GatherSmall:
+    """The same for few bytes: each rank gets the rows of all ranks of another host from its rail."""
+
+    def __init__(self, rails: Rails, src: torch.Tensor, whole: torch.Tensor) -> None:
+        self._rails, self._src, self.near_bytes = rails, src, src.nbytes
+        self._parts = whole.view(rails.levels.n_hosts, rails.levels.per_host, *src.shape)
+        self.far_bytes = rails.levels.per_host * src.nbytes
+
+    def load(self, memory: torch.Tensor) -> None:
+        _like(self._src, memory, self._src.shape).copy_(self._src)
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
+        mine = self._parts[self._rails.levels.host]
+        for part, memory in zip(mine, near, strict=True):
+            part.copy_(_like(part, memory, part.shape))
+        for memory in far.values():
+            _like(mine, memory, mine.shape).copy_(mine)
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        for host, data in received.items():
+            self._parts[host].copy_(_like(self._src, data, self._parts[host].shape))
+
+
+class _Sum:
+    """A sum over all ranks of a matrix, of which each rail computes a part. parts: the part of each rank of this host."""
+
+    _mine: torch.Tensor
+    """The sum of this host that this rank needs."""
+
+    def __init__(self, rails: Rails, parts: Sequence[torch.Tensor]) -> None:
+        self.rails, self._parts = rails, parts
+        self._starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
+        self.near_bytes = self._starts[-1] * parts[0].itemsize
+
+    def load(self, memory: torch.Tensor) -> None:
+        for index, part in enumerate(self._parts):
+            if index != self.rails.levels.index:
+                self._of(memory, index).copy_(part)
+
+    def _of(self, memory: torch.Tensor, index: int) -> torch.Tensor:
+        part = self._parts[index]
+        begin, end = (part.itemsize * at for at in self._starts[index : index + 2])
+        return _like(part, memory[begin:end], part.shape)
+
+    def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the part of this rail, of each rank of this host."""
+        index = self.rails.levels.index
+        return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
+
+    def _sum_of_hosts(self, received: dict[int, torch.Tensor], out: torch.Tensor) -> None:
+        """Write the sum of all hosts to `out`. All hosts add in the same order."""
+        host = self.rails.levels.host
+        parts = {host: self._mine, **{at: _like(out, data, out.shape) for at, data in received.items()}}
+        _add([parts[at] for at in sorted(parts)], out)
+
+
+class ReduceScatter(_Sum):
+    """This rank's rows, out [n, columns], of the sum of source [W n, columns] of all ranks."""
+
+    def __init__(self, rails: Rails, source: torch.Tensor, out: torch.Tensor) -> None:
+        levels = rails.levels
+        shaped = source.view(levels.n_hosts, levels.per_host, *out.shape)
+        super().__init__(rails, list(shaped.transpose(0, 1)))
+        self._out, self.far_bytes = out, out.nbytes
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
+        parts, host = self._of_near(near), self.rails.levels.host
+        self._mine = torch.empty_like(self._out)
+        for at in range(self.rails.levels.n_hosts):
+            out = self._mine if at == host else _like(self._out, far[at], self._out.shape)
+            _add([part[at] for part in parts], out)
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        self._sum_of_hosts(received, self._out)
+
+
+class _AllReduce(_Sum):
+    """An all-reduce: each rail adds its part of the sums of all hosts, and the ranks of a host share the parts."""
+
+    def __init__(self, rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> None:
+        self._deadline_s, self._name = deadline_s, name
+        super().__init__(rails, whole.view(-1).tensor_split(rails.levels.per_host))
+        self.far_bytes = self._parts[rails.levels.index].nbytes
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
+        parts = self._of_near(near)
+        self._mine, *others = [_like(parts[0], memory, parts[0].shape) for memory in far.values()]
+        _add(parts, self._mine)
+        for other in others:
+            other.copy_(self._mine)
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        near, mine = self.rails.near, self._mine
+        self._sum_of_hosts(received, near.own(mine, *mine.shape, deadline_s=self._deadline_s, what=self._name))
+        near.publish(deadline_s=self._deadline_s, what=self._name)
+        for index, part in enumerate(self._parts):
+            part.copy_(near.of(index, mine, *part.shape))
+        near.release()
+
+
+class _AllReduceSmall(_Sum):
+    """The same for few bytes: each rank adds the whole sums of all hosts."""
+
+    def __init__(self, rails: Rails, whole: torch.Tensor) -> None:
+        super().__init__(rails, [whole])
+        self.far_bytes = whole.nbytes
+
+    def load(self, memory: torch.Tensor) -> None:
+        self._of(memory, 0).copy_(self._parts[0])
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
+        whole = self._parts[0]
+        self._mine, *others = [_like(whole, memory, whole.shape) for memory in far.values()]
+        _add([self._of(memory, 0) for memory in near], self._mine)
+        for other in others:
+            other.copy_(self._mine)
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        self._sum_of_hosts(received, self._parts[0])
+
+
+def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
+    """Return the all-gather of src [n, columns] into whole [W n, columns]. Both are contiguous."""
+    return (
+        _GatherSmall(rails, src, whole)
+        if whole.nbytes <= _SMALL_BYTES
+        else _Gather(rails, src, whole, deadline_s, name)
+    )
+
+
+def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
+    """Return the sum of `whole`, which is contiguous, over all ranks, in place. All ranks get the same bits."""
+    return _AllReduceSmall(rails, whole) if whole.nbytes <= _SMALL_BYTES else _AllReduce(rails, whole, deadline_s, name)
+
+
+def rails_for(comm: Communicator, payload_bytes: int) -> Rails | None:
+    """Return the `Rails` of `comm`; None if its ranks form no rails. All ranks must make this call."""
+    return Rails(comm, payload_bytes) if not comm.all_mapped and ranks_per_host(comm.hosts) else None
+
+
+def _joined(payloads: Sequence[bytes]) -> bytes:
+    return b"".join(part for payload in payloads for part in (_LENGTH.pack(len(payload)), payload))
+
+
+def _split(data: memoryview, count: int) -> list[bytes]:
+    """Return the first `count` payloads of `data`."""
+    found, at = [], 0
+    for _ in range(count):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(data, at)[0]
+        found.append(bytes(data[begin:at]))
+    return found
+
+
+def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of at least two parts to `out`, in fp32 or fp64, rounded once."""
+    wide = out if out.dtype in (torch.float32, torch.float64) else torch.empty(out.shape, dtype=torch.float32)
+    if wide is out:
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        wide.copy_(parts[0]).add_(parts[1])
+    for part in parts[2:]:
+        wide += part
+    if wide is not out:
+        out.copy_(wide)
+
+
+def _like(tensor: torch.Tensor, data: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the first bytes of `data` as a tensor of this shape, with the dtype of `tensor`."""
+    return data[: shape.numel() * tensor.itemsize].view(tensor.dtype).view(shape)
