@@ -1,7 +1,7 @@
-"""Invalid arguments, by kind: the value that one rank (or every rank) passes in place of a good argument.
+"""Invalid arguments that one rank, or every rank, passes in place of a valid argument.
 
-Each form changes the arguments of one call. Every rank must be notified of the error, and the group must live on. An
-operator's `Work` lists its forms.
+A form is a function that replaces arguments of one call. Every rank must be notified of the error, and the group must
+stay usable. The `Work` of an operator lists its forms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Form = Callable[["Given"], "Given"]
 
 
 def each(name: str, change: Callable[[Any], Any]) -> Form:
-    """Return the argument changed; of a list, its first tensor."""
+    """Return a form that changes the argument `name`. If the argument is a list, the form changes the first item."""
 
     def form(given: Given) -> Given:
         value = given[name]
@@ -32,7 +32,7 @@ def put(name: str, value: Any) -> Form:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Return fp8 as fp32: torch has fewer kinds of tensors of fp8."""
+    """Convert fp8 to fp32, because torch supports fewer kinds of tensors for fp8."""
     x = x.detach()
     return x.float() if x.itemsize == 1 else x
 
@@ -62,7 +62,7 @@ def _freed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view_of_freed(x: torch.Tensor) -> torch.Tensor:
-    """Return a view with an offset other than zero."""
+    """Return a view of freed storage, with an offset other than zero."""
     view = x.detach().new_empty(64 + x.numel())[64:].view(x.shape)
     view.untyped_storage().resize_(0)
     return view
@@ -88,8 +88,11 @@ _mesh: Any = None
 
 
 def mesh() -> Any:
-    """Return a mesh of all ranks, made once. Collective. torch imports hundreds of modules for its first DTensor, so
-    one is made here. If only the passing rank made it, that rank would be late."""
+    """Return a mesh of all ranks. The first call makes it, on all ranks together.
+
+    The first call also makes a DTensor, for which torch imports hundreds of modules. Otherwise the rank that passes a
+    DTensor would be late.
+    """
     global _mesh
     if _mesh is None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +107,7 @@ DEADLINES = [put("deadline_s", -1.0), put("deadline_s", "soon")]
 
 
 def forms(kind: str, of: type[Work], options: Given) -> list[tuple[str, Form]]:
-    """Return the forms of a kind, with names that findings report."""
+    """Return the forms of a kind of fault, as (name for reports, form)."""
     if kind == "other tables":
         return [(f"{kind} {i}", form) for i, form in enumerate(of.other_tables())]
     if kind in ("value", "size", "dtype"):

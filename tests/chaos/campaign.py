@@ -1,8 +1,8 @@
-"""Faults injected on purpose: injections 0 to N - 1 of a seed, several at a time; each result is recorded as it comes.
+"""Run the injections 0 to N - 1 of a seed, several at a time, and record each result when it is known.
 
-After a fault, each living rank must get the right result or a named error from every call, in time. Nothing may be left
-behind. `verdict` says what is counted. A campaign that was stopped goes on where it was. Exit status 1 if anything is
-wrong.
+After a fault, every rank that is still alive must get the right result or a named error from every call, in time. No
+memory, thread or file may be left. A campaign that was stopped continues with the injections that its record lacks. The
+exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Campaign:
     device: str
     indices: Sequence[int]
     at_once: int
-    until: float  # by time.monotonic: no injection begins after it
-    faults: bool  # run the same calls with nothing injected
-    families: Sequence[str]  # of faults; none: all
+    until: float  # no injection begins later, by time.monotonic
+    faults: bool  # False: make the same calls without faults
+    families: Sequence[str]  # of faults; if empty, all
     keep: Path  # folder for the traces of failed injections
     hosts: int = 1
 
     def run(self) -> Iterator[Record]:
-        """Records as they come."""
+        """Yield the record of each injection when it has ended."""
         start_server(self.device)
         left, running = list(reversed(self.indices)), dict[int, Trial]()
         with tempfile.TemporaryDirectory(prefix="weft-chaos-") as scratch:
@@ -84,25 +84,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-n", type=int, help="how many injections (default: 250, on GPUs 200)")
     parser.add_argument(
-        "--only", type=int, action="append", metavar="INDEX", help="this one alone; nothing is recorded"
+        "--only", type=int, action="append", metavar="INDEX", help="run only this injection, without a record"
     )
     parser.add_argument(
         "--family", action="append", choices=sorted({kind.family for kind in KINDS.values()}), default=[],
-        help="faults of this family alone; may be given several times",
+        help="only faults of this family; may be given several times",
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--record", type=Path, help="file to go on with (default: build/chaos/DEVICE-SEED.jsonl)")
+    parser.add_argument("--record", type=Path, help="record to continue (default: build/chaos/DEVICE-SEED.jsonl)")
     parser.add_argument(
-        "--keep", type=Path, help="folder for the traces of what went wrong (default: beside the record)"
+        "--keep", type=Path, help="folder for the traces of failed injections (default: beside the record)"
     )
-    parser.add_argument("--at-once", type=int, help="injections side by side (default: 3, on GPUs 6)")
+    parser.add_argument("--at-once", type=int, help="number of concurrent injections (default: 3, on GPUs 6)")
     parser.add_argument(
-        "--within", type=float, default=float("inf"), metavar="SECONDS", help="begin none after so long"
+        "--within", type=float, default=float("inf"), metavar="SECONDS", help="begin no injection after this time"
     )
     parser.add_argument(
-        "--no-faults", action="store_true", help="the same calls with nothing injected: all must be right"
+        "--no-faults", action="store_true", help="make the same calls without faults: all must be right"
     )
-    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="ranks pretend to be on so many hosts")
+    parser.add_argument(
+        "--hosts", type=int, choices=(1, 2), default=1, help="the number of hosts on which ranks pretend to be"
+    )
     given = parser.parse_args(arguments)
     try:
         sys.exit(run(given))

@@ -1,4 +1,4 @@
-"""Operators under injected faults, continued: the combine of experts, and wrong tables of counts for it."""
+"""The `Work` of matmul_all_to_all, and wrong tables of counts for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 
 import weft
-import weft.ops.matmul_all_to_all  # imported now, not in an interrupted call
+import weft.ops.matmul_all_to_all  # imported now, so that no interrupted call imports it
 
 from .bad import DEADLINES, Form, each, put
 from .work import AllToAllMatmul, Given, Results
 
 
 def _received(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
-    """Other counts of rows to send, with the same total."""
+    """Return a form that changes the counts of rows to send. h gets as many rows as the new counts need."""
 
     def form(given: Given) -> Given:
         received, h = _counts(given["received"], change), given["h"].detach()
@@ -27,7 +27,7 @@ def _received(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
 
 
 def _splits(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
-    """Other counts of rows to receive, with the same total."""
+    """Return a form that changes the counts of rows to receive. `rows` becomes their new total."""
 
     def form(given: Given) -> Given:
         splits = _counts(given["splits"], change)
@@ -44,7 +44,10 @@ def _counts(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _moved(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One row less on the rank with the most rows, and one more `by` places later; by=0: none more."""
+    """Return a change of counts: the largest count becomes lower by 1, and the count `by` places later higher by 1.
+
+    With by=0, no count becomes higher.
+    """
 
     def change(counts: torch.Tensor) -> torch.Tensor:
         at = int(counts.argmax())
@@ -62,7 +65,10 @@ def _more(counts: torch.Tensor) -> torch.Tensor:
 
 
 class MatmulAllToAll(AllToAllMatmul):
-    """With the traffic of `AllToAllMatmul`. rows: whether the host is given the number of tokens."""
+    """The work of matmul_all_to_all, which sends the rows of `AllToAllMatmul` back.
+
+    rows: whether the CPU is given the number of tokens.
+    """
 
     padded = False
     arguments = ("h", "w_experts", "received", "splits")
@@ -105,7 +111,11 @@ class MatmulAllToAll(AllToAllMatmul):
 
     @classmethod
     def other_tables(cls) -> list[Form]:
-        """A row more or less, for another expert, of another rank; all of another rank; none at all."""
+        """Return forms that change one rank's table of counts.
+
+        They add a row, remove a row, move a row to the next expert or to the next rank, move all rows to the next rank,
+        or remove all rows.
+        """
         next_expert, next_rank = _moved(1), _moved(cls.EXPERTS)
         changes = [_more, _moved(0), next_expert, next_rank, lambda counts: counts.roll(cls.EXPERTS), torch.zeros_like]
         return [form(change) for form in (_received, _splits) for change in changes]
@@ -118,7 +128,7 @@ class MatmulAllToAll(AllToAllMatmul):
         return self.numbers(2, rank, n, (int(self._received(rank, n).sum()), self._k(n)))
 
     def _segments(self, rows: torch.Tensor, rank: int, n: int) -> dict[tuple[int, int], torch.Tensor]:
-        """Return rows in the order of the h of `rank`, by (source, local expert)."""
+        """Split rows in the order of the h of `rank`. Return {(source, local expert): rows}."""
         parts = iter(rows.split(self._received(rank, n).t().flatten().tolist()))
         return {(source, e): next(parts) for e in range(self.EXPERTS) for source in range(self.world)}
 

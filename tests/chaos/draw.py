@@ -1,8 +1,9 @@
-"""The drawing of injections: number i of a seed is always the same, whether it runs alone or among a thousand.
+"""Draw injections. Injection i of a seed is always the same, however many injections are drawn.
 
-Kinds of fault are dealt like cards: the first round has each kind once, further rounds repeat what has many forms. Operators are
-dealt in the same way, so that after some hundred injections every kind has met every operator. The rest (ranks, schedule, which
-rank, when) is drawn from a generator of the injection's own.
+Kinds of fault are dealt like cards. The first round has each kind once. In further rounds, kinds with many variants
+come several times. Operators are dealt in the same way, so that after some hundred injections every kind has met every
+operator. The rest (ranks, schedule, which rank fails, when) is drawn from a random generator with a seed for each
+injection.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from .operators import OPERATORS
 from .work import Work
 
 Phase = Literal["set-up", "first call", "steady", "backward"]
-STEPS, TURN = 36, 14  # steps of a rank; from step TURN on, another shape is called
+STEPS, TURN = 36, 14  # STEPS: the number of a rank's steps. From step TURN on, calls have another shape.
 SET_UP, FIRST, STEADY, BACKWARD = "set-up", "first call", "steady", "backward"
 CALLED = (SET_UP, FIRST, STEADY)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. family: its row in the table. lives: the group must live on, and all later results be right.
-    waits: peers notice it only by their deadline. second: steps may, or must ("always"), call a second operator or
-    shape. told: the error that every rank must get from the call, and no result. operators: those that it applies to;
-    none: all."""
+    """A kind of fault.
+
+    family: its row in the report's table. lives: whether the group must survive, with right results in all later calls.
+    waits: whether peers notice the fault only when their deadline passes. second: whether steps may, or must
+    ("always"), call a second operator or shape. told: the error that every rank must get from the call instead of a
+    result. operators: the operators that the fault applies to; if empty, all.
+    """
 
     family: str
     phases: tuple[Phase, ...] = (*CALLED, BACKWARD)
@@ -47,13 +51,13 @@ WITH_ROWS = (
 MODULES = ("module, local batch", "module, global batch")
 KINDS: dict[str, Kind] = {
     "none": Kind("no fault", lives=True, devices=BOTH),
-    # Signals that another process sends, at any moment.
+    # Faults caused by a signal from another process, at any moment.
     "kill": Kind("kill", times=3, devices=BOTH),
     "short stop": Kind("stop", lives=True, times=3, devices=BOTH),
     "long stop": Kind("stop", waits=True, times=2, devices=BOTH),
     "interrupt": Kind("interrupt", times=4, devices=BOTH),
     "terminate": Kind("exit"),
-    # Actions of a rank at a certain place of its program.
+    # Faults caused by the rank itself, at a certain place of its program.
     "exit": Kind("exit"),
     "leave": Kind("exit"),
     "short straggler": Kind("straggle", lives=True, devices=BOTH),
@@ -83,7 +87,7 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("bad input", CALLED, lives=True),
     "value": Kind("bad input", CALLED, lives=True, times=2),
     "size": Kind("bad input", CALLED, lives=True),
-    # Valid calls, if all ranks made them.
+    # Calls that would be valid if all ranks made them.
     "other option": Kind("other option", CALLED, second="warm", times=2, told="DisagreementError"),
     "other option, new": Kind("other option", (FIRST, STEADY), second="cold", times=2, told="DisagreementError"),
     "other dimensions": Kind("other option", CALLED, second="warm", told="DisagreementError", operators=WITH_ROWS),
@@ -103,7 +107,7 @@ SIGNALS = ("kill", "short stop", "long stop", "interrupt", "terminate")
 
 @dataclass(frozen=True)
 class Injection:
-    """A JSON-able description of one trial; times in seconds."""
+    """The description of one trial, which can be converted to JSON. Times are in seconds."""
 
     seed: int
     index: int
@@ -116,17 +120,17 @@ class Injection:
     world: int
     size: int
     phase: str
-    step: int  # -1: while a module is made, or before the first call
-    place: str  # in the step: before, between or after its calls
+    step: int  # -1: the fault comes while a module is made, or before the first call
+    place: str  # before, between or after the calls of the step
     victim: int
-    delay_s: float  # from the place to the signal
+    delay_s: float  # time between the place in the program and the signal
     pauses_s: tuple[float, ...]
-    choice: int  # among forms of a kind
+    choice: int  # selects one form of the kind
     deadline_s: float
     steps: int = STEPS
     turn: int = TURN
-    pace_s: float = 0.0  # between steps
-    hosts: int = 1  # on which ranks pretend to be
+    pace_s: float = 0.0  # pause between steps
+    hosts: int = 1  # number of hosts on which ranks pretend to be
 
     @property
     def of_kind(self) -> Kind:
@@ -141,7 +145,7 @@ class Injection:
 
 
 def kinds_of(device: str, families: Sequence[str] = ()) -> list[str]:
-    """Return the kinds that are dealt: of all families, or of some."""
+    """Return the kinds that are dealt on `device`. With `families`, return only their kinds."""
     return [k for k, kind in KINDS.items() if device in kind.devices and (not families or kind.family in families)]
 
 
@@ -156,7 +160,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
         operator = rng.choice(of_kind.operators)
     phase = rng.choice(of_kind.phases)
     if device == "cuda" and SET_UP in of_kind.phases and rng.random() < 0.4:
-        phase = SET_UP  # half of all: hosts meet there, and memory is mapped
+        phase = SET_UP  # about half of all injections, because ranks meet and map memory during set-up
     deadline_s = _deadline_s(of_kind, device)
     world = rng.choice([2, 2, 2, 3, 3, 4]) if device == "cpu" else 2
     options = _options(operator, rng, deadline_s, device, world)
@@ -168,7 +172,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     if of_kind.second != "never":
         second = _second(kind, operator, options, rng, deadline_s, device, world)
         warm = of_kind.second != "cold"
-    if phase == BACKWARD:  # not all operators have one: then between two calls
+    if phase == BACKWARD:  # if there is no backward, the fault comes between two calls
         if OPERATORS[operator].differentiable and device == "cpu":
             options["backward"], second = True, None
         elif second is None:
@@ -186,7 +190,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, 0.004) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
     steps, pace_s = (_LONG_RUN if kind == "short stop" else STEPS), 0.0
     if device == "cuda" and phase == SET_UP:
-        steps, pace_s = 130, 0.02  # for as long as signals may arrive
+        steps, pace_s = 130, 0.02  # so that steps last as long as signals may arrive
     return Injection(
         seed=seed, index=index, device=device, kind=kind, operator=operator, options=options, second=second, warm=warm,
         world=world, size=rng.randrange(2), phase=phase, step=step, place=place, victim=rng.randrange(world),
@@ -195,7 +199,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     )  # fmt: skip
 
 
-_LONG_RUN = 250  # steps in which several pauses are to meet calls
+_LONG_RUN = 250  # steps; enough of them for several pauses that coincide with calls
 _WHILE_MAKING = (
     "exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads", "other module",
 )  # fmt: skip
@@ -216,15 +220,17 @@ def _dealt(seed: int, index: int, kinds: list[str], device: str) -> str:
 
 
 def _deadline_s(kind: Kind, device: str) -> float:
-    """Return a short deadline if it is to be missed, otherwise a long one. Missing a long one would be an error, and a
-    busy machine must not cause it."""
+    """Return a short deadline if the group may fail, otherwise a long one.
+
+    A group that has to survive must not miss its deadline, even on a busy machine.
+    """
     if device == "cuda":
         return 20.0 if kind.lives else 4.0 if kind.waits else 8.0  # a first call may compile kernels
     return 8.0 if kind.lives or kind.told else 2.0
 
 
 def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ...]:
-    """Return the pauses of a rank that is stopped, sleeps, or stays away."""
+    """Return the durations for which the rank is stopped or sleeps."""
     if kind == "short stop":
         return tuple(rng.uniform(0.02, 0.4) for _ in range(rng.randrange(1, 5)))
     if kind == "short straggler":
@@ -233,7 +239,7 @@ def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ..
 
 
 def _options(operator: str, rng: random.Random, deadline_s: float, device: str, world: int) -> dict[str, Any]:
-    """Return the options of a call; backward is drawn too."""
+    """Draw the options of a call, including whether there is a backward."""
     work = OPERATORS[operator]
     options: dict[str, Any] = {"deadline_s": deadline_s, **work.drawn(rng, device)}
     if pinned := work.schedules(world, options):
@@ -265,7 +271,7 @@ def between_hosts(injection: Injection) -> Injection:
 def _second(
     kind: str, operator: str, options: dict[str, Any], rng: random.Random, deadline_s: float, device: str, world: int
 ) -> tuple[str, dict[str, Any]]:
-    """Return the other call: another operator, or the same one with another option, shape or dtype."""
+    """Return (operator, options) of the second call: another operator, or the same with another option, shape or dtype."""
     if KINDS[kind].family == "other option":
         return operator, options | _change(kind, operator, options, rng, world)
     other = kind.startswith("other operator") or (not kind.startswith("other ") and rng.random() < 0.5)
@@ -280,7 +286,7 @@ def _second(
 
 
 def _change(kind: str, operator: str, options: dict[str, Any], rng: random.Random, world: int) -> dict[str, Any]:
-    """Return what the victim passes in place of the arguments in `options`."""
+    """Return the changed options of the victim's call."""
     work = OPERATORS[operator]
     if kind == "other module":
         return rng.choice(work.other_makings(world, options))
@@ -290,7 +296,8 @@ def _change(kind: str, operator: str, options: dict[str, Any], rng: random.Rando
     if "schedule" in options:
         others = [name for name in (None, "serial", *work.schedules(world, options)) if name != options["schedule"]]
         changes.append({"schedule": rng.choice(others)})
-        # Gradients are compared at the first call alone: later a rank that wants no gradients makes the same call.
+        # Ranks compare whether they want gradients only at the first call. Later, a call without gradients is the same
+        # call.
         if kind == "other option, new" and work.differentiable:
             changes.append({"backward": not options["backward"]})
     return rng.choice(changes)

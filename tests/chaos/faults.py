@@ -1,7 +1,7 @@
-"""Faults on a rank, at a certain place of its program; signals come from outside (`trial`).
+"""Inject faults into a rank from within, at a certain place of its program. Signals come from outside (`trial`).
 
-`Sabotage` is called before, between and after the calls of every step. It returns how the next call is to be made, or
-raises, or does not return. It writes to the trace what a fault has done, or that it was impossible.
+`Sabotage` is called before, between and after the calls of every step. It returns how the next call is to be made,
+raises, or never returns. It records what the fault did, or that it could not happen.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .traces import Board, Trace
 from .work import Given, Work
 
 INJECTED = "injected on purpose"
-_CHILD_S = 10  # after which a forked child counts as hanging
+_CHILD_S = 10  # a forked child that takes longer counts as hanging
 
 
 class Injected(Exception):
-    """An exception of the program that calls weft, between two calls."""
+    """An exception raised between two calls by the program that calls weft."""
 
 
 class Leave(Exception):
-    """The program of this rank ends normally."""
+    """Raised to end the program of this rank normally."""
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -60,8 +60,10 @@ class Sabotage:
         self.trace.write("fault", **what)
 
     def act(self, n: int, place: str, work: Work, given: Given) -> tuple[Given, Around]:
-        """Run the fault of this place. Return what to pass instead, and a context for the next call. Called on every
-        rank at every place."""
+        """Run the fault if this is its place. Return the arguments of the next call, and a context for the call.
+
+        This is called on every rank at every place.
+        """
         if not self.at(n, place):
             return given, contextlib.nullcontext
         injection, kind = self.injection, self.injection.kind
@@ -108,7 +110,7 @@ class Sabotage:
         return given, contextlib.nullcontext
 
     def swaps(self, n: int) -> bool:
-        """True if this rank makes another call in this step, or makes calls in another order."""
+        """Return whether this rank makes another call in this step, or makes two calls in another order."""
         injection = self.injection
         swaps = injection.second is not None and injection.kind.startswith("other ")
         swapped = self.mine and n == injection.step and swaps and not self.done
@@ -125,7 +127,7 @@ class Sabotage:
         name, form = forms[injection.choice % len(forms)]
         try:
             changed = form(given)
-        except Exception as error:  # torch has no such tensor of this dtype
+        except Exception as error:  # torch does not support this kind of tensor in this dtype
             self.told(form=name, where=f"nowhere: {error}")
             return given
         self.told(form=name)
@@ -135,7 +137,7 @@ class Sabotage:
 
     @contextlib.contextmanager
     def _second_thread(self, work: Work, given: Given) -> Iterator[None]:
-        """Make the call in a second thread too, at some moment of this thread's call."""
+        """Make the call in a second thread too, while this thread's call runs."""
         calls = calls_of(work.group)
         native, held = calls.running, _Held(calls.running)
 
@@ -167,7 +169,7 @@ class Sabotage:
 
     @contextlib.contextmanager
     def _forks(self, work: Work, given: Given) -> Iterator[None]:
-        """Fork a child, from this thread before the call or from another thread during it."""
+        """Fork a child, either from this thread before the call, or from another thread during the call."""
         child = {"fork, idle": _idle, "fork, uses the group": _uses, "fork, drops the group": _drops}[
             self.injection.kind
         ]
@@ -196,7 +198,7 @@ class Sabotage:
         thread.join()
 
     def reap(self) -> None:
-        """Check that all children ended with status 0."""
+        """Wait for all children, and record their exit codes."""
         for pid in self.children:
             _, status = os.waitpid(pid, 0)
             self.trace.write("child", code=os.waitstatus_to_exitcode(status))
@@ -206,8 +208,11 @@ _INSIDE_S = 20.0
 
 
 class _Held:
-    """The lock of a group's calls, which the first thread holds until the second has tried to take it. So the second
-    call begins before the end of the first, however busy the machine is."""
+    """A wrapper of the lock of a group's calls. The first thread holds the lock until the second thread has tried to
+    take it.
+
+    So the second call begins before the end of the first call, even on a busy machine.
+    """
 
     def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
         self.inside, self.tried = threading.Event(), threading.Event()
@@ -236,7 +241,7 @@ _ALLOCATION = {
         f"[enforce fail at alloc_cpu.cpp:1] can't allocate memory: {INJECTED}"
     ),
 }
-RIGHT, UNNAMED, SUCCEEDED = 0, 1, 2  # exit status of a child
+RIGHT, UNNAMED, SUCCEEDED = 0, 1, 2  # exit statuses of a child
 
 
 def _idle(sabotage: Sabotage, work: Work, given: Given) -> int:
@@ -245,7 +250,7 @@ def _idle(sabotage: Sabotage, work: Work, given: Given) -> int:
 
 
 def _uses(sabotage: Sabotage, work: Work, given: Given) -> int:
-    """Make the call, which must raise a named error at once. Return how it ended."""
+    """Make the call, which must raise a named error at once. Return the child's exit status."""
     try:
         work.forward(given)
     except (WeftError, ValueError) as error:
@@ -281,8 +286,10 @@ _OF_TENSOR = (
 
 @contextlib.contextmanager
 def _no_memory(sabotage: Sabotage, choice: int, first: bool, error: Callable[[], Exception]) -> Iterator[None]:
-    """Make one of torch's functions fail once inside the call, as if there were no memory for its result. choice: its
-    number. Calls of known shapes call few of these functions."""
+    """Let one call of a torch function fail, as if there were no memory for its result.
+
+    choice: selects which call of these functions fails. Calls of known shapes use few of them.
+    """
     left = choice % (16 if first else 4)
     told = False
 
@@ -335,7 +342,7 @@ def _address_space() -> int:
 
 
 def _descriptors() -> int:
-    """Return the number of the next descriptor: with it as the limit, none can be opened."""
+    """Return the number that the next file descriptor would get. With this number as the limit, no file can be opened."""
     free = os.dup(0)
     os.close(free)
     return free
@@ -368,7 +375,7 @@ _OF_MEMORY = ("alloc", "memory", "can't start new thread")
 
 
 def injected(error: BaseException, kind: str) -> bool:
-    """True if the error was injected into the rank itself, and is not weft's reaction."""
+    """Return whether the error is the injected fault itself, and not weft's reaction to it."""
     if kind == "interrupt":
         return isinstance(error, KeyboardInterrupt)
     if kind == "terminate":

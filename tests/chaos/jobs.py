@@ -1,7 +1,7 @@
 """The program of a rank: steps of calls whose results are checked at once.
 
-Like a program that catches its errors, it continues with the next step after any error. It records every call: its
-duration, and a right result, a wrong result, or an error. `verdict` judges the records.
+Like a program that catches its errors, it continues with the next step after any error. It records the duration of
+every call, and whether it gave a right result, a wrong result, or an error. `verdict` judges the records.
 """
 
 from __future__ import annotations
@@ -40,24 +40,27 @@ from .operators import OPERATORS
 from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
 from .work import Differentiable, Given, Results, Work
 
-MOST_ERRORS = 4  # a rank ends after so many failed steps
+MOST_ERRORS = 4  # the number of failed steps after which a rank ends
 _DOORS = (
     "call", "forward", "backward", *OPERATORS, "made", "__getattr__", "group_of", "__init__", "__enter__", "_begin", "calls_of",
     "begin", "_backward", "_gradients", "_pooled", "_called",
 )  # fmt: skip
-"""Functions whose first lines a call runs before weft counts it. Ctrl-C there is like Ctrl-C just before the call: the
-program makes the call again. If it left the call out, it would make another call in its place, and nobody could
-know."""
+"""Functions that a call runs before weft counts it. Ctrl-C there is like Ctrl-C just before the call, so the program
+makes the call again. If the program omitted the call, its next call would take the place of the omitted call, and no
+rank could notice."""
 _PACKAGE = str(Path(weft.__file__).parent) + os.sep
 
 
 class Failed(Exception):
-    """A call raised, and was recorded: the rest of the step is left out."""
+    """A call raised an error, which is recorded. The rest of the step is omitted."""
 
 
 class Interrupts:
-    """Ctrl-C (or SIGTERM, as SystemExit) while a call of weft runs. Between calls it would make a program leave out a
-    call, which only the program can know, so there it is delayed for a moment."""
+    """Raise Ctrl-C (or SystemExit for SIGTERM) only while a call of weft runs.
+
+    Between calls, Ctrl-C could make the program omit a call, which weft cannot notice. There it is delayed until a call
+    runs.
+    """
 
     def __init__(self) -> None:
         self.inside = False
@@ -86,7 +89,7 @@ class Job:
         self.work = self._work(group, injection.operator, injection.options, injection.seed * 1000003 + injection.index)
         self.second = None
         if injection.second is not None:
-            others = injection.of_kind.family != "other option"  # other data too
+            others = injection.of_kind.family != "other option"  # 1: the second work has other data than the first
             self.second = self._work(group, *injection.second, injection.seed * 1000003 + injection.index + others)
 
     def _work(self, group: dist.ProcessGroup, operator: str, options: Given, seed: int) -> Work:
@@ -109,12 +112,12 @@ class Job:
                 self._step(n)
             except Failed:
                 self.errors += 1
-            except Injected:  # which the program handles
+            except Injected:  # the program handles this exception
                 pass
             time.sleep(self.injection.pace_s)
 
     def _made(self, work: Work, place: str) -> bool:
-        """Make modules together with the other ranks. After a failure try again, up to the number of steps."""
+        """Make modules together with the other ranks. Repeat this after an error, at most MOST_ERRORS times."""
         while self.errors < MOST_ERRORS:
             try:
                 _, around = self.sabotage.act(-1, place, work, {})
@@ -152,7 +155,7 @@ class Job:
         return self.second is not None and self.injection.of_kind.second == "always"
 
     def _swapped(self, n: int) -> None:
-        """Make another call than the other ranks, or the same two in another order."""
+        """Make another call than the other ranks, or their two calls in another order."""
         assert self.second is not None
         self._forward(n, "second", self.second, self.second.inputs(n))
         if self._calls_twice:
@@ -204,7 +207,7 @@ class Job:
         note = "" if found != "wrong" else self._like(results, n, name, padded)
         self.trace.write("call", n=n, call=name, begin=begin, end=end, result=found, note=note)
         if found == "wrong" and name == "forward" and self.work.backward:
-            raise Failed  # whose shape may differ from its gradient's
+            raise Failed  # the result may have another shape than its gradient
         return results
 
     def _begun(self) -> int:
@@ -212,7 +215,10 @@ class Job:
         return calls_of(dist.group.WORLD).begun  # type: ignore[arg-type]
 
     def _raised(self, n: int, name: str, begin: float, error: BaseException) -> None:
-        """Record the error. Raise `Failed`, or `Leave` if weft had no part in it or the program is to end."""
+        """Record the error. Raise `Leave` if the program must end, otherwise `Failed`.
+
+        The program ends after SystemExit, and after Ctrl-C outside weft's code.
+        """
         kind = self.injection.kind
         mine = self.rank == self.injection.victim and injected(error, kind)
         named = isinstance(error, WeftError | ValueError) and not isinstance(error, UnicodeError)
@@ -232,7 +238,7 @@ class Job:
         raise Failed from None
 
     def _like(self, results: Results, n: int, name: str, padded: bool) -> str:
-        """Return the step that wrong results belong to, if it can be found."""
+        """Return which step's results the wrong results resemble."""
         work = self.second if name in ("second", "warm") else self.work
         if work is None or name in ("make", "backward"):
             return "differs"
@@ -252,7 +258,7 @@ class Job:
     # --- the end ---
 
     def leave(self) -> dict[str, Any]:
-        """Drop everything, and return what is left of weft in this process."""
+        """Drop everything, and return which descriptors, mappings and threads of weft are left in this process."""
         self.sabotage.reap()
         self.work = self.second = bad._mesh = None  # type: ignore[assignment]
         gc.collect()
@@ -263,12 +269,12 @@ class Job:
         _start_afresh(self.device)
         until = time.monotonic() + 1.0
         while (left := traces_left())["threads"] and time.monotonic() < until:
-            time.sleep(0.02)  # threads that poll see at their next look that nothing is left
+            time.sleep(0.02)  # threads that poll need time to notice that no group is left
         return left
 
 
 def _start_afresh(device: torch.device) -> None:
-    """Make another group in this process, like a program that continues with the living ranks, and destroy it."""
+    """Make a new group in this process and destroy it, like a program that continues without the failed ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     symm.communicator(dist.group.WORLD, device).close()
     dist.destroy_process_group()
@@ -299,7 +305,7 @@ def compare(results: Results, wanted: Results, padded: bool) -> str:
 
 
 def traces_left() -> dict[str, Any]:
-    """Return the traces of symmetric memory, and threads of weft."""
+    """Return the descriptors and mappings of symmetric memory, and the threads of weft, that are left."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -334,7 +340,7 @@ def main(injection: Injection, rank: int, directory: str) -> None:
         job.run()
     except Leave:
         trace.write("leaves")
-        return  # while the others are still working
+        return  # the other ranks are still working
     trace.write("done")
     board.set(DONE)
     board.wait_until_sent_home()
@@ -346,14 +352,14 @@ def main(injection: Injection, rank: int, directory: str) -> None:
 
 
 def _claim_host(number: int) -> None:
-    """Pretend that this process is on a host of its own kernel: ranks on other hosts are reached by TCP, on loopback."""
+    """Pretend that this process is on a host with its own kernel. Ranks on other hosts are reached by TCP on loopback."""
     native = Entry.of_this_process
     claims = {"host": f"host-{number}", "kernel": f"kernel {number}"}
     Entry.of_this_process = staticmethod(lambda *given: replace(native(*given), **claims))  # type: ignore[method-assign]
 
 
 def _settle_in(folder: Path, rank: int, injection: Injection) -> None:
-    """Prepare a process that dies with its parent, and dumps its stack on SIGUSR1."""
+    """Prepare this process: it dies with its parent, and writes its stacks on SIGUSR1."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.setpgid(0, 0)
@@ -369,7 +375,7 @@ def _settle_in(folder: Path, rank: int, injection: Injection) -> None:
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }  # fmt: skip
     if injection.device == "cuda" and injection.choice % 2:
-        os.environ["WEFT_CHECK_CALLS"] = "1"  # a mode that finds ranks that differ
+        os.environ["WEFT_CHECK_CALLS"] = "1"  # compares the ranks' arguments in each call
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.freeze()  # imported objects are in memory that processes share: a collection would copy all of it
+    gc.freeze()  # imported objects are in memory shared by all ranks, which a garbage collection would copy

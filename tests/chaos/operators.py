@@ -1,4 +1,4 @@
-"""Every operator under test, by the name used in draws. A new operator needs an entry here and its class."""
+"""List every operator under test, by the name used in draws. A new operator needs a class and an entry here."""
 
 from __future__ import annotations
 

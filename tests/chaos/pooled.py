@@ -1,4 +1,4 @@
-"""Operators under injected faults, continued: pooled embeddings, by the function and by the modules."""
+"""The `Work` of pooled embeddings, by embedding_all_to_all and by the modules."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from typing import Any, ClassVar
 import torch
 
 import weft
-import weft.ops.embedding_all_to_all  # imported now, not in an interrupted call
+import weft.ops.embedding_all_to_all  # imported now, so that no interrupted call imports it
 from weft.embedding import hash_ids
 from weft.nn import ShardedEmbeddingBagCollection
 
 from .bad import DEADLINES, Form, each, put
 from .work import Differentiable, Given, Results
 
-UNUSED = 9  # a feature that no table has
+UNUSED = 9  # the index of a feature that no table uses
 _SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
-"""Values by number: the offset of tables between ranks, the prefix of their names, and which of two tables uses mean
-pooling."""
+"""Other placements, by number: (the offset of tables between ranks, the prefix of their names, 0 or 1 if even or odd
+tables use mean pooling)."""
 BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
 
 
 class Embedding(Differentiable):
-    """The function. The modules differ in their arguments. Bags have 0, 1, 2 or 4 ids, so that means are exact too."""
+    """The work of embedding_all_to_all. The modules have other arguments.
+
+    Bags have 0, 1, 2 or 4 ids, so that means are exact.
+    """
 
     arguments = ("values", "offsets")
     ROWS = 30
-    last_dim = 5  # differs between operators: a module calls the function, and calls with equal tables are the same
+    # Differs between the classes, because a module calls the function, and calls with equal tables would be the same
+    # call.
+    last_dim = 5
     weighted = False
-    told_sizes = True  # whether each rank is given the number of samples of all ranks
+    told_sizes = True  # whether each rank is given all ranks' numbers of samples
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
@@ -44,7 +49,7 @@ class Embedding(Differentiable):
     @classmethod
     def bad_values(cls, options: Given) -> list[Form]:
         forms = [each("offsets", lambda o: o + 1), each("offsets", lambda o: o.flip(0) + 1), *cls.bad_calls()]
-        if options.get("bounds_check") == "fatal":  # otherwise they are read as rows of zeros, with a warning
+        if options.get("bounds_check") == "fatal":  # otherwise a bad index is a row of zeros, with a warning
             forms += [each("values", lambda v: torch.full_like(v, 10**6)), each("values", lambda v: v - 10**6)]
         return forms
 
@@ -98,11 +103,11 @@ class Embedding(Differentiable):
         return self.numbers(100 + i, 0, 0, (self.ROWS, self.dims[i]), 30)
 
     def _batch(self, rank: int, n: int) -> int:
-        """Return the number of samples of `rank`; results of another shape grow the buffers."""
+        """Return the number of samples of `rank` in step n. It grows at step `turn`, so that buffers of results grow."""
         return (2, 9)[self.size] + 2 * (n >= self.turn) + (rank + self.options.get("batch_sizes", 0)) % 2
 
     def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (ids, lengths, weights) of the samples of `rank`."""
+        """Return (ids, lengths, weights) of the feature for the samples of `rank` in step n."""
         lengths = torch.tensor([0, 1, 2, 4])[self.counts(1000 + feature, rank, n, (self._batch(rank, n),), 3)]
         count = int(lengths.sum())
         ids = self.counts(2000 + feature, rank, n, (count,), self.ROWS - 1)
@@ -172,7 +177,7 @@ class Embedding(Differentiable):
 
 
 class Features:
-    """The methods of a KeyedJaggedTensor that every object must have, with any tensors."""
+    """An object with only the methods of a KeyedJaggedTensor that weft requires. They return any given values."""
 
     def __init__(self, keys: list[str], values: Any, lengths: Any, offsets: Any, weights: Any, stride: int) -> None:
         self.fields = {"keys": keys, "values": values, "lengths": lengths, "offsets": offsets}
@@ -185,7 +190,9 @@ class Features:
 
 
 class Collection(Embedding):
-    """The module. A local batch is distributed first. Of a global batch, every rank has its own features."""
+    """The work of a module. A module for local batches distributes them first; for global batches, each rank has its
+    own features.
+    """
 
     is_module, differentiable = True, False
     local_batch: ClassVar[bool]
@@ -196,7 +203,9 @@ class Collection(Embedding):
 
     @classmethod
     def other_options(cls, world: int, options: Given) -> list[Given]:
-        """Return other options, including whether ids have weights, which matters where they are sent to other ranks."""
+        """Return other options. For local batches, this includes whether ids have weights, because weights are then
+        sent.
+        """
         weighted = [{"is_weighted": not options["is_weighted"]}] * cls.local_batch
         return [*super().other_options(world, options), *weighted]
 

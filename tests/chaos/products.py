@@ -1,4 +1,4 @@
-"""Operators under injected faults, continued: GEMMs before a collective; `work` has GEMMs after a collective."""
+"""The `Work` of operators that communicate after their GEMM. Operators that communicate before it are in `work`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import weft
 import weft.ops.matmul_all_gather
 import weft.ops.matmul_all_reduce
 import weft.ops.matmul_reduce_scatter
-import weft.ops.scaled_matmul_reduce_scatter  # imported now, not in an interrupted call
+import weft.ops.scaled_matmul_reduce_scatter  # imported now, so that no interrupted call imports it
 
 from .bad import DEADLINES, Form, each, put
 from .work import FP8, Differentiable, Given, Results, folded
 
 
 class Products(Differentiable):
-    """x @ w of every rank, of one shape."""
+    """Work whose ranks each compute one product x @ w, of the same shape on all ranks."""
 
-    K, MOST = 16, 3  # numbers are whole, from -MOST to MOST
-    arguments = ("x", "w")  # x and w first
-    of_rows: ClassVar[tuple[str, ...]] = ("x",)  # the arguments whose rows may be two dimensions
+    K, MOST = 16, 3  # elements are whole numbers from -MOST to MOST
+    arguments = ("x", "w")  # the names of x and of w come first
+    of_rows: ClassVar[tuple[str, ...]] = ("x",)  # the arguments whose rows may be given as two dimensions
     bad_settings: ClassVar[list[Form]]
-    """Return wrong values of arguments that only this operator has."""
+    """Forms with wrong values of arguments that only this operator has."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the tensors of its calls."""
+        """Return the names of the tensors that a call gets."""
         return self.arguments
 
     @classmethod
@@ -94,11 +94,11 @@ class Products(Differentiable):
 
     @abstractmethod
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weights by which the result of `rank` is summed."""
+        """Return the random gradient of the loss with respect to the result of `rank`."""
 
     @abstractmethod
     def of_product(self, n: int) -> torch.Tensor:
-        """Return the gradient of this rank's product."""
+        """Return the expected gradient of the loss with respect to this rank's product x @ w."""
 
     def grads(self, n: int) -> tuple[Results, Results]:
         g = self.of_product(n)
@@ -127,7 +127,7 @@ class MatmulReduceScatter(Products):
 
     @classmethod
     def other_options(cls, world: int, options: Given) -> list[Given]:
-        columns = [{"columns": True}] * (cls.scatters_columns and world in (2, 4))  # of which there are 8 or 48
+        columns = [{"columns": True}] * (cls.scatters_columns and world in (2, 4))  # there are 8 or 48 columns
         return [*averages(world), *columns]
 
     def settings(self) -> Given:
@@ -149,8 +149,11 @@ class MatmulReduceScatter(Products):
 
 
 class ScaledMatmulReduceScatter(MatmulReduceScatter):
-    """fp8: these numbers are exact in it. Scales are powers of two, so products and their sums are exact in 16 bits.
-    by_row: whether each row has a scale. bias: whether each rank adds a bias."""
+    """Work of scaled_matmul_reduce_scatter.
+
+    The elements are exact in fp8. Scales are powers of two, so products and their sums are exact in 16 bits. by_row:
+    whether each row has a scale. bias: whether each rank adds a bias.
+    """
 
     MOST = 1
     differentiable, other_dtype, scatters_columns = False, "float16", False
@@ -192,7 +195,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
         return (16, 48)[self.size] + 16 * self.other
 
     def _scales(self, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales of A and of B, 1 or 2."""
+        """Return the scales of A and of B. Each scale is 1 or 2."""
         shapes = ((self._m(n), 1), (1, self._n())) if self.options["by_row"] else ((), (1,))
         of_A, of_B = (2.0 ** self.counts(3 + i, rank, n, shape, 1) for i, shape in enumerate(shapes))
         return of_A, of_B
@@ -225,9 +228,11 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
 
 class MatmulAllReduce(Products):
-    """The work of matmul_all_reduce. bias, residual, norm: True if they follow the sum. Before a norm the residual
-    turns every sum into 1 or -1, and eps adds up to 4 or 16 with the mean of their squares. So the norm divides by 2 or
-    4. The norm and its gradients are exact for numbers of columns that are powers of two."""
+    """Work of matmul_all_reduce. bias, residual, norm: whether the operation follows the sum.
+
+    Before a norm, the residual turns every sum into 1 or -1, so the mean of squares is 1. With eps it becomes 4 or 16,
+    and the norm divides by 2 or 4. So the norm and its gradients are exact if the number of columns is a power of two.
+    """
 
     arguments = ("x", "w", "bias", "residual", "norm")
     plain: ClassVar[Given] = {"bias": False, "residual": False, "norm": False}
@@ -262,7 +267,7 @@ class MatmulAllReduce(Products):
 
     @property
     def _divisor(self) -> float:
-        """Return the divisor of the norm."""
+        """Return the number by which the norm divides."""
         return float((1 + self.options.get("eps", 3.0)) ** 0.5)
 
     def _n(self) -> int:
@@ -273,7 +278,7 @@ class MatmulAllReduce(Products):
         return {**op, **({"eps": self.options.get("eps", 3.0)} if self.options["norm"] else {})}
 
     def _following(self, n: int) -> dict[str, torch.Tensor]:
-        """Return the arguments after the sum, which are the same on all ranks, except the norm's weight."""
+        """Return the arguments of the operations after the sum. All ranks have the same, except for the norm's weight."""
         m, columns = self._m(n), self._n()
         bias, residual = self.numbers(5, 0, n, (columns,)), self.numbers(6, 0, n, (m, columns))
         if self.options["norm"]:
@@ -304,14 +309,14 @@ class MatmulAllReduce(Products):
         return [folded(y, self.outer) for y in made]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weights by which the sum is summed."""
+        """Return the random gradient of the loss with respect to the sum."""
         return self.weighing_like(rank, n, self._m(n), self._n())
 
     def _of_normed(self, rank: int, n: int) -> torch.Tensor:
         return self.numbers(11, rank, n, (self._m(n), self._n()), 2)
 
     def _of_total(self, rank: int, n: int) -> torch.Tensor:
-        """Return the gradient of the sum on `rank`, including the gradient through its norm."""
+        """Return the gradient of the loss of `rank` with respect to the sum, including the gradient through the norm."""
         if not self.options["norm"]:
             return self.weighing(rank, n)
         total, g = self._total(n), self._of_normed(rank, n) * self._norm(rank, n)
@@ -329,7 +334,7 @@ class MatmulAllReduce(Products):
 
 
 class MatmulAllGather(Products):
-    """columns: whether columns are joined, instead of rows."""
+    """Work of matmul_all_gather. columns: whether the ranks' columns are concatenated, instead of their rows."""
 
     bad_settings: ClassVar[list[Form]] = [put("gather_dim", "0"), put("gather_dim", 7)]
 
@@ -368,5 +373,5 @@ class MatmulAllGather(Products):
 
 
 def averages(world: int) -> list[Given]:
-    """Return the option of a mean in place of a sum, where means are exact."""
+    """Return the option that computes a mean instead of a sum, if means are exact with this number of ranks."""
     return [{"reduce_op": "avg"}] * (world in (2, 4))

@@ -1,7 +1,7 @@
-"""The record of a campaign: a file of JSON lines.
+"""The record of a campaign, a file of JSON lines.
 
-The first line describes the campaign, and each further line an injection, in the order in which they ended. A stopped
-campaign continues, so an incomplete line does not count. A file of another campaign is refused.
+The first line describes the campaign. Each further line describes an injection, in the order in which they ended. An
+incomplete last line is ignored, because a stopped campaign may leave one. A file of another campaign is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .trial import Seen
 from .verdict import Fault, judge, outcome, was_done
 
 Record = dict[str, Any]
-_VERSION = 2  # the parameters of a draw: other parameters draw other injections from the same seed
+_VERSION = 2  # changes when `draw` changes, so that the same seed draws other injections
 
 
 def header(seed: int, device: str, families: Sequence[str] = ()) -> Record:
-    from weft.bench.core.records import environment  # which needs torch
+    from weft.bench.core.records import environment  # imported here, because it needs torch
 
     fields = environment(device)
     cores = len(os.sched_getaffinity(0))
@@ -40,7 +40,7 @@ def of(injection: Injection, seen: Seen) -> Record:
 
 
 def _first_of_each(faults: list[Fault], most: int = 2) -> list[Fault]:
-    """Return at most `most` faults of each kind: a fault at every step must not fill a record."""
+    """Return at most `most` faults of each kind, so that a fault in every step does not fill a record."""
     seen: Counter[str] = Counter()
     kept = []
     for name, text in faults:
@@ -51,7 +51,7 @@ def _first_of_each(faults: list[Fault], most: int = 2) -> list[Fault]:
 
 
 def read(path: Path) -> tuple[Record, list[Record]]:
-    """Return a record's head, and its injections in order. Raise `ValueError` if the file is empty."""
+    """Return the description of the campaign, and its injections in order. Raise `ValueError` if the file is empty."""
     lines = [line for line in path.read_text().split("\n")[:-1] if line]
     if not lines:
         raise ValueError(f"{path} has no line: run a campaign (make chaos), or leave the file out")
@@ -60,8 +60,10 @@ def read(path: Path) -> tuple[Record, list[Record]]:
 
 
 def go_on(path: Path, seed: int, device: str, families: Sequence[str] = ()) -> list[Record]:
-    """Return the injections of this campaign in `path`, which is created if it does not exist. Raise `ValueError` for
-    another campaign's file."""
+    """Return the injections that are recorded in `path`. Create the file if it does not exist.
+
+    Raise `ValueError` if the file belongs to another campaign.
+    """
     wanted = header(seed, device, families)
     if not path.exists() or not path.read_text().strip():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,9 @@ _MARKED = re.compile(r"(<!-- chaos:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /c
 
 @contextlib.contextmanager
 def progress(seed: int, count: int, known: int) -> Iterator[Callable[[Record], None]]:
-    """Yield a function to call with each record. On the error output it shows a bar in a terminal, occasional lines elsewhere."""
+    """Yield a function to call with each record. It prints progress to stderr: a bar in a terminal, otherwise
+    occasional lines.
+    """
     begin, seen, wrong = time.monotonic(), 0, 0
     said = f"seed {seed}: {count} injections" + (f", {known} more are recorded already" if known else "")
     print(said, file=sys.stderr, flush=True)
@@ -57,7 +59,7 @@ def _bar(count: int) -> Any:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-    except ImportError:  # on a machine that has nothing but torch
+    except ImportError:  # rich is optional
         return None
     bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True))
     bar.add_task("injections", total=count)
@@ -68,7 +70,7 @@ def _bar(count: int) -> Any:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Markdown: by kind of fault, and by operator."""
+    """Return two tables in Markdown: one by family of faults, one by operator."""
     families = list(dict.fromkeys(kind.family for kind in KINDS.values()))
     by_fault = [(family, [r for r in records if KINDS[r["kind"]].family == family]) for family in families]
     by_operator = [(name, [r for r in records if r["operator"] == name]) for name in OPERATORS]
@@ -84,7 +86,7 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     }
     if any(r["nan"] for _, of in rows for r in of):
         columns["NaN results"] = lambda of: sum(r["nan"] for r in of)
-    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # only these kinds are judged
+    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # only kinds with `told` can be silent
     for name in [name for name in COUNTED if name != "silent" or silent_counts]:
         columns[name] = lambda of, name=name: sum(any(kind == name for kind, _ in r["wrong"]) for r in of)
     lines = [f"| {what} | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
@@ -105,8 +107,9 @@ def markdown(head: Record, records: Sequence[Record]) -> str:
 
 
 def rewrite(document: str, found: Mapping[str, tuple[Record, Sequence[Record]]]) -> str:
-    """Return `document` with every marked block made anew. Raise `ValueError` if a block shows a record that is not
-    given."""
+    """Return `document` with the contents of every marked block made again. Raise `ValueError` if a block's record is
+    missing.
+    """
 
     def block(marked: re.Match[str]) -> str:
         if marked["name"] not in found:

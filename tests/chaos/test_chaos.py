@@ -1,5 +1,7 @@
-"""The campaign itself: a short campaign with every kind of fault (about half a minute), the draws, and the faults that
-it notices. A thousand injections are in benchmarks/chaos (docs/failures.md)."""
+"""Test the chaos tests: a short campaign with every kind of fault (about half a minute), the draws, and the judgements.
+
+Records of long campaigns are in benchmarks/chaos (docs/failures.md).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ MANY = 4 * len(KINDS) * len(OPERATORS)
 @pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "count"), [(1, SHORT), (2, SHORT // 3)])
 def test_a_short_campaign(tmp_path: Path, hosts: int, count: int) -> None:
-    """A short campaign passes, run like `make chaos`, on pretended hosts too; if it fails, its traces are shown."""
+    """Run a short campaign like `make chaos`, on one host and on two pretended hosts. If it fails, show what was wrong."""
     path = tmp_path / "short.jsonl"
     options = ["-n", str(count), "--seed", "11", "--hosts", str(hosts), "--record", str(path)]
     command = [sys.executable, "-m", "tests.chaos", *options]
@@ -63,7 +65,7 @@ def test_a_short_campaign_has_every_kind_and_every_operator(device: str) -> None
 def test_every_operator_is_drawn_and_can_be_called() -> None:
     for file in pkgutil.iter_modules(weft.ops.__path__):
         importlib.import_module(f"weft.ops.{file.name}")
-    ours = calls.OPERATORS.keys() & set(weft.__all__)  # the others are parts of these, such as their backward
+    ours = calls.OPERATORS.keys() & set(weft.__all__)  # the other operators are parts of these, such as their backward
     assert {"all_gather_matmul", "matmul_all_to_all"} < ours
     assert ours - OPERATORS.keys() == set(), "without an entry in tests/chaos/operators.py"
     followed = [one for one in map(partial(draw, 1), range(MANY)) if one.options.get("norm")]
@@ -85,7 +87,7 @@ def test_every_operator_can_be_called_in_each_bad_way(operator: str) -> None:
 
 
 class Pair:
-    """Return the part of a group that an operator's work uses."""
+    """The part of a process group that `Work` uses, for rank 0 of 2."""
 
     def rank(self) -> int:
         return 0
@@ -95,7 +97,7 @@ class Pair:
 
 
 def described(operator: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, by parameter."""
+    """Return {parameter: argument} of a call, with shape and dtype in place of tensors."""
     work = OPERATORS[operator](Pair(), torch.device("cpu"), 0, 0, TURN, options)  # type: ignore[arg-type]
     work.make()
     given = {
@@ -154,7 +156,7 @@ def test_an_injection_is_the_same_whenever_it_is_drawn() -> None:
     assert draw(2, 7) != draw(3, 7)
 
 
-# --- faults that are noticed, in made-up traces ---
+# --- judgements of made-up traces ---
 
 
 def injection(kind: str) -> Injection:
@@ -188,7 +190,7 @@ def call(
 
 
 def seen(*ranks: list[dict[str, Any]], fault: bool = False, **others: Any) -> Seen:
-    """fault: whether the rank was notified."""
+    """Return the observations of a trial with these calls of each rank. fault: whether each rank recorded the fault."""
     left = {"event": "left", "descriptors": [], "mappings": [], "threads": []}
     events = [[*calls, *[{"event": "fault"}] * fault, left] for calls in ranks]
     return Seen(events=events, **{"codes": [0] * len(ranks), "said": [""] * len(ranks), **others})
@@ -218,7 +220,7 @@ def test_a_wrong_result_is_a_mix() -> None:
 def test_a_healthy_group_that_ends_is_lost() -> None:
     ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
     assert names("short straggler", seen(ended, ended)) == {"lost"}
-    assert names("fork, idle", seen(all_right(), all_right(20))) == {"lost"}  # it did not reach its end
+    assert names("fork, idle", seen(all_right(), all_right(20))) == {"lost"}  # rank 1 did not reach its last step
 
 
 def test_bad_input_may_be_refused_once_and_by_all() -> None:
@@ -242,7 +244,7 @@ def test_a_process_that_the_c_library_ends_for_want_of_memory_has_died() -> None
 def test_an_error_on_some_ranks_while_others_go_on_is_a_split() -> None:
     ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
     assert names("other shape", seen(ended, all_right(12))) == {"split"}
-    assert names("other shape", seen(ended, all_right())) == set()  # it was at its end
+    assert names("other shape", seen(ended, all_right())) == set()  # rank 1 had made its last step
 
 
 def test_a_result_of_a_call_in_which_ranks_differ_is_silent() -> None:
@@ -286,7 +288,7 @@ def test_a_second_thread_must_be_refused_and_end_the_group() -> None:
 def test_a_call_that_lasts_too_long_is_a_hang() -> None:
     late = [*all_right(5), call(5, "error", lasts_s=7.5)]
     assert names("other shape", seen(late, late)) == {"hang"}
-    assert names("other shape", seen(late, late, fault_at=106.0)) == set()  # which it knew only later
+    assert names("other shape", seen(late, late, fault_at=106.0)) == set()  # the fault came later
     assert names("interrupt", seen(all_right(), all_right(), hung={1: "leaving"})) == {"hang"}
 
 

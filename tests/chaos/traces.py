@@ -1,8 +1,8 @@
-"""The traces of a rank for its watcher: events in a file, one per line, and a board in shared memory with its current
-action.
+"""The events and the current action of a rank, recorded for the process that watches it.
 
-A rank may be killed, stopped or hang at any moment; everything that it wrote before is there. Times are
-`time.monotonic`, which all processes of a machine share.
+Events are lines of a file. The current action is on a board in shared memory. A rank may be killed, stopped or hang at
+any moment; everything that it wrote before stays readable. Times are `time.monotonic`, which is the same in all
+processes of a machine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 
 STARTING, BETWEEN, CALLING, DONE, LEAVING = range(5)
 _ROW = struct.Struct("<dd")
-_PLACES = 32  # of rows: one for each rank, then the two words of the whole trial
+_PLACES = 32  # rows: one for each rank, and the last two for the whole trial
 _GO, _HOME = _PLACES - 2, _PLACES - 1
 
 
 class Trace:
-    """One line of JSON per event, unbuffered: it survives the death of its process."""
+    """A file with one line of JSON per event. It is written without buffers, so that it survives the death of its
+    process.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
@@ -37,7 +39,10 @@ class Trace:
 
 
 class Board:
-    """A row for each rank: its action, and since when. go: the victim has reached the place. home: all have ended."""
+    """A row for each rank: its action, and since when.
+
+    go: the victim has reached the place of the fault. home: all ranks have finished, and may leave.
+    """
 
     def __init__(self, path: Path, rank: int | None = None) -> None:
         if not path.exists():
@@ -47,7 +52,7 @@ class Board:
         self._rank = rank
 
     def _write(self, row: int, state: int) -> None:
-        """Write all at once: `pack_into` would clear the row first, and a rank may be stopped just then."""
+        """Write the whole row at once. `pack_into` would clear the row first, and a rank may be stopped in between."""
         self._memory[row * _ROW.size : (row + 1) * _ROW.size] = _ROW.pack(state, time.monotonic())
 
     def set(self, state: int) -> None:

@@ -1,7 +1,7 @@
-"""One injection, from outside the ranks: start the ranks, send signals at their time, and watch the end.
+"""Run one injection from outside the ranks: start the ranks, send signals in time, and wait for the end.
 
-A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit: a rank that stays too long
-in a call dumps its stack, and then all ranks are killed.
+A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit. If a rank exceeds it, the
+ranks write their stacks, and then all ranks are killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from .draw import SIGNALS, Injection
 from .traces import BETWEEN, CALLING, DONE, LEAVING, STARTING, Board, Trace
 
-GRACE_S = 5.0  # beyond the deadline
+GRACE_S = 5.0  # allowed after the deadline
 _START_S = {"cpu": 40.0, "cuda": 90.0}
 _END_S = 15.0
 _FIRST_S = {"cpu": 40.0, "cuda": 70.0}
@@ -28,7 +28,7 @@ _PRELOADED = ("jobs", "campaign")
 
 
 def start_server(device: str) -> None:
-    """Start the process from which ranks are forked: it has imported everything that they need, and has no threads."""
+    """Start the process from which ranks are forked. It has imported everything that they need, and has no threads."""
     package = __name__.rpartition(".")[0]
     names = ["torch", "torch.distributed", "torch.distributed.tensor", "weft._core", "weft.ops.all_gather_matmul"]
     names += ["triton"] if device == "cuda" else []
@@ -38,15 +38,15 @@ def start_server(device: str) -> None:
 
 @dataclass
 class Seen:
-    """The observations of a trial, for `verdict`."""
+    """The observations of a trial, for `verdict`. `events`, `codes` and `said` have one item per rank."""
 
-    events: list[list[dict[str, Any]]] = field(default_factory=list)  # by rank
+    events: list[list[dict[str, Any]]] = field(default_factory=list)
     codes: list[int | None] = field(default_factory=list)
-    hung: dict[int, str] = field(default_factory=dict)  # by rank: where
-    stopped: list[tuple[float, float]] = field(default_factory=list)  # of the victim
+    hung: dict[int, str] = field(default_factory=dict)  # {rank: where it hangs}
+    stopped: list[tuple[float, float]] = field(default_factory=list)  # (begin, end) of each stop of the victim
     signalled_at: float | None = None
     fault_at: float | None = None
-    names: list[str] = field(default_factory=list)  # left under /dev/shm
+    names: list[str] = field(default_factory=list)  # names of weft that are left under /dev/shm
     said: list[str] = field(default_factory=list)
     took_s: float = 0.0
 
@@ -73,7 +73,7 @@ class Trial:
         return process
 
     def poll(self) -> bool:
-        """Go on; whether it is over."""
+        """Send signals that are due, and check the ranks. Return whether the trial has ended."""
         now = time.monotonic()
         codes = [process.exitcode for process in self._processes]
         if self._stacks_at:
@@ -113,7 +113,7 @@ class Trial:
                 self.seen.stopped.append((self._stop_began, time.monotonic()))
 
     def _stopped_s(self, rank: int, since: float, now: float) -> float:
-        """Return how much of that time `rank` was stopped."""
+        """Return for how long `rank` was stopped between `since` and `now`."""
         if rank != self.injection.victim:
             return 0.0
         spans = list(self.seen.stopped)
@@ -122,13 +122,13 @@ class Trial:
         return sum(max(0.0, end - max(begin, since)) for begin, end in spans)
 
     def _happened_at(self) -> float | None:
-        """Return the time at which the fault took place, None if it has not."""
+        """Return the time at which the fault took place, or None if it has not."""
         return self.seen.signalled_at if self.injection.kind in SIGNALS else self.board.gone_at()
 
     # --- the end ---
 
     def _watch(self, now: float, alive: list[int], states: list[tuple[int, float]]) -> None:
-        """Check whether a rank takes longer than it may."""
+        """Check whether a rank takes longer than allowed. If so, let the ranks write their stacks."""
         for rank in alive:
             state, since = states[rank]
             since = since or self._began
@@ -139,7 +139,7 @@ class Trial:
             }.get(state)
             if state == CALLING:
                 since, longest_s = may_last(self.injection, since, self._happened_at(), first=True)
-                longest_s += 1.0  # a result that is a little late may still arrive, and is found in the traces
+                longest_s += 1.0  # a result that is a little late is judged from the traces instead
             lasted_s = now - since - self._stopped_s(rank, since, now)
             if state == DONE and self._home_at is not None:
                 lasted_s, longest_s = now - self._home_at, _END_S
@@ -175,8 +175,11 @@ class Trial:
 
 
 def may_last(injection: Injection, begin: float, fault_at: float | None, *, first: bool) -> tuple[float, float]:
-    """Return (start, allowed duration) of a call: from the fault on, the deadline and 5 s. A first call may measure
-    schedules, which takes as long as it takes on a busy machine while nothing is wrong."""
+    """Return (start, allowed duration) of a call. The duration is the deadline and 5 s.
+
+    If the group does not have to survive the fault, the start is at least the time of the fault. Before a fault, a
+    first call may take longer, because it may measure schedules on a busy machine.
+    """
     longest_s = injection.deadline_s + GRACE_S
     if fault_at is not None and not injection.of_kind.lives:
         return max(begin, fault_at), longest_s

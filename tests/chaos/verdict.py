@@ -1,18 +1,19 @@
-"""Judges a trial by the traces that its ranks left.
+"""Judge a trial by what its ranks recorded.
 
-Each rank that lives has, for every call, the right result of that step or a named error, in time. What is counted:
+Every call of a rank that is still alive must give the right result of its step, or a named error, in time. The
+categories of faults are:
 
-- hang: a call that outlasts its deadline by more than 5 s (a rank that was stopped: 5 s after it wakes), or a process that does
-  not end;
-- mix: a wrong result without an error;
-- silent: a result, right or wrong, of a call that ranks made with different options or tables, or a group that goes on after calls
-  of two threads;
-- lost: a group that had to live and failed, or in which a later call was not right;
-- split: after an error the last calls were right on some ranks and errors on others;
-- unnamed: an error that is no `WeftError` and no `ValueError`, but for what was done to a rank itself; or another one than must
-  come (`Kind.told`);
-- crash: a process that ended by a signal that nobody sent, but for glibc's abort where it has no memory; leak: memory,
-  descriptors, threads or names left.
+- hang: a call lasts more than 5 s longer than its deadline, or a process does not end. A rank that was stopped has 5 s
+  from its waking.
+- mix: a call gives a wrong result, and no error.
+- silent: a call gives a result although ranks passed different options or tables, or a group continues after calls from
+  two threads.
+- lost: a group that had to survive has failed, or a later call in it is not right.
+- split: after an error, the last calls give right results on some ranks and errors on others.
+- unnamed: an error is neither a `WeftError` nor a `ValueError`, and was not injected into the rank itself; or it is not
+  the error that must come (`Kind.told`).
+- crash: a process ended by a signal that nobody sent. An abort of glibc without memory is no crash.
+- leak: memory, descriptors, threads or names are left.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from typing import Any
 from .draw import Injection
 from .trial import GRACE_S, Seen, may_last
 
-Fault = tuple[str, str]  # its category, and its text
+Fault = tuple[str, str]  # (category, text)
 COUNTED = ("hang", "mix", "silent", "lost", "split", "unnamed", "crash", "leak")
 _WAKING_S = 5.0
 _NO_MEMORY_OF_THREAD = {
     -signal.SIGABRT: "Fatal glibc error: failed to register TLS destructor: out of memory",
     127: "cannot allocate memory for thread-local data: ABORT",
 }
-"""Messages of glibc, by exit code."""
+"""glibc's message if a thread has no memory for thread-local data, by exit code."""
 
 
 def judge(injection: Injection, seen: Seen) -> list[Fault]:
-    """Return the faults of a trial; empty if all is well."""
+    """Return the faults of a trial. The list is empty if all is well."""
     faults: list[Fault] = [("hang", f"rank {rank} {where}") for rank, where in seen.hung.items()]
     if injection.kind == "fork, uses the group":
         for event in _all(seen, "child"):
@@ -62,7 +63,7 @@ def calls_of(seen: Seen) -> list[list[dict[str, Any]]]:
 
 
 def outcome(seen: Seen) -> dict[str, Any]:
-    """Return for the record: the number of right calls, and the errors by name."""
+    """Return what the record says of the results: the numbers of right and NaN results, and of errors by name."""
     calls = [call for of_rank in calls_of(seen) for call in of_rank]
     errors: dict[str, int] = {}
     for call in calls:
@@ -73,8 +74,10 @@ def outcome(seen: Seen) -> dict[str, Any]:
 
 
 def was_done(injection: Injection, seen: Seen) -> bool:
-    """True if the fault took place. A signal after the end does not count, nor does an allocation that the call does
-    not make."""
+    """Return whether the fault took place.
+
+    It did not, for example, if the signal came after the end, or if the call makes too few allocations.
+    """
     told = [event for event in _all(seen, "fault") if "nowhere" not in str(event.get("where", ""))]
     if injection.kind in ("kill", "short stop", "long stop", "interrupt", "terminate"):
         return seen.signalled_at is not None
@@ -112,7 +115,11 @@ def _of_call(injection: Injection, seen: Seen, rank: int, call: dict[str, Any]) 
 
 
 def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> list[Fault]:
-    """On GPUs, where hosts do not synchronise, a call whose peer has failed may return NaN. An error must follow in time."""
+    """Find calls on GPUs that gave NaN and were not followed by an error in time.
+
+    GPU calls do not synchronise with the CPU. So a call whose peer has failed may return NaN before its rank is
+    notified.
+    """
     for number, call in enumerate(calls):
         if call["result"] == "nan":
             errors = [later["end"] for later in calls[number + 1 :] if later["result"] == "error"]
@@ -126,7 +133,7 @@ def _exits(injection: Injection, seen: Seen) -> list[Fault]:
     faults: list[Fault] = []
     for rank, code in enumerate(seen.codes):
         if code is None or code == 0:
-            continue  # hanging ranks are counted already
+            continue  # None: the rank hangs, and is counted already
         meant = {"kill": -9, "exit": 3}.get(injection.kind)
         if rank == injection.victim and code == meant:
             continue
@@ -138,17 +145,23 @@ def _exits(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _ended_by_libc(injection: Injection, seen: Seen, rank: int) -> bool:
-    """Without memory for a thread's first thread-local object glibc aborts, and gloo's threads make such objects in the
-    first collectives of a process. Nothing in the process can prevent that: to its peers the rank was killed."""
+    """Return whether glibc ended the rank because it had no memory for a thread's first thread-local object.
+
+    In the first collectives of a process, gloo's threads make such objects. Nothing in the process can prevent the
+    abort. To its peers, the rank was killed.
+    """
     mine = injection.kind == "no memory, RLIMIT_AS" and rank == injection.victim
     text = _NO_MEMORY_OF_THREAD.get(seen.codes[rank] or 0)
     return mine and text is not None and text in seen.said[rank]
 
 
 def _lives(injection: Injection, seen: Seen) -> list[Fault]:
-    """Every rank must refuse the call, at most in the step of the fault. All other results must be right."""
+    """Find what must not happen in a group that has to survive.
+
+    Only the call of the fault may raise an error, and then on every rank. All other results must be right.
+    """
     faults: list[Fault] = []
-    refused: dict[int, set[int]] = {}  # by step: which ranks
+    refused: dict[int, set[int]] = {}  # {step: ranks with an error}
     may_refuse = (
         injection.of_kind.family == "bad input" or injection.kind == "exception on all ranks" or injection.of_kind.told
     )
@@ -169,7 +182,7 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _told(injection: Injection, seen: Seen) -> list[Fault]:
-    """Hold every rank to the error of the call in which they differ, and to no error of equal calls before."""
+    """Find ranks without the error `Kind.told` in the call that differs, and errors in equal calls before it."""
     faults: list[Fault] = []
     wanted = injection.of_kind.told
     for rank, calls in enumerate(calls_of(seen)):
@@ -190,7 +203,7 @@ def _told(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _of_threads(injection: Injection, seen: Seen) -> list[Fault]:
-    """Hold the second thread to its error, and every rank to a group that ends."""
+    """Find a second thread without its error, and ranks whose group continues."""
     faults: list[Fault] = []
     for event in _all(seen, "thread"):
         if event["error"] is None:
@@ -204,8 +217,7 @@ def _of_threads(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _split(injection: Injection, seen: Seen) -> list[Fault]:
-    """Return a fault if the last calls of living ranks did not end alike. Ranks that had finished before are left
-    out."""
+    """Find living ranks whose last calls ended differently. Ranks that had finished before are ignored."""
     last = {rank: calls[-1] for rank, calls in enumerate(calls_of(seen)) if calls}
     gone = injection.kind in ("kill", "exit", "leave", "terminate", "never call")
     if gone or _ended_by_libc(injection, seen, injection.victim):

@@ -1,9 +1,10 @@
-"""Operators under injected faults: every operator, on random whole numbers that differ between steps. Each also says
-which calls are drawn for it, and which it does not support.
+"""Define what a rank calls under injected faults: for each operator, the calls, their right results, and invalid
+arguments.
 
-`operators` lists them. A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any
-other. So the data of a step are random whole numbers, a function of (seed, rank, step), and sums of their products are
-exact in fp32. A result is right if torch's operators on the data of all ranks for that step give the same bits.
+`operators` lists the classes. A fault may pair step n of one rank with step n + 1 of another rank. So the data of a
+step are random whole numbers, a function of (seed, rank, step), and mixed results differ from right ones. Sums of
+products are exact in fp32. A result is right if it has the bits that torch's operators compute from the data of all
+ranks for that step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import weft
 import weft.ops.all_gather_matmul
 import weft.ops.all_gather_scaled_matmul
-import weft.ops.all_to_all_matmul  # imported now, not in an interrupted call
+import weft.ops.all_to_all_matmul  # imported now, so that no interrupted call imports it
 
 from .bad import DEADLINES, Form, each, put
 
@@ -28,15 +29,18 @@ FP8 = torch.float8_e4m3fn
 
 
 def folded(x: torch.Tensor, outer: int | None) -> torch.Tensor:
-    """Return the rows of a matrix as two dimensions, of which ranks divide number `outer`; with None, the matrix as it
-    is."""
+    """Return x with its rows as two dimensions. Ranks divide dimension `outer` of the two. With None, return x itself."""
     return x if outer is None else x.reshape(-1, 2, x.shape[-1]).movedim(0, outer)
 
 
 class Work(ABC):
-    """Calls of one operator. turn: from this step on, another shape is called. options: of every call. devices: where
-    it is called. differentiable: whether some of its steps are. is_module: whether a module is made first. other_dtype:
-    another dtype that it supports. arguments: tensors, or lists of tensors; an optional one may be None."""
+    """Calls of one operator.
+
+    turn: the step from which on calls have another shape. options: the options of every call. devices: the devices on
+    which the operator is tested. differentiable: whether steps may have a backward. is_module: whether a module is made
+    first. other_dtype: another dtype that the operator supports. arguments: the names of arguments that are tensors or
+    lists of tensors; an optional argument may be None.
+    """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     differentiable: ClassVar[bool] = True
@@ -44,22 +48,22 @@ class Work(ABC):
     other_dtype: ClassVar[str | None] = "bfloat16"
     arguments: ClassVar[tuple[str, ...]]
     plain: ClassVar[Given] = {}
-    """The options that go with all others."""
+    """Options with which all other options can be combined."""
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
-        """Draw the options of the work."""
+        """Draw options for the calls."""
         return {}
 
     @classmethod
     def schedules(cls, world: int, options: Given) -> list[str]:
-        """Pinned schedules that overlap and support these calls; none: it takes no schedule."""
+        """Return overlapped schedules that support these calls. The list is empty if the operator takes no schedule."""
         return []
 
     @classmethod
     @abstractmethod
     def bad_values(cls, options: Given) -> list[Form]:
-        """Right types and sizes, wrong numbers."""
+        """Return forms with arguments of the right types and sizes, but with wrong values."""
 
     @classmethod
     @abstractmethod
@@ -72,20 +76,19 @@ class Work(ABC):
     @classmethod
     @abstractmethod
     def other_options(cls, world: int, options: Given) -> list[Given]:
-        """Return changes of `options` that all ranks may make, but no rank alone. A pinned schedule may not support
-        them."""
+        """Return changes of `options` that are valid if all ranks make them. A pinned schedule may not support them."""
 
     @classmethod
     def other_makings(cls, world: int, options: Given) -> list[Given]:
-        """Return the changes that a module notices when it is made."""
+        """Return the changes of `options` that a module notices when it is made."""
         return []
 
     @classmethod
     def other_tables(cls) -> list[Form]:
-        """Return changes of one rank's tables of counts, each with the rows that it needs."""
+        """Return forms that change one rank's tables of counts, and its rows with them."""
         return []
 
-    backward = False  # whether steps differentiate
+    backward = False  # whether steps have a backward
     padded = False  # whether results may have more rows than expected
 
     def __init__(
@@ -94,26 +97,26 @@ class Work(ABC):
         self.group, self.device, self.seed, self.size, self.turn = group, device, seed, size, turn
         self.rank, self.world = group.rank(), group.size()
         self.options = dict(options)
-        self.other = self.options.pop("other_size", False)  # another shape in everything that distinguishes calls
+        self.other = self.options.pop("other_size", False)  # other sizes in everything that distinguishes calls
         self.backward = self.options.pop("backward", False)
         self.dtype = getattr(torch, self.options.pop("dtype", "float32"))
 
     def make(self) -> None:  # noqa: B027 - most have nothing to make
-        """Set up what must exist before the first call. Collective."""
+        """Make what the calls need, such as a module. All ranks call this together."""
 
     @abstractmethod
     def inputs(self, n: int) -> Given:
-        """Return this rank's inputs of step n, by argument."""
+        """Return {argument: value} of this rank's call in step n."""
 
     @abstractmethod
     def forward(self, given: Given) -> Results:
-        """Make weft's call."""
+        """Call the operator with these arguments."""
 
     @abstractmethod
     def expected(self, n: int) -> Results: ...
 
     def numbers(self, what: int, rank: int, n: int, shape: tuple[int, ...], most: int = 3) -> torch.Tensor:
-        """Whole numbers from -most to most."""
+        """Return random whole numbers from -most to most."""
         generator = torch.Generator().manual_seed(hash((self.seed, what, rank, n)) % 2**63)
         return torch.randint(-most, most + 1, shape, generator=generator).to(torch.float32)
 
@@ -126,7 +129,7 @@ class Work(ABC):
 
     @property
     def outer(self) -> int | None:
-        """The dimension that ranks divide, of two in which the rows are given; None: rows are one dimension."""
+        """The dimension that ranks divide, 0 or 1, if rows are given as two dimensions. None if rows are one dimension."""
         return self.options.get("outer")
 
     def call_options(self) -> Given:
@@ -134,15 +137,15 @@ class Work(ABC):
 
 
 class Differentiable(Work):
-    """Work whose steps may be differentiated too."""
+    """Work whose steps may have a backward."""
 
     @abstractmethod
     def grads(self, n: int) -> tuple[Results, Results]:
-        """Return (this rank's results, the expected gradients of its inputs)."""
+        """Return (the gradients of this rank's results, the expected gradients of its inputs)."""
 
     @abstractmethod
     def wanted(self, given: Given) -> Results:
-        """Return the inputs whose gradients are taken."""
+        """Return the inputs whose gradients are computed."""
 
 
 class AllGatherMatmul(Differentiable):
@@ -245,7 +248,9 @@ class AllGatherMatmul(Differentiable):
 
 
 class AllGatherScaledMatmul(AllGatherMatmul):
-    """fp8: small whole numbers are exact in it, and so are scales that are powers of two."""
+    """Work of all_gather_scaled_matmul. Its elements are small whole numbers, which are exact in fp8. Scales are powers
+    of two.
+    """
 
     K = 32
     differentiable, other_dtype = False, None
@@ -313,7 +318,7 @@ class AllToAllMatmul(Differentiable):
 
     @classmethod
     def schedules(cls, world: int, options: Given) -> list[str]:
-        by = "kernel" if options["max_rows"] else "dma"  # copy engines take sizes from the host
+        by = "kernel" if options["max_rows"] else "dma"  # copy engines need sizes on the CPU
         dispatch = [f"dispatch[by={by},rest=each]", f"dispatch_by_expert[by={by},chunks=2]"]
         return [*dispatch, "dispatch_sorted[chunks=1]", *["dispatch[by=kernel,rest=together]"] * (world > 2)]
 
@@ -379,7 +384,7 @@ class AllToAllMatmul(Differentiable):
         return [y, received]
 
     def _routed(self, rank: int, n: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """(the rows of each of `rank`'s experts, received [ranks, experts])"""
+        """Return (the rows of each expert of `rank`, the counts `received` [ranks, experts])."""
         parts = [self._tokens(r, n).split(self._splits(r, n).tolist()) for r in range(self.world)]
         mine = range(rank * self.EXPERTS, (rank + 1) * self.EXPERTS)
         rows = [torch.cat([parts[source][expert] for source in range(self.world)]) for expert in mine]
@@ -394,12 +399,12 @@ class AllToAllMatmul(Differentiable):
         return [given["tokens"], given["w_experts"]]
 
     def _weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weights by which the rows that reach `rank` are summed."""
+        """Return the random gradient of the loss with respect to the result of `rank`."""
         rows = sum(len(x) for x in self._routed(rank, n)[0])
         return self.numbers(4, rank, n, (rows, self.N), 2)
 
     def grads(self, n: int) -> tuple[Results, Results]:
-        of_parts: dict[tuple[int, int], torch.Tensor] = {}  # by (source, expert of all)
+        of_parts: dict[tuple[int, int], torch.Tensor] = {}  # {(source, expert): gradient of its rows}
         for rank in range(self.world):
             g = self._weighing(rank, n)
             for e, w in enumerate(self._weights(rank, n)):

@@ -1,9 +1,9 @@
-"""Would the tests notice? Each `*.patch` here is a plausible fault, and names the tests that must fail with it.
+"""Plant faults in copies of the source tree, to test that the tests find them.
 
-A patch begins with a sentence that says what is wrong and a line `Found by: tests/...::test_...` for each test. A unified diff
-against the root follows. `found` plants it in a copy of the tree, compiles the sources in csrc/ that it changes, runs those tests
-there and reports how each ended. A fault counts as found only if an assertion fails. A test that breaks in another way, such as
-by an import error, might break with a correct change too.
+Each `*.patch` here is a plausible fault, and names the tests that must fail with it. A patch begins with a sentence
+that says what is wrong, and a line `Found by: tests/...::test_...` for each test. A unified diff against the root of
+the tree follows. A fault counts as found only if an assertion fails. A test that breaks in another way, such as by an
+import error, might break with a correct change too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import weft._core
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".git", ".venv", "build", "dist", ".*_cache", ".hypothesis", "*.so")
-ASSERTIONS = ("AssertionError", "Failed")  # pytest's own: `pytest.raises` without an error, `pytest.fail`
+ASSERTIONS = ("AssertionError", "Failed")  # Failed: raised by `pytest.fail`, and by `pytest.raises` without an error
 ENDS = re.compile(r"^Found by: (\S.*)$", re.MULTILINE)
 
-# An editable install finds weft before PYTHONPATH does. Python imports this at its start, also in processes that tests start.
+# Removes the import hooks of an editable install, which would find weft before PYTHONPATH does. Python imports it at
+# its start, also in processes that tests start.
 SITE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith(("_editable", "_weft_editable"))]
@@ -58,7 +59,7 @@ def faults() -> list[Fault]:
 
 
 def copy_of_tree(tree: Path) -> Path:
-    """Copy the root to `tree` so that Python finds weft in the copy, with the installed native module."""
+    """Copy the source tree to `tree` with the built native module, so that Python finds weft in the copy."""
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
     native = Path(weft._core.__file__)
     shutil.copy(native, tree / "weft" / native.name)
@@ -67,13 +68,13 @@ def copy_of_tree(tree: Path) -> Path:
 
 
 def linked_copy(whole: Path, tree: Path) -> Path:
-    """Copy a copy without its bytes. git and Python replace files, and change none in place."""
+    """Copy `whole` by hard links. This is safe, because git and Python replace files and do not change them in place."""
     shutil.copytree(whole, tree, copy_function=os.link)
     return tree
 
 
 def plant(fault: Fault, tree: Path) -> None:
-    """`ValueError` where the patch does not fit any more."""
+    """Apply the fault's patch to `tree`, and compile. Raise `ValueError` if the patch does not fit any more."""
     done = subprocess.run(["git", "apply", fault.patch], cwd=tree, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise ValueError(f"{fault.patch.name} does not fit the tree any more, write it anew: {done.stderr}")
@@ -81,16 +82,16 @@ def plant(fault: Fault, tree: Path) -> None:
 
 
 def compile_sources(fault: Fault, tree: Path) -> None:
-    """Compile the native module again if the fault is in csrc/."""
+    """Compile the native module of `tree` again if the fault is in csrc/."""
     if fault.sources:
         _compile(tree, fault.sources)
 
 
 class Server:
-    """The process of run.py, which runs tests in one copy of the tree after the other."""
+    """A process of run.py, which runs tests in one copy of the tree after another."""
 
     def __enter__(self) -> Server:
-        ours = ("PYTEST_", "PYTHONPATH")  # of the pytest that runs this
+        ours = ("PYTEST_", "PYTHONPATH")  # variables of the pytest that runs this test
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         command = [sys.executable, Path(__file__).with_name("run.py")]
         self.process = subprocess.Popen(
@@ -130,7 +131,7 @@ def _is_of(name: str, test: str) -> bool:
 
 
 def _compile(tree: Path, sources: list[str]) -> None:
-    """Run the commands of the last build (`make build`), with these sources instead of the root's."""
+    """Repeat the commands of the last `make build` for these sources, in `tree` instead of the root."""
     for folder in ROOT.glob("build/*/"):
         listed = subprocess.run(
             [sys.executable, "-m", "ninja", "-C", folder, "-t", "commands"], capture_output=True, text=True, timeout=60
@@ -148,12 +149,12 @@ def _compile(tree: Path, sources: list[str]) -> None:
         _call(
             re.sub(r" -M[DTF]\b( (?!-)\S+)?", "", command)
             .replace(f"-o {old}", f"-o {new}")
-            .replace(f"-c {ROOT / source}", f"-O1 -c {tree / source}"),  # the tests look for faults, and not for speed
+            .replace(f"-c {ROOT / source}", f"-O1 -c {tree / source}"),  # -O1 is enough for tests
             folder,
         )
         link = link.replace(f" {old}", f" {new}")
     (library,) = re.findall(r" -o (\S+)", link)
-    (tree / "weft" / library).unlink()  # a link: the linker would write into the module of all copies
+    (tree / "weft" / library).unlink()  # a hard link, through which the linker would change the module of all copies
     _call(link.replace(f"-o {library}", f"-o {tree / 'weft' / library}"), folder)
 
 

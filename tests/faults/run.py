@@ -1,7 +1,8 @@
-"""Run pytest in copies of the tree: python tests/faults/run.py, with a request in each line of its input.
+"""Run pytest in copies of the source tree. Usage: python tests/faults/run.py, with a request in each line of stdin.
 
-A Python of its own for each fault would spend more time on imports of torch and pytest than on most tests. This process imports
-them once, but not weft, and forks for each request. If the tests start multiprocessing's fork server, it is such a fork, too.
+A new Python for each fault would spend more time on imports of torch and pytest than on most tests. This process
+imports them once, but not weft, and forks for each request. If the tests start multiprocessing's fork server, it is a
+fork of this process too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ IMPORTED = (
 
 
 class Ends:
-    """The end of each test: "passed", or the type of the first error."""
+    """A pytest plugin that records how each test ends: "passed", or the type of its first error."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
@@ -37,7 +38,7 @@ class Ends:
 
 
 def run(tree: str, tests: list[str]) -> None:
-    """Run the tests of `tree`, and write how each ended into its said.json. Called in a process of its own."""
+    """Run tests in `tree`, and write how each of them ended to said.json there. Each call has its own process."""
     os.setsid()
     os.chdir(tree)
     process.ORIGINAL_DIR = tree  # type: ignore[attr-defined]  # the working directory of workers
@@ -56,13 +57,16 @@ def run(tree: str, tests: list[str]) -> None:
 
 
 def _fork_the_fork_server() -> None:
-    """Fork what becomes the fork server if a test starts it. It has to be forked now, before this process has threads."""
+    """Fork a process that becomes the fork server if a test starts one.
+
+    It has to be forked before this process has threads.
+    """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         ours.close()
         command, files, *_ = socket.recv_fds(theirs, 1 << 16, 2)
-        if files:  # none: the tests have ended without one
+        if files:  # empty if the tests have ended and started no fork server
             exec(re.sub(r"main\(\d+, \d+,", "main({}, {},".format(*files), command.decode(), count=1), {})
         os._exit(0)
     theirs.close()

@@ -1,4 +1,4 @@
-"""Each planted fault is found by the tests that it names, and by an assertion in them."""
+"""Test that each planted fault makes an assertion fail in each test that it names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree without a fault."""
+    """Return a copy of the source tree without a fault."""
     return copy_of_tree(tmp_path_factory.mktemp("whole") / "tree")
 
 
@@ -36,8 +36,11 @@ def test_is_found(fault: Fault, whole: Path, server: Server, tmp_path: Path) -> 
 
 
 def test_copies_without_a_fault_pass(whole: Path, server: Server, tmp_path: Path) -> None:
-    """`make test` runs all these tests in the root. Copies differ in how they are found, compiled and run, so that a few
-    tests are enough: of each folder the first fault's, in Python and in csrc/, which is compiled again."""
+    """Tests pass in a copy without faults.
+
+    `make test` runs all these tests in the root. A copy is found, compiled and run in another way, which a few tests
+    cover. They are the tests of the first Python fault and of the first csrc fault in each folder of tests.
+    """
     chosen: dict[tuple[str, bool], Fault] = {}
     for fault in faults():
         chosen.setdefault((fault.tests[0].split("/")[1], bool(fault.sources)), fault)

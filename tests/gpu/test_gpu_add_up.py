@@ -1,4 +1,4 @@
-"""The summing kernel on a GPU: the cases of the interpreter, and larger ones."""
+"""Test the summing kernel on a GPU."""
 
 from __future__ import annotations
 

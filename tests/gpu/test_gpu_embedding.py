@@ -1,7 +1,8 @@
-"""The Triton kernel on one GPU: `embedding_pool`, and `embedding_all_to_all` in a group of one.
+"""Test the Triton kernel on one GPU, by `embedding_pool` and by `embedding_all_to_all` in a group of one rank.
 
-Cheapest first: results against float64 (kinds of input, widths, dtypes), inputs out of range, held results, repeated
-calls, and the timeline. Each case costs a compilation or two, so the cases combine what they can.
+The cheapest tests come first: results against float64 for kinds of input, widths and dtypes. Then come bad indices,
+held results, repeated calls, graphs, and the timeline. Each case compiles one or two kernels, so cases combine several
+options.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here"),
 ]
 DEVICE = torch.device("cuda", 0)
-NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
+NAN_BYTE = 0xFF  # an element whose bytes all have this value is a NaN in fp32, fp16 and bf16
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
 
 
 def poison(operator: Any) -> None:
-    """Fill every output buffer that is not lent with NaN."""
+    """Fill all unused output buffers with NaN."""
     pool = operator.outputs
     if pool.slot_bytes:
         memory = pool._region.tensor(operator.comm.rank, (pool.count, pool.slot_bytes), torch.uint8)
@@ -79,7 +80,7 @@ SHARED = (
     EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
     EmbeddingBagConfig(9, 16, "pairs", ("i", "u"), "mean"),
 )
-# tables_of makes every second table a mean.
+# tables_of gives every second table mean pooling.
 CASES = {
     "one width": problem(1, (64,) * 6, 300, longest=70, rows=5000),
     "one width, fp16": problem(1, (64,) * 6, 300, longest=70, rows=5000, dtype=torch.float16),
@@ -114,7 +115,7 @@ def test_equals_float64(group: dist.ProcessGroup, name: str) -> None:
 
 
 def test_values_and_offsets_may_begin_anywhere(group: dist.ProcessGroup) -> None:
-    """Return views whose first element is not at a multiple of 8 or 16 bytes."""
+    """Call with views whose first element is not at a multiple of 8 or 16 bytes."""
     for index_dtype in (torch.int32, torch.int64):
         p = problem(1, (64, 64), 40, longest=50, weighted=True, index_dtype=index_dtype, offset_dtype=index_dtype)
         shifted = []
@@ -134,7 +135,7 @@ def test_a_bad_index_is_a_zero_row_and_the_next_call_warns(group: dist.ProcessGr
     spoiled = values.clone()
     for at, value in {0: -1, 2: 30, 4: 2**62}.items():
         spoiled[at] = value
-        p.bags["f0"].weights[at] = 0  # what a zero row gives
+        p.bags["f0"].weights[at] = 0  # has the same effect as a zero row
     output = exchanged(group, p, tuple(there((spoiled, offsets, weights))))
     assert_close(output.cpu(), p)
     torch.cuda.synchronize()
@@ -184,12 +185,12 @@ def test_offsets_that_leave_the_values_are_cut_and_the_next_call_warns(group: di
         exchanged(group, p)
 
 
-# --- results held, calls in a row ---
+# --- held results and repeated calls ---
 
 
 @pytest.mark.parametrize("outputs", [2, 3])
 def test_held_results_stay_as_they_are(group: dist.ProcessGroup, outputs: int) -> None:
-    """Hold all buffers but one: the next result is a copy. Buffers return when results are dropped."""
+    """Hold results until one buffer is left; further results are then copies. A dropped result returns its buffer."""
     problems = [problem(1, (8, 3, 16), 11, seed=seed) for seed in range(5)]
     operator = operator_of(group, problems[0], outputs=outputs)
     held = []
@@ -217,7 +218,7 @@ def test_one_buffer_cannot_be_held(group: dist.ProcessGroup) -> None:
 
 
 def test_calls_in_a_row_with_other_shapes(group: dist.ProcessGroup) -> None:
-    """Call without synchronisation in between, each time into poisoned buffers, some of which have grown."""
+    """Call without synchronisation in between, each time into buffers filled with NaN. Some buffers have grown."""
     sizes = (700, 3, 0, 64, 1500, 1, 700, 31, 2, 1400)
     first = problem(1, (64,) * 3, 1, longest=9)
     problems = [replace(first, batch_sizes=(size,), seed=seed) for seed, size in enumerate(sizes)]
@@ -230,7 +231,7 @@ def test_calls_in_a_row_with_other_shapes(group: dist.ProcessGroup) -> None:
 
 
 class Fixed:
-    """Keep tables and input of calls in place, so that a graph can capture them."""
+    """A call whose tables and input stay in place, so that a graph can capture it."""
 
     def __init__(self, group: dist.ProcessGroup, samples: int, **options: Any) -> None:
         self.problem = p = problem(1, (64, 8, 16), samples, rows=500, longest=6)
@@ -242,14 +243,14 @@ class Fixed:
         return weft.embedding_all_to_all(self.weights, self.features, sharding, group=self.group, **self.options)
 
     def renew(self) -> float:
-        """Write other numbers into the tables. From now on results are the problem's, times the returned factor."""
+        """Multiply the tables by -2. Return the factor by which results now differ from the problem's."""
         for weight in self.weights:
             weight.mul_(-2)
         self.scale *= -2
         return self.scale
 
     def assert_close(self, output: torch.Tensor, scale: float) -> None:
-        assert_close((output / scale).cpu(), self.problem)  # a power of 2: exact
+        assert_close((output / scale).cpu(), self.problem)  # exact, because the scale is a power of 2
 
 
 def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -271,7 +272,8 @@ def assert_replays(graph: torch.cuda.CUDAGraph, output: torch.Tensor, fixed: Fix
 @pytest.mark.parametrize("outputs", [1, 2, 3])
 def test_replays_leave_results_alone_that_somebody_holds(group: dist.ProcessGroup, outputs: int) -> None:
     fixed = Fixed(group, 40, outputs=outputs, transport="direct")
-    graphs = [captured(lambda: fixed() * 1) for _ in range(4)]  # what the operator returned is dropped
+    # `* 1` makes a new tensor, so the operator's result is dropped.
+    graphs = [captured(lambda: fixed() * 1) for _ in range(4)]
     held = []
     for _ in range(5):
         scale = fixed.renew()
@@ -286,7 +288,7 @@ def test_replays_leave_results_alone_that_somebody_holds(group: dist.ProcessGrou
 
 @pytest.mark.parametrize("transport", ["direct", "serial"])
 def test_replays_are_right_after_calls_of_other_sizes(group: dist.ProcessGroup, transport: str) -> None:
-    """Call with tables that take the place of the graph's in every cache, and with results that take more memory."""
+    """Replay after calls whose tables displace the graph's tables from every cache, and whose results need more memory."""
     fixed = Fixed(group, 40, transport=transport)
     graph, output = captured(fixed)
     for samples in (*range(1, 70), 900):
@@ -305,7 +307,7 @@ def test_what_was_never_called_is_not_captured(group: dist.ProcessGroup) -> None
 
 
 def test_a_pool_writes_all_of_its_output() -> None:
-    """Let the allocator hand out the poisoned memory again."""
+    """Let the allocator reuse memory that was filled with NaN."""
     p = Problem(tables_of((8, 3, 16)), (0, 0, 0), (500,))
     pooled(p).fill_(torch.nan)
     assert_close(pooled(p).cpu(), p)
@@ -316,7 +318,7 @@ def test_timeline(group: dist.ProcessGroup) -> None:
     timeline = weft.Timeline()
     output = exchanged(group, p, timeline=timeline)
     assert_close(output.cpu(), p)
-    assert len(timeline) >= 200  # a unit is at most a sample
+    assert len(timeline) >= 200  # a span covers at most one sample
     assert {(span.lane, span.bytes) for span in timeline} == {("local", 0)}
     assert all(0 < span.start_us <= span.end_us for span in timeline)
     assert max(span.end_us for span in timeline) - min(span.start_us for span in timeline) < 60e6

@@ -1,5 +1,7 @@
-"""Pools of ranks on GPUs that stay up between tests: starting a pool takes seconds. Deadlines are short here: nothing
-may hang."""
+"""Pools of ranks on GPUs. They are shared by tests, because starting a pool takes seconds.
+
+Deadlines are short here, so that a test that hangs fails soon.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def deadline() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pair(deadline: None) -> Iterator[Pool]:
-    """Two ranks on two GPUs, or on one GPU if there is only one. A test that kills ranks makes its own pool."""
+    """Return two ranks on two GPUs, or on one GPU if there is only one. A test that kills ranks makes its own pool."""
     if torch.cuda.device_count() > 1 and not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPU 0 cannot reach GPU 1's memory: weft doctor says more")
     with Pool(2, backend="nccl") as workers:

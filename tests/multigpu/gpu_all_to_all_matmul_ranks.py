@@ -1,4 +1,4 @@
-"""Schedules with dynamic sizes on GPUs: the code that runs on the ranks."""
+"""Run and check schedules of all_to_all_matmul, which have dynamic sizes, on the ranks of GPU tests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from weft.timeline import Timeline
 
 
 class Case:
-    """Fresh random data on this rank, and its expected results. `room`: rows that y has beyond the rows that arrive."""
+    """Fresh random data on this rank, and its expected results.
+
+    room: the rows that y has beyond the rows that arrive. None: y is allocated once the number of rows is known.
+    """
 
     def __init__(
         self, p: AllToAllMatmul, rank: int, seed: int, room: int | None, transposed: bool = False, to_one: bool = False
     ) -> None:
-        """Draw data. to_one: send everything to the first expert."""
+        """Draw the data. With `to_one`, all rows go to the first expert."""
         self.p, self.rank = p, rank
         self.splits = random_splits(p.world_size, p.experts, p.rows, seed)
         if to_one:
@@ -52,7 +55,7 @@ class Case:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.p.dtype]
 
     def fill(self, other: Case) -> None:
-        """Copy another case's data into this case's tensors, and poison the results."""
+        """Copy the data of `other` into this case's tensors. Fill the results with values that no run leaves there."""
         self.y, self.received = other.y, other.received
         self.splits, self.tokens, self.weights = other.splits, other.tokens, other.weights
         for name in ("tokens", "splits", "w"):
@@ -61,14 +64,14 @@ class Case:
         self.tensors["received"].fill_(-1)
 
     def check(self, what: str, added: int = 0) -> None:
-        """Compare results with float64. added: how often products were added to y."""
+        """Compare the results with float64. added: the number of times that products were added to y."""
         rows = len(self.y)
         found = self.tensors["received"].cpu()
         assert torch.equal(found, self.received), (what, self.rank, found, self.received)
         assert len(self.out) >= rows, (what, self.rank)
         assert self.out[rows:].isnan().all(), f"{what}, rank {self.rank}: rows beyond those that came are written"
         assert_rows(self.out[:rows].cpu(), self.rank, self.splits, self.tokens, self.weights, what, added)
-        if self.p.return_x:  # as they were sent: by rank, and for one rank by expert
+        if self.p.return_x:  # rows in the order of sending: by source rank, then by expert
             by_rank = [[sum(part) for part in zip(*[iter(of)] * self.p.experts, strict=True)] for of in self.splits]
             sent = [part.split(to)[self.rank] for part, to in zip(self.tokens, by_rank, strict=True)]
             assert torch.equal(self.x[:rows].cpu(), torch.cat(sent)), f"{what}, rank {self.rank}: other tokens"
@@ -81,9 +84,12 @@ OVERLAPPED = ("dispatch", "dispatch_by_expert", "dispatch_sorted")
 def every_candidate(
     group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False, names: Sequence[str] = ()
 ) -> int:
-    """Run all overlapped schedules of `weft.builders.all_to_all_matmul`, or those with these names, four times with
-    fresh sizes, and poison memory once. Return their number. to_one: in the last two runs everything goes to the first
-    expert, which gives a rank many more rows."""
+    """Run all overlapped schedules of `weft.builders.all_to_all_matmul`, or those in `names`, four times each. Return
+    the number of schedules.
+
+    Each run has other sizes. Before the first run, the inbox is filled with NaN. With `to_one`, all rows of the last
+    two runs go to the first expert, so its rank receives many more rows.
+    """
     comm, count = symm.communicator(group, device()), 0
     for candidate in [named(p, name) for name in names] or candidates(p, OVERLAPPED):
         try:
@@ -109,8 +115,10 @@ def every_candidate(
 
 
 def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -> None:
-    """Run back to back, sometimes with many more rows than in the run before: results are allocated again, and GEMMs
-    repeated."""
+    """Run a schedule repeatedly without synchronisation. Some runs bring many more rows than the run before.
+
+    In these runs results are allocated again, and GEMMs are repeated.
+    """
     comm, rank = symm.communicator(group, device()), group.rank()
     executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
     cases = [Case(p, rank, seed, None, to_one=seed % 3 == 1) for seed in range(8)]
@@ -132,7 +140,9 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
 def replay_sizes(
     group: dist.ProcessGroup, executor: CudaSchedule, held: Any, cases: Iterable[Any], *added: int
 ) -> None:
-    """Replay a captured graph, each time with the sizes of another case; one rank is sometimes late. Close the executor."""
+    """Replay a captured graph, each time with the sizes of another case, then close the executor. One rank is sometimes
+    late.
+    """
     executor.run(held.tensors)
     torch.cuda.synchronize()
     held.check("before the capture", *added)
@@ -146,7 +156,7 @@ def replay_sizes(
         graph.replay()
         torch.cuda.synchronize()
         held.check(f"replay {number}", *added)
-    executor.run(held.tensors)  # a call between replays
+    executor.run(held.tensors)  # a call that is not captured, between replays
     graph.replay()
     torch.cuda.synchronize()
     held.check("after another call", *added)

@@ -1,4 +1,4 @@
-"""A row for each operator on two GPUs, like `support/operators/cases.py` for CPU processes."""
+"""The parameters of each operator's tests on two GPUs, like `support/operators/cases.py` for CPU processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ needs_fp8 = pytest.mark.skipif(not FP8_GPU, reason="fp8 GEMMs need compute capab
 
 @dataclass(frozen=True)
 class Row:
-    """The parameters of an operator's tests on two GPUs. captured: cases that a graph calls twice. replayed: problems
-    whose schedules their executors capture. The other fields are as for CPU processes."""
+    """The parameters of an operator's tests on two GPUs.
+
+    captured: cases that are called twice in one graph. replayed: problems of which every schedule is captured and
+    replayed. The other fields are as for CPU processes.
+    """
 
     results: Mapping[str, Case]
     every: Sequence[tuple[Case, set[str]]] = ()
@@ -43,7 +46,7 @@ WHOLE, ODD = (2048, 512, 256), (601, 19, 43)
 
 
 def sized(sizes: tuple[int, int, int], dtype: torch.dtype, **options: Any) -> Gemm:
-    """Return a case of M, N, K."""
+    """Return the case with these sizes (M, N, K)."""
     m, n, k = sizes
     return Gemm((m, k), n, dtype, **options)
 
@@ -80,11 +83,13 @@ SOME = [
     "pulled[chunks=2,by=gemm]", "pulled[chunks=1,by=tracked]",
 ]  # fmt: skip
 CUT = "tracked[chunks=2,to=dma]"
-"""It needs two tiles of rows."""
+"""A schedule for at least two tiles of rows."""
 
 
 def twice_in_a_graph(case: Any, schedules: Sequence[str | None], cut: str) -> list[Any]:
-    """Return cases of few and of many rows, with shapes that no other test calls."""
+    """Return `case` with few and with many rows, in shapes that no other test calls. Only many rows allow the schedule
+    `cut`.
+    """
     few, many = (replace(case, shape=(m, 320), n=384, dtype=BF16) for m in (64, 2048))
     return [*by(few, *schedules), *by(many, *schedules, cut)]
 
@@ -209,7 +214,7 @@ ALL_GATHER_SCALED_MATMUL = Row(
             {"serial", "gather", "shard", "ficco_1d", "ficco_1d_collective"},
         )
         for kind in ("tensor", "row")
-        for rows in (256, 50)  # 50: no multiple of 4
+        for rows in (256, 50)  # 50 is no multiple of 4
     ],
     layouts=by(ScaledGathered((96, 272), 144), "serial", GATHER),
     captured=[
@@ -232,7 +237,7 @@ SCATTER, DIRECT = "scatter", "direct[chunks=2,by=dma,add=reduce]"
 BY_KERNEL, STORE = "direct[chunks=1,by=kernel,add=reduce]", "direct[chunks=1,by=store,add=reduce]"
 
 SCALED_MATMUL_REDUCE_SCATTER = Row(
-    # With scales of rows, results are bf16 here: some GPUs have such GEMMs for bf16 alone.
+    # Cases with row-wise scales have bf16 results, because some GPUs have row-wise scaled GEMMs for bf16 only.
     results={
         "large": ScaledGemm((4096, 1024), 2048),
         "large, by row": ScaledGemm((4096, 1024), 2048, by="row", schedule=DIRECT),
@@ -257,7 +262,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Row(
     every=[
         (ScaledGemm((rows, 512), 256, by=kind), {"serial", "scatter", "direct"})  # type: ignore[arg-type]
         for kind in ("tensor", "row")
-        for rows in (512, 100)  # chunks of rows that are not a multiple of 4
+        for rows in (512, 100)  # with 100, the rows of a chunk are no multiple of 4
     ],
     replayed=[
         ScaledMatmulReduceScatter(2, *WHOLE, "bf16", "tensor", True, False),
@@ -287,7 +292,7 @@ TOLD = ["combine[chunks=1,by=kernel]", "combine[chunks=1,by=store]", "combine_by
 
 
 def experts(case: Experts, *schedules: str | None) -> dict[str, Case]:
-    """Return `case` with each schedule, by name."""
+    """Return {name: `case` with a schedule}, for each of `schedules`."""
     how = "exact" if case.exact else "told"
     return {f"{how}, {case.traffic}, {case.dtype}, {one.schedule}": one for one in by(case, *schedules)}
 

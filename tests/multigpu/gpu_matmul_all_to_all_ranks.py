@@ -1,4 +1,4 @@
-"""Schedules of the combine on GPUs: the code that runs on the ranks."""
+"""Run and check schedules of matmul_all_to_all on the ranks of GPU tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from weft.timeline import Timeline
 
 
 class Case:
-    """Fresh random data on this rank. h and y have room for `room` more rows than there are; `p.rows` are the ranks'
-    tokens."""
+    """Fresh random data on this rank. h and y have `room` more rows than are used. `p.rows` has the number of each
+    rank's tokens.
+    """
 
     def __init__(self, p: MatmulAllToAll, rank: int, seed: int, *, room: int = 0, transposed: bool = False) -> None:
         self.p, self.rank = p, rank
@@ -38,7 +39,7 @@ class Case:
         }
 
     def fill(self, other: Case) -> None:
-        """Copy another case's data into this case's tensors, and poison the result."""
+        """Copy the data of `other` into this case's tensors, and fill the result with NaN."""
         self.splits, self.hs, self.weights = other.splits, other.hs, other.weights
         for name in ("h", "received", "splits", "w"):
             self.tensors[name].copy_(other.tensors[name])
@@ -51,7 +52,10 @@ class Case:
 
 
 def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: bool) -> int:
-    """Run all overlapped schedules four times with fresh sizes, and poison memory once. Return their number."""
+    """Run all overlapped schedules four times each, with other sizes each time. Return the number of schedules.
+
+    Before the first run, symmetric memory is filled with NaN.
+    """
     comm, count = symm.communicator(group, device()), 0
     for candidate in candidates(p, ("combine", "combine_by_expert")):
         try:

@@ -1,4 +1,4 @@
-"""Shared code of the tests of embedding_all_to_all on several GPUs; most of it runs on the ranks."""
+"""Shared code of the tests of embedding_all_to_all on several GPUs. Most functions run on the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.runtime.embedding import executor_of
 
 FUSED, ORDERS = ("direct", "put"), get_args(Order)
 TRANSPORTS = (*FUSED, "serial")
-NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
+NAN_BYTE = 0xFF  # an element whose bytes all have this value is a NaN in fp32, fp16 and bf16
 MARKS = [
     pytest.mark.multigpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU: one is needed, ranks can share it"),
@@ -38,7 +38,7 @@ def here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: Any) -> torch.Tensor:
-    """Return this rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
+    """Call embedding_all_to_all for `p`, and return this rank's result. `features` replaces the features of `p`."""
     rank = group.rank()
     features = tuple(here(p.tupled(rank))) if features is None else features
     weights = here(p.local_weights(rank))
@@ -56,8 +56,7 @@ def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
 
 
 def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torch.Tensor:
-    """Call the operator without the public function, for options that only the operator has (`count`,
-    `launch_per_table`)."""
+    """Run the executor directly, for options that only the executor has (`count`, `launch_per_table`)."""
     rank = group.rank()
     weights, jagged = here(p.local_weights(rank)), as_jagged(tuple(here(p.tupled(rank))))
     bags = jagged, check_jagged(jagged, p.sharding, rank, p.batch_sizes, weights)
@@ -71,7 +70,9 @@ def synchronize(operator: Any) -> None:
 
 
 def poison(operator: Any) -> None:
-    """Fill every output buffer of this rank that is not lent with NaN, in stream order: peers write only after it."""
+    """Fill all unused output buffers of this rank with NaN. Peers write into them only after that, because fills and
+    calls are in stream order.
+    """
     pool = getattr(operator, "outputs", None)
     if pool is not None and pool.slot_bytes:
         memory = pool._region.tensor(operator.comm.rank, (pool.count, pool.slot_bytes), torch.uint8)
@@ -80,12 +81,12 @@ def poison(operator: Any) -> None:
 
 
 def pooled_alone(p: Problem) -> torch.Tensor:
-    """Compute all of `p` on this rank's GPU, without other ranks: [global batch, total_dim]."""
+    """Return the results of `p` for all samples, [global batch, total_dim], computed on this rank's GPU alone."""
     return embedding_pool(here(p.weights), tuple(here(p.whole())), p.tables, hash=p.hash)
 
 
 def assert_right(group: dist.ProcessGroup, p: Problem, output: torch.Tensor, what: str = "") -> None:
-    """Assert that this rank's output has the bits that one GPU computes, and is right."""
+    """Assert that this rank's output is close to float64, and bit for bit what one GPU computes."""
     rows = p.rows_of(group.rank())
     assert_close(output.cpu(), p, rows)
     differs = output != pooled_alone(p)[rows]

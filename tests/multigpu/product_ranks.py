@@ -1,4 +1,4 @@
-"""Operators whose ranks communicate after their GEMM, on GPUs: the code that runs on the ranks."""
+"""Run and check, on the ranks of GPU tests, schedules of operators that communicate after their GEMM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from weft.runtime.unfused.serial import Unfused
 
 
 class Case:
-    """Random tensors of `p` on this rank, poisoned results, and the expected results: exact, and of NCCL and cuBLAS."""
+    """Random inputs of `p` on this rank, results filled with NaN, and two expected results: exact, and by NCCL and
+    cuBLAS.
+    """
 
     def __init__(self, p: Problem, group: dist.ProcessGroup, seed: int) -> None:
         self.op, self.p, self.rank = operator_named(p.name), p, group.rank()
@@ -45,7 +47,7 @@ class Case:
 
 
 def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
-    """Run a schedule of `p` with poisoned memory after stragglers, then capture and replay it."""
+    """Run a schedule of `p` with late ranks and memory filled with NaN. Then capture and replay it."""
     made = CudaSchedule(
         named(p, name).build(), symm.communicator(group, torch.device("cuda", torch.cuda.current_device()))
     )

@@ -1,4 +1,4 @@
-"""Schedules on GPUs in tests: the code that runs on the ranks."""
+"""Run and check schedules of all_gather_matmul on the ranks of GPU tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device() -> torch.device:
 
 
 class Case:
-    """Fresh random data of one operator on this rank, poisoned outputs, and the expected results."""
+    """Fresh random data of all_gather_matmul on this rank, with outputs filled with NaN. `check` compares the outputs."""
 
     def __init__(self, p: AllGatherMatmul, rank: int, seed: int, transposed: bool = True) -> None:
         self.p, self.rank, dtype = p, rank, TORCH_DTYPE[p.dtype]
@@ -37,14 +37,17 @@ class Case:
             self.tensors["x"] = torch.full((p.m, p.k), float("nan"), dtype=dtype, device=device())
 
     def fill(self, other: Case) -> None:
-        """Copy another case's data into this case's tensors."""
+        """Copy the tensors of `other` into this case's tensors."""
         self.whole = other.whole
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
 
     def check(self, what: str, roundings: int = 1) -> None:
-        """Assert that the error against float64 is at most twice that of one cuBLAS GEMM in this dtype, for each
-        rounding of the output."""
+        """Assert that each error against float64 is at most 2 * `roundings` times the error of one cuBLAS GEMM in this
+        dtype.
+
+        roundings: how often the output is rounded.
+        """
         for i in range(len(self.p.n)):
             y, w = self.tensors[f"y{i}"], self.tensors[f"w{i}"]
             exact = self.whole.double() @ w.double()
@@ -58,12 +61,15 @@ class Case:
 
 
 def roundings(name: str) -> int:
-    """Return the number of roundings: a 2D schedule rounds its output once a step."""
+    """Return how often the schedule `name` rounds its output. A 2D schedule rounds it once in each of its steps."""
     return 4 if name.startswith("ficco_2d") else 1
 
 
 def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bool) -> int:
-    """Run every schedule three times with fresh data, and poison symmetric memory once. Return their number."""
+    """Run every schedule three times, with fresh data each time. Return the number of schedules.
+
+    Before the first run, the schedule's own buffers are filled with NaN.
+    """
     comm, count = symm.communicator(group, device()), 0
     for candidate in candidates(p):
         try:
@@ -93,8 +99,10 @@ def executor_of(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> Cuda
 
 
 def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int, straggle_every: int) -> None:
-    """Replay a captured graph with fresh data each time, sometimes after a straggler. Compare bits with calls between
-    replays that are not captured."""
+    """Replay a captured graph `count` times with fresh data, and compare bits with the results of ordinary calls.
+
+    In one of `straggle_every` replays a rank is late. Ordinary calls are also made between the replays.
+    """
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 0)
     fresh = [Case(p, group.rank(), seed) for seed in range(1, 9)]
@@ -128,7 +136,7 @@ def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int,
 
 
 def stragglers(group: dist.ProcessGroup, p: AllGatherMatmul, names: list[str]) -> None:
-    """Delay one rank, on the host or on the device; the others must wait for its data and not read old data."""
+    """Delay each rank in turn, on the CPU or on the GPU. The other ranks must wait for its data, and not read old data."""
     for name in names:
         executor = executor_of(group, p, name)
         for late in range(group.size()):
@@ -156,8 +164,9 @@ def spans(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> list[Any]:
 
 
 def never_calls(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tuple[str, str]:
-    """Let rank 1 make the schedule and never run it. Return the error that rank 0 raises; the caller limits the
-    time."""
+    """Let rank 1 make the schedule and never run it. Return the error that each rank raises. The caller limits the
+    time.
+    """
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     executor.run(case.tensors)
@@ -172,7 +181,7 @@ def never_calls(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tupl
             time.sleep(0.05)
         return "nothing", ""
     executor.run(case.tensors, deadline_s=2.0)
-    torch.cuda.synchronize()  # returns, because the wait is released
+    torch.cuda.synchronize()  # returns, because the watchdog ends the wait at the deadline
     try:
         executor.run(case.tensors)
     except Exception as error:
@@ -190,7 +199,7 @@ def disagree(group: dist.ProcessGroup) -> str:
 
 
 def raises_in_the_middle(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tuple[str, str]:
-    """Let a cuBLAS call of rank 0's second run raise. Return each rank's error, and the error of its next run."""
+    """Let a cuBLAS call raise in rank 0's second run. Return the error of that run and of the next run, on this rank."""
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     executor.run(case.tensors)

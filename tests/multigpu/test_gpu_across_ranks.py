@@ -1,6 +1,7 @@
-"""Ranks that give an operator different arguments on GPUs, where hosts meet only at the first call of a shape.
+"""Test calls of an operator on GPUs whose arguments differ between ranks.
 
-Calls are compared afterwards, by a digest. WEFT_CHECK_CALLS=1 also compares tables and values.
+On GPUs, the ranks' processes exchange messages only at the first call of a shape. Digests of later calls are compared
+afterwards. With WEFT_CHECK_CALLS=1, each call also compares tables and values.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
 
 
 WIDE, LONG = 1024, 2048
-"""Sizes of layers for which schedules overlap. If one rank raises after its peer has begun an NCCL call, the peer would
-hang."""
+"""Sizes of layers for which overlapped schedules are chosen. With NCCL, a rank would hang if its peer raised instead of
+making the same NCCL call."""
 CALLS = [average, scattered_average, rows, dimension, columns, capacity]
 
 
@@ -99,7 +100,9 @@ LAYERS = [attention, causal, activation, residual, norm_before]
 
 
 def differ(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str]:
-    """Make both calls known on both ranks; then each rank repeats another one of them."""
+    """Make both calls on both ranks, so that both are known. Then let each rank repeat a different call, and return its
+    error.
+    """
     own = dist.new_group([0, 1])
     for differs in (False, True, False, True):
         call(own, differs)
@@ -146,7 +149,7 @@ def test_options_of_layers_are_compared_at_the_first_call_of_a_shape(pair: Pool,
 
 
 def agree(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> None:
-    """Make the same calls on all ranks, one of which is slow. No error may be raised."""
+    """Make the same calls on all ranks, one of which is slow. No rank may raise an error."""
     own = dist.new_group([0, 1])
     until, number = time.monotonic() + 1.5, torch.zeros(1, device="cuda")
     while not int(number):
@@ -186,7 +189,9 @@ def test_tables_that_do_not_fit_a_peers_are_refused_on_demand(pair: Pool, schedu
 
 
 def spoilt(group: dist.ProcessGroup, schedule: str, by: int) -> tuple[list[bool], tuple[str, str]]:
-    """Return, for each row, whether it is NaN, and the error of the next call."""
+    """Call with wrong tables on rank 0. Return, for each row of the result, whether it is NaN, and the error of the
+    next call.
+    """
     own = dist.new_group([0, 1])
     splits, received = torch.tensor([2, 2, 2, 2], device="cuda"), torch.full((2, 2), 2, device="cuda")
     w, rows = torch.ones(2, 16, 12, device="cuda"), None if "dma" in schedule else 8

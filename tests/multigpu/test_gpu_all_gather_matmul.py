@@ -1,4 +1,7 @@
-"""weft.all_gather_matmul by FiCCO's heuristic on two GPUs. Other tests are in `test_gpu_operators.py`."""
+"""Test the schedules that FiCCO's heuristic chooses for weft.all_gather_matmul on two GPUs.
+
+Other tests of the operator are in `test_gpu_operators.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All gradients of weft.all_gather_matmul as one schedule, on two GPUs."""
+"""Test the schedules that compute all gradients of weft.all_gather_matmul, on two GPUs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def test_behind_stragglers_and_replayed(pair: Pool, schedule: str, sizes: str, d
 
 
 def _backward(group: dist.ProcessGroup) -> set[str]:
-    """Call with sizes that change from call to call and for which it is the default choice, by autograd. Return the
-    choice."""
+    """Run backward with sizes that change from call to call, and check all gradients. Return the builders of the chosen
+    schedules.
+    """
     rank, world, device = group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device())
     for number, m in enumerate((2048, 1024, 2048, 3072)):
         torch.manual_seed(number)
@@ -50,7 +51,7 @@ def _backward(group: dist.ProcessGroup) -> set[str]:
             for g, one in zip(grad, w, strict=True):
                 exact += g[mine].double() @ one.double()
         assert x.grad is not None
-        # Two products on each rank are rounded before they are reduced.
+        # The usual sum rounds both products of each rank before it adds them.
         usual = sum(
             g[mine] @ one for grad, w in zip(grads, weights, strict=True) for g, one in zip(grad, w, strict=True)
         )
@@ -64,6 +65,7 @@ def _backward(group: dist.ProcessGroup) -> set[str]:
 
 def test_chosen_unasked(pair: Pool) -> None:
     taken = pair.run(_backward, timeout_s=60)
-    # GEMMs are timed here, so on ranks that share a GPU the choice means nothing. Other machines may choose otherwise.
+    # The choice depends on measured times of GEMMs. It means nothing on ranks that share a GPU, and may differ on other
+    # machines.
     known = torch.cuda.get_device_name() == "NVIDIA H200" and torch.cuda.device_count() > 1
     assert not known or taken == [{"direct"}] * 2

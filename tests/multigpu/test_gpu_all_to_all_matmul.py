@@ -1,4 +1,4 @@
-"""Mixture of experts on two GPUs: schedules with dynamic sizes, against float64, and in graphs."""
+"""Test schedules of weft.all_to_all_matmul on two GPUs against float64, with dynamic sizes and in graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_every_schedule_is_right(pair: Pool, name: str) -> None:
     assert min(counts) >= (6 if CASES[name][0].exact else 3)
 
 
-# K, and its pieces: tensor maps take pieces of whole 16 bytes; other pieces, and fp32, use pointers.
+# The last number is how many pieces K is cut into. Tensor maps need bf16 or fp16 pieces whose rows begin at multiples
+# of 16 bytes. Other pieces are read through pointers.
 COLUMNS = {
     "bf16, weights transposed": (problem((512, 384), 4, 256, 192), True, 3),
     "bf16, pieces of two sizes, room to spare": (problem((300, 512), 4, 256, 200, exact=False), False, 3),

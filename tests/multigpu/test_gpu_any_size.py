@@ -1,8 +1,7 @@
-"""Calls with a changing number of rows on GPUs: executors that share memory, sizes that outgrow it, and graphs that
-hold it.
+"""Test calls on GPUs whose number of rows changes from call to call, with two and with four ranks.
 
-Tested with two and four ranks; memory that held some ranks' rows in one run holds other ranks' rows in the next. The
-functions with a `group` argument run on the ranks.
+Executors of different sizes share memory. Later sizes outgrow it, and graphs keep memory that was outgrown. The same
+bytes hold rows of different ranks in different runs. The functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +33,11 @@ def device() -> torch.device:
 
 
 class Work:
-    """All ranks know x of every rank and call. Results are compared on the device, which is not synchronised until the
-    end."""
+    """Calls of all_gather_matmul and their largest error. Every rank draws the inputs of all ranks, to compute the
+    expected results.
+
+    Errors are computed on the GPU, which is not synchronised before `done`.
+    """
 
     def __init__(self, group: dist.ProcessGroup, schedule: str | None) -> None:
         self.group, self.schedule, self.calls = group, schedule, 0
@@ -68,7 +70,7 @@ class Work:
 def taking_turns(group: dist.ProcessGroup, schedule: str | None, sizes: list[int]) -> None:
     work, draw = Work(group, schedule), random.Random(group.rank())
     for rows in sizes:
-        if draw.random() < 0.1:  # another rank is ahead
+        if draw.random() < 0.1:  # lets the other ranks run ahead
             time.sleep(0.002) if draw.random() < 0.5 else torch.cuda._sleep(2_000_000)
         work.call(rows)
     work.done()
@@ -81,7 +83,7 @@ def sizes_of(seed: int, count: int, most: int = 512) -> list[int]:
 
 
 def captured(group: dist.ProcessGroup, schedule: str) -> None:
-    """Replay graphs of several sizes between other calls, in memory that later calls outgrow."""
+    """Replay graphs of several sizes between other calls. The graphs use memory that later calls outgrow."""
     work, stream = Work(group, schedule), torch.cuda.Stream()
     graphs = []
     for rows in (16, 96, 40):
@@ -106,7 +108,7 @@ def captured(group: dist.ProcessGroup, schedule: str) -> None:
 
 
 def on_streams(group: dist.ProcessGroup, schedule: str) -> None:
-    """Call on two streams that only the shared memory orders."""
+    """Make calls on two streams. Nothing orders the streams except the memory that the calls share."""
     work, streams = Work(group, schedule), [torch.cuda.Stream() for _ in range(2)]
     given = [(rows, work.shards(rows, rows)) for rows in (2048, 64, 512, 1024)]
     for _, shards in given:
@@ -127,8 +129,9 @@ def on_streams(group: dist.ProcessGroup, schedule: str) -> None:
 
 
 def memory(group: dist.ProcessGroup) -> float:
-    """The most symmetric memory, relative to the need of the largest size so far: rows of all ranks, and a slab of 8
-    MiB."""
+    """Return the largest ratio of the symmetric memory, less a slab of 8 MiB, to the gathered rows of the largest size
+    so far.
+    """
     own = dist.new_group(list(range(group.size())))
     work, draw, most, share, sizes = Work(own, SHARD), random.Random(5), 0, 0.0, set[int]()
     for call in range(120):

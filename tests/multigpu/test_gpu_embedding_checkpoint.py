@@ -1,4 +1,4 @@
-"""Checkpoints of embedding tables on GPUs, and `weft.torchrec` there if TorchRec is installed."""
+"""Test checkpoints of embedding tables on GPUs, and `weft.torchrec` on GPUs if TorchRec is installed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ def memory(group: dist.ProcessGroup) -> list[Any]:
 
 
 def test_memory_is_counted(pair: Pool) -> None:
-    """After backward the executor holds the input of the last call, by which a later error names what was wrong."""
+    """After backward the executor still holds the input of the last call, because a later error may have to name a bad
+    index in it.
+    """
     for before, after, *later in pair.run(memory, ranks=2, timeout_s=120):
         assert before.tables == after.tables
         assert sum(after.states.values()) == 2 * sum(after.tables.values())
         assert before.in_flight == 0
         assert (
             0 < max(one.in_flight for one in later) <= 2 * after.in_flight
-        )  # of one call, whose bags have random lengths
+        )  # the input of one call, whose bags have random lengths
         assert after.workspace > 0
 
 

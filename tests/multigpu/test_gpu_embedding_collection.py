@@ -1,4 +1,4 @@
-"""Unpooled embeddings on GPUs: the problems and references of `tests/processes/test_embedding_collection.py`."""
+"""Test unpooled embeddings on GPUs, with the problems and references of `tests/processes/test_embedding_collection.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.launch import Pool
 
 pytestmark = ranks.MARKS
 REPLICATED = ("replicated", "mixed too")
-"""The placements with data-parallel tables, which do not support clipping by norm."""
+"""The placements with data-parallel tables. These tables do not support clipping by norm."""
 
 
 @pytest.mark.parametrize("dedup", [False, True])
@@ -41,7 +41,9 @@ def test_gradients_for_an_optimizer_of_torch(pair: Pool, options: dict[str, Any]
 
 
 def test_replicated_tables_of_an_optimizer_of_torch(pair: Pool) -> None:
-    """The optimizer in backward updates the other tables, by the same rule."""
+    """An optimizer of torch updates the replicated tables. The optimizer in backward updates the other tables, by the
+    same rule.
+    """
     mixed = {"users": DataParallel(fused=False), "items": RowWise(), "pairs": DataParallel(fused=False)}
     check(pair, 2, mixed, weft.SGD(lr=0.1), torchs=True)
 

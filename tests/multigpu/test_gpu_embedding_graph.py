@@ -1,7 +1,8 @@
-"""A launch of embedding_all_to_all in a CUDA graph can be replayed: the epoch is in device memory, and the kernel advances it.
+"""Test replays of CUDA graphs that contain embedding_all_to_all.
 
-Before each replay fresh ids are copied in, and the output is filled with NaN. Between replays come ordinary calls of the same
-operator, and a late rank. So a stale flag, or a flag that a replay does not set, shows as wrong numbers or as a missed deadline.
+A launch can be replayed because the call number is in device memory, and the kernel advances it. Before each replay,
+fresh ids are copied in, and the output is filled with NaN. Ordinary calls of the same executor, and a late rank, come
+between replays. So a stale flag, or a flag that a replay does not set, leads to wrong numbers or to a missed deadline.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from weft.launch import Pool
 
 pytestmark = ranks.MARKS
 REPLAYS = 40
-LENGTH = 6  # ids of every bag: a graph has the sizes of its capture
+LENGTH = 6  # ids in every bag; constant, because a graph keeps the sizes of its capture
 FIXED = problem(2, (64, 64, 32, 8, 300), 301, rows=5000)
 
 
 def ids_of(seed: int, rank: int) -> torch.Tensor:
-    """Return fresh ids for this rank's slots and the global batch."""
+    """Return fresh ids of this rank's slots, for all samples of the global batch."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     slots = len(FIXED.sharding.local_slots(rank))
     return torch.randint(0, 5000, (slots * sum(FIXED.batch_sizes) * LENGTH,), generator=generator)
 
 
 def expected(seed: int, rank: int, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Return the result in float64, [this rank's samples, all columns]. weights: of all tables."""
+    """Return this rank's result in float64, [this rank's samples, all columns]. weights: the weights of all tables."""
     batch, sharding = sum(FIXED.batch_sizes), FIXED.sharding
     first = sum(FIXED.batch_sizes[:rank])
     mine = slice(first, first + FIXED.batch_sizes[rank])
@@ -48,7 +49,7 @@ def expected(seed: int, rank: int, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
-    """Return the largest error of any replay or call, relative to the largest element."""
+    """Return the largest error of any replay or ordinary call, relative to the largest element."""
     rank, device = group.rank(), ranks.device()
     weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
     ids = ids_of(0, rank).to(device)
@@ -75,7 +76,7 @@ def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
     worst = 0.0
     for seed in range(1, REPLAYS + 1):
         ids.copy_(ids_of(seed, rank))
-        output.fill_(math.nan)  # in stream order: a peer stores only after the replay has granted credit
+        output.fill_(math.nan)  # precedes the peer's stores, which wait for a signal of the replay
         if seed % 8 == 3 + rank:
             time.sleep(0.02)
         graph.replay()
@@ -88,8 +89,10 @@ def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 
 
 def after_growth(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
-    """Make calls between the capture and the replays that need more memory, and other table sizes, and overwrite the
-    freed memory."""
+    """Return the largest relative error of replays that come after calls that need more memory.
+
+    These calls also have other batch sizes. Memory that they free is overwritten before the replays.
+    """
     rank, device = group.rank(), ranks.device()
     weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
     ids = ids_of(0, rank).to(device)
@@ -123,7 +126,9 @@ def after_growth(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 
 
 def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
-    """Replay with only the copies in and out in between, and compare afterwards: ranks run ahead of each other."""
+    """Return the largest relative error of replays in a row. Results are compared afterwards, so that ranks can run
+    ahead of each other.
+    """
     rank, device = group.rank(), ranks.device()
     weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
     fresh = [ids_of(seed, rank).to(device) for seed in range(REPLAYS)]
@@ -159,7 +164,7 @@ def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 @pytest.mark.parametrize("order", ranks.ORDERS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_captured_call_is_right_in_every_replay(pair: Pool, transport: str, order: str) -> None:
-    # Sums of LENGTH rows in fp32: one rounding for each row.
+    # A result is a sum of LENGTH rows in fp32, so it is rounded once for each row.
     for worst in pair.run(replayed, {"transport": transport, "order": order}, timeout_s=60):
         assert worst <= LENGTH * torch.finfo(torch.float32).eps
 

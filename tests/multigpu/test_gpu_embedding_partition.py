@@ -1,4 +1,6 @@
-"""Tables in parts on GPUs: the problems and references of `tests/processes/test_embedding_partition.py`."""
+"""Test tables cut into parts on GPUs, with the problems and references of
+`tests/processes/test_embedding_partition.py`.
+"""
 
 from __future__ import annotations
 

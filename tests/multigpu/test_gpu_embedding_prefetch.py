@@ -1,4 +1,6 @@
-"""`ShardedEmbeddingBagCollection.prefetch` on GPUs: the same bits with delays, from memory that is freed at once."""
+"""Test `ShardedEmbeddingBagCollection.prefetch` on GPUs. Bits must not change, although ranks are late and batches are
+freed at once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_prefetched_batches_give_the_same(pair: Pool, options: dict[str, Any]) -
 
 
 def cancelled(group: dist.ProcessGroup) -> bool:
-    """Discard every second prefetched batch, whose memory the next batch takes, behind slow work of each device."""
+    """Prefetch and cancel a batch before each step. The next batch gets its memory while the GPU is still busy with
+    slow work.
+    """
     device, rank, found = ranks.device(), group.rank(), []
     for ahead in (False, True):
         module, pooled = module_on(group, device), []
@@ -52,7 +56,7 @@ def test_cancelled_batches(pair: Pool) -> None:
 
 
 def loop(group: dist.ProcessGroup) -> bool:
-    """`weft.nn.prefetched`, with the loop left in the middle."""
+    """Compare `weft.nn.prefetched` with a plain loop. Both leave the loop before its end."""
     found = []
     for ahead in (False, True):
         module, pooled = module_on(group, ranks.device()), []
@@ -73,7 +77,7 @@ def test_a_prefetched_loop(pair: Pool) -> None:
 
 
 def many(group: dist.ProcessGroup) -> bool:
-    """Batches that exist from their prefetch to their call only, behind slow work of each device."""
+    """Free each batch directly after its call, while the GPU is still busy with slow work."""
     device, rank, found = ranks.device(), group.rank(), []
     for ahead in (False, True):
         module, pooled = module_on(group, device), []

@@ -1,4 +1,7 @@
-"""Gradients of embeddings that a kernel stores at the owners of tables, on GPUs (WEFT_PUSH_GRADIENTS=1): the all-to-all's bits."""
+"""Test gradients of embeddings on GPUs when a kernel stores them at the tables' owners (WEFT_PUSH_GRADIENTS=1).
+
+The bits must equal the bits with NCCL's all-to-all.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ PROBLEMS: dict[str, Problem] = {
 
 
 def learned(group: dist.ProcessGroup, pushes: bool, delays: bool) -> list[list[torch.Tensor]]:
-    """Tables and states of all problems, which share one inbox, after three steps each."""
+    """Return the tables and optimizer states of all problems after three steps each. With `pushes`, all problems share
+    one inbox.
+    """
     os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
     rank, device, found = group.rank(), ranks.device(), []
     for number, p in enumerate(PROBLEMS.values()):
@@ -78,7 +83,9 @@ def test_gradients_are_rounded_once(pair: Pool, pushes: bool, name: str, dtype: 
 
 
 def two_backwards(group: dist.ProcessGroup, pushes: bool) -> list[torch.Tensor]:
-    """Two forwards before two backwards, with and without accumulation; and gradients of tables and per-sample weights."""
+    """Run two forward calls, then their two backward calls, with and without accumulation. Return the tables and their
+    gradients.
+    """
     os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
     p, rank, device = problem(2, (8, 16, 4), 12, weighted=True), group.rank(), ranks.device()
     found: list[torch.Tensor] = []
@@ -109,7 +116,7 @@ def test_several_calls_in_flight(pair: Pool) -> None:
 
 
 def replayed(group: dist.ProcessGroup) -> bool:
-    """A captured step, replayed, learns as ordinary steps."""
+    """Return whether replays of a captured training step change the tables as ordinary steps do."""
     os.environ["WEFT_PUSH_GRADIENTS"] = "1"
     try:
         return test_gpu_embedding_training.replayed(group, weft.RowwiseAdagrad(lr=0.1))
@@ -122,16 +129,17 @@ def test_a_step_in_a_graph(pair: Pool) -> None:
 
 
 def goes_back_alone(group: dist.ProcessGroup, of_call: float | None) -> tuple[str, str, bool]:
-    """Rank 0 goes back, rank 1 does not: rank 0's tables stay, and its next call says why.
+    """Run backward on rank 0 only. Return the kind and text of the next call's error, and whether this rank's tables
+    are unchanged.
 
-    of_call: the call's own deadline; None for the environment's, which backward reads.
+    of_call: the call's own deadline. With None, backward reads the deadline of the environment.
     """
     os.environ["WEFT_PUSH_GRADIENTS"] = "1"
     p, rank = problem(2, (8, 4), 6), group.rank()
     weights = ranks.here(p.local_weights(rank))
     update = FusedUpdate(weft.SGD(lr=0.1), weights)
     given = weights, tuple(ranks.here(p.tupled(rank))), p.sharding
-    for _ in range(2):  # sets up, on both
+    for _ in range(2):  # the first calls make connections, on both ranks
         weft.embedding_all_to_all(*given, group=group, update=update).sum().backward()
     torch.cuda.synchronize()
     before = [weight.clone() for weight in weights]

@@ -1,7 +1,9 @@
-"""Training embedding tables on GPUs: the problems and references of `tests/processes/test_embedding_backward.py`.
+"""Test training of embedding tables on GPUs, with the problems and references of
+`tests/processes/test_embedding_backward.py`.
 
-Gradients and updates against float64; bits for one and two ranks, and with delays; a large batch with hot rows; graphs; modules;
-errors. Sums of GPUs and of CPUs have other orders, so their bits differ.
+Gradients and updates are compared with float64. Bits must be the same with one and with two ranks, and with late ranks.
+Other tests use a large batch with hot rows, graphs, modules and wrong input. A GPU adds in another order than a CPU, so
+their bits differ.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def test_updates_by_atomics(pair: Pool, name: str) -> None:
     exact = training.trained_by_torch(steps, optimizer, torch.float64)
     in_fp32 = training.trained_by_torch(steps, optimizer, torch.float32)
     for (weight,), wanted, torchs in zip(found, exact, in_fp32, strict=True):
-        # An addition for each id, where torch sums the gradients of a row first: more roundings of the row.
+        # Atomics add to the row once for each id. torch sums the row's gradients first, so it rounds the row less
+        # often.
         error, other = (float((one.double() - wanted).norm()) for one in (weight, torchs))
         assert error <= 4 * other + 8 * torch.finfo(torch.float32).eps * float(wanted.norm())
 
@@ -125,7 +128,9 @@ def test_updates_of_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_random_rounding_repeats(pair: Pool, dtype: torch.dtype) -> None:
-    """Bits depend on the seed, and not on ranks; an element is at most one unit in the last place from the exact one."""
+    """Bits depend on the seed, but not on the number of ranks. An element differs by at most one unit in the last place
+    from the exact result.
+    """
     p, found = problem(1, (8, 16), 24, dtype=dtype), {}
     for world, seed in ((1, 3), (2, 3), (1, 4)):
         steps = Steps(replace(p, rank_of_table=(0, world - 1), batch_sizes=even(24, world)), 1)
@@ -151,7 +156,7 @@ def test_bits_do_not_depend_on_ranks_placement_or_delays(pair: Pool, dims: tuple
 
 
 def large(group: dist.ProcessGroup, ids: str, deterministic: bool) -> float:
-    """The largest error of updated rows, relative to what torch's float32 makes of it in float64. 2 million ids."""
+    """Return the largest relative error of updated rows against float64, for 2 million ids."""
     device, rows, dim, batch, length = ranks.device(), 100_000, 64, 16384, 64
     generator = torch.Generator().manual_seed(group.rank())
     tables = [EmbeddingBagConfig(rows, dim, f"t{i}", (f"f{i}",)) for i in range(2)]
@@ -176,15 +181,19 @@ def large(group: dist.ProcessGroup, ids: str, deterministic: bool) -> float:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("ids", ["uniform", "hot"])
 def test_a_large_batch(pair: Pool, ids: str, deterministic: bool) -> None:
-    # Atomics add the half million gradients of the hot row one by one, each with a rounding: their errors go with the square root.
+    # Atomics add the half million gradients of the hot row one by one, with a rounding each. The error grows with the
+    # square root of their number.
     limit = 1e-2 if ids == "hot" and not deterministic else 1e-3
     for error in pair.run(large, ids, deterministic, timeout_s=120):
         assert error < limit
 
 
 def sorted_ahead(group: dist.ProcessGroup) -> bool:
-    """Steps with new ids each, which are freed or overwritten at once, learn as steps that sort in backward. Some forwards have no
-    backward."""
+    """Return whether steps that sort ids during forward give the same bits as steps that sort them in backward.
+
+    Each step has new ids. Their memory is freed or overwritten directly after forward. Some forward calls have no
+    backward.
+    """
     from weft.runtime.cuda import embedding_backward as backward
 
     rank, device, rows, dim, batch = group.rank(), ranks.device(), 5000, 64, 4096
@@ -206,7 +215,7 @@ def sorted_ahead(group: dist.ProcessGroup) -> bool:
                 y = weft.embedding_all_to_all(weights, (values, offsets), sharding, group=group, update=update)
                 del drawn, values, offsets
                 if step % 4 == 3:
-                    del y  # its sort may still run
+                    del y  # while the sort of its ids may still run
                     continue
                 if step % 3 == 0:
                     torch.cuda._sleep(20_000_000)
@@ -223,7 +232,9 @@ def test_ids_that_are_sorted_ahead(pair: Pool) -> None:
 
 
 def replayed(group: dist.ProcessGroup, optimizer: EmbeddingOptimizer) -> bool:
-    """Forward and backward in a CUDA graph, with another learning rate in each replay, as ordinary calls compute them."""
+    """Return whether replays of a captured forward and backward give the bits of ordinary calls, with another learning
+    rate each time.
+    """
     p, rank, device = problem(2, (8, 16), 24), group.rank(), ranks.device()
     features = tuple(ranks.here(p.tupled(rank)))
     upstream = torch.randn(24, p.sharding.total_dim, generator=torch.Generator().manual_seed(2))[p.rows_of(rank)].to(

@@ -1,7 +1,9 @@
-"""embedding_all_to_all on two GPUs when a rank does not do its part: kernels that wait return, and say who, what, when.
+"""Test that kernels of embedding_all_to_all return if a rank fails, with an error that names the rank and the missing
+signal.
 
-The host does not wait for peers, so errors appear at `check()` or at the next call. Deadlines are short in tests that
-miss them. A notified rank must not wait for its deadline: if it does, it raises DeadlineError, and the test fails.
+The CPU does not wait for peers, so errors are raised by `check()` or by the next call. Tests that miss a deadline set a
+short one. A rank that is notified of a failure must not wait for its own deadline: otherwise it raises DeadlineError,
+and the test fails.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ BAD_RANK = 1
 
 
 def wait_for_failure(group: dist.ProcessGroup) -> None:
-    """Do nothing until this rank is notified that its group failed."""
+    """Wait until this rank is notified that its group has failed."""
     until = time.monotonic() + 15
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
@@ -50,7 +52,7 @@ def call_and_synchronize(group: dist.ProcessGroup, p: Problem, operator: Any, **
 
 
 def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[str, str]:
-    """Return the error of the next call on a failed group; a new group works."""
+    """Return the error of another call on the failed group. Assert that a call on a new group is right."""
     again = error_of(lambda: ranks.call(group, p, **options))
     fresh = dist.new_group([0, 1])
     assert_right(fresh, p, ranks.call(fresh, p, **options), "a new group after a failure")
@@ -64,7 +66,9 @@ def assert_over(again: tuple[str, str]) -> None:
 
 
 def absent(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Let rank 1 leave out its second call."""
+    """Make one call on both ranks, and a second call on rank 0 only. Return this rank's error, and the error of the
+    call after it.
+    """
     own = dist.new_group([0, 1])
     assert_right(own, p, ranks.call(own, p, **options))
     operator = ranks.operator_of(own, p, **options)
@@ -87,8 +91,10 @@ def test_a_rank_that_never_calls(pair: Pool, transport: str) -> None:
 
 
 def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, transport: str) -> tuple[str, str]:
-    """Let rank 0 miss its deadline and then call another operator, which rank 1 has called already: their data must not
-    mix."""
+    """Let rank 0 miss its deadline and then call another operator. Return the error of that call.
+
+    Rank 1 has called the other operator already. Data of the two calls must not mix.
+    """
     own = dist.new_group([0, 1])
     x, w = (torch.randn(*size, device=ranks.device()) for size in ((256, 64), (64, 128)))
 
@@ -100,7 +106,7 @@ def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, tra
     assert_right(own, p, ranks.call(own, p, transport=transport))
     operator = ranks.operator_of(own, p, transport=transport)
     product()
-    watch._look = lambda: None  # the thread comes late
+    watch._look = lambda: None  # the watchdog's thread finds nothing yet
     try:
         if own.rank() == 0:
             ranks.call(own, p, transport=transport, deadline_s=1.0)
@@ -115,18 +121,20 @@ def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, tra
 def test_no_call_begins_behind_a_failed_one(pair: Pool, transport: str) -> None:
     for kind, text in pair.run(no_call_begins_behind_a_failed_one, PROBLEM, transport, timeout_s=60):
         assert kind == "PoisonedGroupError"
-        # Whichever of the two watchdogs looks first reports its finding.
+        # The error is that of the rank whose watchdog looks first.
         assert "missed its deadline" in text or "ranks have made different calls" in text
 
 
 def stuck(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Let rank 1 signal that it is ready and then store nothing, so its part of the second call never arrives."""
+    """Let rank 1 signal that it is ready for the second call and then store nothing. Return the errors as `absent`
+    does.
+    """
     own = dist.new_group([0, 1])
     assert_right(own, p, ranks.call(own, p, **options))
     operator = ranks.operator_of(own, p, **options)
     error = ("", "")
     if group.rank() == BAD_RANK:
-        words = operator._signals.tensor(0, (6,), torch.int64)  # as rank 0 sees them: (fingerprint, ready) of each rank
+        words = operator._signals.tensor(0, (6,), torch.int64)  # the words on rank 0: (fingerprint, ready) of each rank
         words[2 * BAD_RANK + 1] = (2 << 8) + operator.outputs._free[-1]
         torch.cuda.synchronize()
         wait_for_failure(own)
@@ -148,10 +156,12 @@ def test_a_rank_that_stores_nothing(pair: Pool, transport: str, said: str) -> No
 
 
 def refused(group: dist.ProcessGroup, p: Problem, bad: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Give rank 1 invalid input; rank 0 waits for it, with a deadline that it need not reach."""
+    """Call with invalid input on rank 1. Rank 0 must be notified before its deadline. Return the errors as `absent`
+    does.
+    """
     own = dist.new_group([0, 1])
     options = {"transport": "direct", "bounds_check": "fatal" if bad == "index" else "warning"}
-    operator = ranks.operator_of(own, p, **options)  # later the group may have failed already
+    operator = ranks.operator_of(own, p, **options)  # made first, because after the bad call the group may have failed
     assert_right(own, p, ranks.call(own, p, **options))
     values, offsets = ranks.here(p.tupled(group.rank()))
     if group.rank() == BAD_RANK and bad == "dtype":
@@ -171,7 +181,7 @@ def test_bad_input_on_one_rank(pair: Pool, bad: str, said: str) -> None:
     answers = pair.run(refused, PROBLEM, bad, timeout_s=30)
     first, second = (error[0] for error, _ in answers)
     assert second == "RefusedError"
-    # Rank 0 also refuses the call if it has not made it yet.
+    # With a bad dtype, rank 0 refuses the call too, unless it has made the call already.
     assert first in (["RefusedError", "PoisonedGroupError"] if bad == "dtype" else ["PoisonedGroupError"])
     for (_, text), again in answers:
         assert said in text
@@ -183,7 +193,7 @@ def test_bad_input_on_one_rank(pair: Pool, bad: str, said: str) -> None:
 
 
 def disagree(group: dist.ProcessGroup, p: Problem) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Split the same global batch differently on the ranks."""
+    """Call with batch sizes that differ between the ranks but have the same sum. Return the errors as `absent` does."""
     own, options = dist.new_group([0, 1]), {"transport": "direct"}
     assert_right(own, p, ranks.call(own, p, **options))
     operator = ranks.operator_of(own, p, **options)
@@ -195,7 +205,8 @@ def disagree(group: dist.ProcessGroup, p: Problem) -> tuple[tuple[str, str], tup
 def test_other_batch_sizes_on_one_rank(pair: Pool) -> None:
     answers = pair.run(disagree, PROBLEM, timeout_s=30)
     kinds = [error[0] for error, _ in answers]
-    assert "DisagreementError" in kinds  # the first rank that sees it notifies the other
+    # Raised by the rank that finds the difference first; it notifies the other rank.
+    assert "DisagreementError" in kinds
     assert set(kinds) <= {"DisagreementError", "PoisonedGroupError"}
     for (_, text), again in answers:
         assert "other batch_sizes" in text
@@ -203,7 +214,9 @@ def test_other_batch_sizes_on_one_rank(pair: Pool) -> None:
 
 
 def killed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Kill rank 1 while rank 0's kernel waits for it; the deadline is far away."""
+    """Kill rank 1 while rank 0's kernel waits for it. Return rank 0's error, and the error of its next call. The
+    deadline is long.
+    """
     assert_right(group, p, ranks.call(group, p, **options))
     operator = ranks.operator_of(group, p, **options)
     if group.rank() == BAD_RANK:
@@ -211,7 +224,7 @@ def killed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tup
         os.kill(os.getpid(), signal.SIGKILL)
     error = error_of(lambda: call_and_synchronize(group, p, operator, deadline_s=25.0, **options))
     again = error_of(lambda: ranks.call(group, p, **options))
-    everything = ranks.pooled_alone(p)  # this GPU still works
+    everything = ranks.pooled_alone(p)  # computed to see that this GPU still works
     assert not everything.isnan().any()
     return error, again
 

@@ -1,5 +1,4 @@
-"""Schedules on three and four GPUs, or on fewer GPUs that ranks share. With two ranks there is one peer, and no order
-among peers."""
+"""Test schedules with three and four ranks, on that many GPUs or on fewer. Two ranks would not test an order of peers."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
 
 
 def builders(ranks: Pool, operator: str, case: Case) -> set[str]:
-    """Call every schedule. Return their builders."""
+    """Run every schedule of the operator. Return the names of the schedules' builders."""
     names = ranks.run(suite.every_schedule, operator, case, 0.01, timeout_s=240)
     return {name.split("[")[0] for name in names[0]}
 

@@ -1,5 +1,8 @@
-"""weft.all_gather_scaled_matmul and weft.scaled_matmul_reduce_scatter beside torch's fused operators, on two GPUs.
-Other tests are in `test_gpu_operators.py`."""
+"""Compare weft.all_gather_scaled_matmul and weft.scaled_matmul_reduce_scatter with torch's fused operators, on two
+GPUs.
+
+Other tests of these operators are in `test_gpu_operators.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A group of GPUs on two hosts, pretended on this machine: every operator runs unfused by NCCL, forward and backward.
+"""Test every operator on two GPUs that claim to be on different hosts. Forward and backward run unfused, by NCCL.
 
-Ranks claim different hosts, so their control connections are TCP on loopback, and no memory is mapped. NCCL itself knows better.
+The ranks' control connections are TCP on loopback, and no memory is mapped. Only NCCL knows that there is one machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_every_operator_runs_forward_and_backward(pair: Pool, operator: str) -> 
 
 
 def trains(group):
-    """Train an embedding module for three steps, and return its losses, and the warnings of weft."""
+    """Train an embedding module for three steps. Return its losses, and weft's warnings about hosts."""
     device = gpu_ranks.device()
     tables = [weft.EmbeddingBagConfig(50, 8, f"t{i}", [f"f{i}"]) for i in range(3)]
     with on_two_hosts(group) as own, warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,6 @@
-"""The input distribution on GPUs: ids, offsets and weights of a rank's features, for all samples, exactly; and refusals."""
+"""Test the input distribution on GPUs. Each rank must get exactly the ids, offsets and weights of its features, or an
+error.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ PLACEMENTS = [(0, 1, 1, 0), (1, 0, 0, 1), (0, 0, 0, 0)]
 def features(
     seed: int, batch: int, longest: int, dtype: torch.dtype, offsets: bool, wrong: bool = False
 ) -> KeyedJaggedTensor:
-    """A rank's samples; with offsets, they are a part of their values."""
+    """Return a rank's samples. With `offsets`, their ids are in the middle of a longer tensor of values."""
     generator, before = torch.Generator().manual_seed(seed), 3 if offsets else 0
     lengths = torch.randint(longest + 1, (len(KEYS) * batch,), generator=generator).to(dtype)
     values = torch.randint(1 << 30, (int(lengths.sum()) + 2 * before,), generator=generator).to(dtype)

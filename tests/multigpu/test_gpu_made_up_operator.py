@@ -1,7 +1,7 @@
-"""The operator of `test_made_up_operator`, on two GPUs.
+"""Test on two GPUs the operator of `test_made_up_operator`, which is defined outside weft and without code for GPUs.
 
-Nothing else in weft knows it, and its file knows no GPUs. Its schedule reduces arriving data in a reduce step, and its
-unfused implementation is NCCL's reduce-scatter. The functions with a `group` argument run on the ranks.
+Its schedule reduces arriving data in a reduce step. Its unfused implementation is NCCL's reduce-scatter. The functions
+with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 def run(group: dist.ProcessGroup, schedule: str | None) -> None:
     rank, world = group.rank(), group.size()
-    for call, rows in enumerate((64, 192, 8, 64, 320, 192)):  # sizes alternate in one memory
+    for call, rows in enumerate((64, 192, 8, 64, 320, 192)):  # calls of different sizes share memory
         p = MatmulScatter(world, rows * world, 48, 80, "fp32")
         calls = [OPERATOR.drawn(p, r, torch.Generator(device()).manual_seed(10 * call + r)) for r in range(world)]
         x, w = (t.clone().requires_grad_() for t in calls[rank])
@@ -45,7 +45,7 @@ def run(group: dist.ProcessGroup, schedule: str | None) -> None:
 
 
 def by_streams(group: dist.ProcessGroup, name: str) -> None:
-    """Run NCCL's reducing collectives as steps of a schedule."""
+    """Run the reducing collective `name` of NCCL as a step of a schedule."""
     rank, world = group.rank(), group.size()
     d = Draft(name, world)
     x = d.buffer("x", 4 * world, 24, "bf16", "input")

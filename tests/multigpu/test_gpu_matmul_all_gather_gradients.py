@@ -1,5 +1,6 @@
-"""Both gradients of weft.matmul_all_gather as one schedule, on two GPUs; most functions are shared with the CPU
-tests."""
+"""Test the schedules that compute both gradients of weft.matmul_all_gather, on two GPUs. Most functions are shared with
+the CPU tests.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from weft.launch import Pool
 pytestmark = gpu_ranks.MARKS
 NAME = "matmul_all_gather_gradients"
 SIZES = {"whole": (2048, 1024, 256), "odd": (601, 1030, 43), "few columns": (301, 19, 7)}
-"""M, N, K: whole tiles; blocks of columns with whole tiles, of rows without; and neither."""
+"""M, N, K. `whole`: all sizes are whole tiles. `odd`: only blocks of columns have whole tiles. `few columns`: no block
+has a whole tile.
+"""
 DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"
 NAMES = [candidate.name for candidate in applicable(MatmulAllGatherGradients(2, 2048, 1024, 256, "bf16"))]
 OVERLAPPING = [name for name in NAMES if name != "serial"]
@@ -37,8 +40,7 @@ def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, columns: bool, d
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @each_dim
 def test_every_schedule_by_the_operator(pair: Pool, dim: int, dtype: torch.dtype) -> None:
-    """Call three times with fresh data and poisoned results, after stragglers. Assert that results repeat bit by
-    bit."""
+    """Call every schedule three times with fresh data, late ranks and results filled with NaN. Bits must repeat."""
     names = pair.run(suite.every_schedule, NAME, Gemm((777, 264), 520, dtype, dim), 0.01, timeout_s=200)
     assert names[0] == NAMES
 
@@ -59,8 +61,7 @@ def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, dim: int, dtype: 
 
 @pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])
 def test_operands_may_lie_otherwise_and_the_gradient_of_a_weight_lies_as_it(pair: Pool, schedule: str) -> None:
-    """Let GEMMs write blocks of a result that is stored by columns, in calls of one shape that alternate with other
-    calls."""
+    """Let GEMMs write blocks of a column-major result. Calls of other shapes come in between."""
     assert pair.run(ranks.layouts, schedule, timeout_s=60) == [[]] * 2
 
 

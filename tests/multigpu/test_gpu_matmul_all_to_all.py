@@ -1,5 +1,7 @@
-"""weft.matmul_all_to_all on two GPUs: every schedule alone and in the operator, CUDA graphs, gradients; most functions
-are shared with the CPU tests."""
+"""Test weft.matmul_all_to_all on two GPUs: every schedule, alone and in the operator, CUDA graphs, and gradients.
+
+Most functions are shared with the CPU tests.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ DISPATCHES = {
 
 @pytest.mark.parametrize("name", DISPATCHES)
 def test_a_dispatch_that_returns_the_tokens_too(pair: Pool, name: str) -> None:
-    """Run every schedule; two runs bring more rows than there is room for, so that results are allocated again."""
+    """Run every schedule. In two of the runs more rows arrive than there is room for, so results are allocated again."""
     p = DISPATCHES[name]
     assert min(pair.run(dispatch_ranks.every_candidate, p, True, True, timeout_s=120)) >= (2 if p.exact else 1)
 
@@ -122,7 +124,9 @@ def test_the_gradient_of_tokens_alone_is_a_combine(pair: Pool, max_rows: bool) -
 
 
 def captured(group: dist.ProcessGroup, schedule: str) -> str:
-    """Capture the operator, and replay it with other rows and tables; return the error of a capture without rows."""
+    """Capture the operator, and replay it with other rows and tables. Return the error of a capture that does not pass
+    `rows`.
+    """
     world = group.size()
 
     def case(seed: int) -> MatmulAllToAllCall:

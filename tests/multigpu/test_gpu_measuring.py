@@ -1,5 +1,7 @@
-"""Schedules selected by measurement on two GPUs, on demand: repeated calls, and graphs beside them. The functions are
-shared with the CPU tests."""
+"""Test on two GPUs schedules that are selected by measurement on demand, in repeated calls and beside graphs.
+
+The functions are shared with the CPU tests.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ pytestmark = gpu_ranks.MARKS
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """A pool for this file: workers read the folder of measured times when they start."""
+    """Return a pool for this test only. Its ranks read WEFT_CACHE_DIR, the folder of measured times, when they start."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("WEFT_QUIET", "1")
     with Pool(2, backend="nccl") as workers:
@@ -25,7 +27,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 
 def test_on_demand(pool: Pool) -> None:
-    """Test everything in one test, because a pool takes seconds to start."""
+    """One test for everything, because a pool takes seconds to start."""
     for timed in pool.run(ranks.on_demand_everywhere, timeout_s=200):
         assert {"serial", "gather[by=dma]", "gather[by=kernel]"} < set(timed)
     found = pool.run(ranks.on_demand_with_a_model, False, timeout_s=100)

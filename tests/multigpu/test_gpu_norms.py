@@ -1,4 +1,4 @@
-"""weft.matmul_all_reduce with operations after the sum, on two GPUs; the functions are shared with the CPU tests."""
+"""Test weft.matmul_all_reduce with operations after the sum, on two GPUs. The functions are shared with the CPU tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_follows_is_added_by_every_schedule(pair: Pool, n: int, dtype: torc
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("n", [256, 19], ids=["whole", "odd"])
 def test_sums_are_normed_by_every_schedule(pair: Pool, n: int, dtype: torch.dtype) -> None:
-    """Compare the sum and its norm, which repeat bit by bit, with each rank's own weights and with all ranks'."""
+    """Check the sum and its norm, and that their bits repeat."""
     for m, residual in ((256, True), (301, False)):
         every_schedule(pair, Following((2, m, 128), n, dtype, residual=residual, eps=1e-6))
 

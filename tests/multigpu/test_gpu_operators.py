@@ -1,6 +1,8 @@
-"""Every operator on two GPUs: results by every schedule, gradients, layouts, torch.compile, CUDA graphs. The functions
-that run on ranks are shared with the CPU tests (`support/operators/suite.py`); `gpu_cases.py` has a row for each
-operator."""
+"""Test every operator on two GPUs: results of every schedule, gradients, layouts, torch.compile and CUDA graphs.
+
+The functions that run on ranks are shared with the CPU tests (`support/operators/suite.py`). `gpu_cases.py` has the
+parameters of each operator.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ pytestmark = gpu_ranks.MARKS
 
 
 def each(field: str, names: str) -> Any:
-    """Return all operators with each entry of this field."""
+    """Return a parametrization over all operators and all entries that their rows have in `field`."""
     found = []
     for operator, row in ROWS.items():
         for number, entry in enumerate(getattr(row, field)):
@@ -39,8 +41,10 @@ def test_results(pair: Pool, operator: str, name: str) -> None:
 
 @each("every", "case builders")
 def test_every_schedule(pair: Pool, operator: str, case: Case, builders: set[str]) -> None:
-    """Call three times with fresh data and poisoned results, after stragglers. Assert that results repeat bit by bit,
-    and have the same bits on both ranks if both get them."""
+    """Call every schedule three times with fresh data, late ranks and results filled with NaN. Bits must repeat.
+
+    If both ranks get the same result, they must get the same bits.
+    """
     names = pair.run(suite.every_schedule, operator, case, 0.01, timeout_s=300)
     assert {name.split("[")[0] for name in names[0]} == builders
 
@@ -50,7 +54,7 @@ REPLAYED = [
     for operator, row in ROWS.items()
     for number, p in enumerate(row.replayed)
     for one in applicable(p)
-    if one.name != "serial"  # no executor of schedules runs it
+    if one.name != "serial"  # it runs unfused, without an executor
 ]
 
 

@@ -1,4 +1,5 @@
-"""Output maps on two GPUs: weft's and random maps, after stragglers and captured, and beside hand-written schedules.
+"""Test output maps on two GPUs: weft's maps and random maps, with late ranks and in graphs, and beside hand-written
+schedules.
 
 The functions that run on the ranks are shared with the CPU tests, except `captured`.
 """
@@ -19,7 +20,7 @@ from weft.runtime.executors import executor
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WHOLE, ODD = (1024, 512, 256), (50, 19, 43)
-"""Rows of a rank's part, n, k: rows that begin at multiples of 16 bytes, and other rows."""
+"""(rows of each rank's part, n, k). With WHOLE, rows begin at multiples of 16 bytes; with ODD, not all do."""
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
@@ -38,7 +39,7 @@ def test_they_give_the_bits_of_schedules_written_by_hand(pair: Pool, dtype: torc
 
 
 def captured(group: dist.ProcessGroup, name: str) -> None:
-    """Run in a CUDA graph, replayed with fresh data."""
+    """Capture the schedule of a map in a CUDA graph, and replay it with fresh data."""
     one = maps.library(group.size(), WHOLE[0])[name]
     made = executor(one.schedule(*WHOLE[1:], "bf16"), symm.communicator(group, device()))
     cases = [maps.Case(group, one.collective, *WHOLE, BF16, seed) for seed in range(5)]

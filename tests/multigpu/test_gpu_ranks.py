@@ -1,7 +1,7 @@
-"""embedding_all_to_all on two GPUs: results, what leaves as slices, stragglers; and four ranks.
+"""Test embedding_all_to_all on two and on four GPUs: results, the bytes sent in slices, and late ranks.
 
-Results are compared on the ranks: with float64, and bit for bit with what one GPU computes alone. A call writes into
-poisoned buffers, so a result that is right has waited for what peers store.
+The ranks compare their results with float64, and bit for bit with what one GPU computes alone. Output buffers are
+filled with NaN before a call, so a rank that does not wait for its peers' stores returns NaN.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES = {
 
 
 def every_variant(group: dist.ProcessGroup, p: Problem, variants: list[dict[str, Any]]) -> None:
-    """Run each variant twice, the second time into poisoned buffers."""
+    """Make two calls with each variant of the options. Before the second call, output buffers are filled with NaN."""
     for options in variants:
         ranks.call(group, p, **options)
         ranks.poison(ranks.operator_of(group, p, **options))
@@ -58,7 +58,7 @@ def test_every_transport_and_order_gives_the_bits_of_one_gpu(pair: Pool, name: s
 
 
 def many_shapes(group: dist.ProcessGroup, problems: list[Problem], options: dict[str, Any]) -> None:
-    """Call repeatedly with nothing in between, each time into poisoned buffers; compare only afterwards."""
+    """Make calls without synchronisation, each into buffers filled with NaN. Compare the results afterwards."""
     outputs = []
     for p in problems:
         ranks.poison(ranks.operator_of(group, p, **options))
@@ -76,7 +76,7 @@ def test_ten_calls_in_a_row_with_other_shapes(pair: Pool, transport: str) -> Non
 
 
 def many_operators(group: dist.ProcessGroup, problems: list[Problem]) -> None:
-    """Alternate operators of one group; results are held across the calls of others."""
+    """Call several executors of one group in turn. Results are held while other executors are called."""
     pairs = [(p, {"transport": transport, "outputs": 3}) for p in problems for transport in TRANSPORTS]
     held: list[torch.Tensor] = []
     for _ in range(3):
@@ -93,7 +93,9 @@ def test_operators_take_turns(pair: Pool) -> None:
 
 
 def closed_in_turn(group: dist.ProcessGroup, transport: str) -> list[int]:
-    """Return the free bytes of the slabs after each module, and after each of its later calls, was closed."""
+    """Close several modules in turn, each twice, with a call before each close. Return the free bytes of the slabs
+    after each close.
+    """
     ids, free = torch.arange(128, device=ranks.device()) % 20, []
     given = KeyedJaggedTensor(["f"], ids, lengths=torch.full((64,), 2, device=ids.device))
     for number in range(4):
@@ -119,7 +121,7 @@ def test_a_closed_module_gives_its_memory_back(pair: Pool, transport: str) -> No
 
 
 def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple[int, int]]:
-    """Return the copies and flags of two calls."""
+    """Return (copies sent, flags set) for each of two calls."""
     operator = ranks.operator_of(group, p, transport="put", slice_size=slice_size)
     counts, before = [], (0, 0)
     for _ in range(2):
@@ -135,7 +137,7 @@ def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple
 def test_put_sends_one_copy_and_one_flag_per_slice(
     pair: Pool, slice_size: int, slices_of_rank: tuple[int, int]
 ) -> None:
-    """Place runs of four tables and of one on rank 0, runs of two and of one on rank 1."""
+    """Rank 0 has runs of four tables and of one table; rank 1 has runs of two tables and of one table."""
     p = Problem(tables_of((8, 3, 16, 1, 5, 4, 2, 9)), (0, 0, 0, 0, 1, 1, 0, 1), (40, 70))
     for rank, counts in enumerate(pair.run(counted, p, slice_size, timeout_s=60)):
         remote = 110 - p.batch_sizes[rank]
@@ -172,25 +174,25 @@ def test_timeline_has_the_bytes_that_leave(pair: Pool, transport: str) -> None:
 
 
 def straggle(group: dist.ProcessGroup, p: Problem, options: dict[str, Any], who: str) -> None:
-    """Delay rank 1's host, or its stream: rank 0's result is right all the same."""
+    """Delay rank 1 on the CPU or on its stream, and check the results of both ranks."""
     ranks.call(group, p, **options)
     ranks.poison(ranks.operator_of(group, p, **options))
-    if group.rank() == 1 and who == "host":
+    if group.rank() == 1 and who == "cpu":
         time.sleep(0.5)
     elif group.rank() == 1:
-        torch.cuda._sleep(1_000_000_000)  # half a second of clock cycles
+        torch.cuda._sleep(1_000_000_000)  # clock cycles: about half a second
     output = ranks.call(group, p, **options)
     assert_right(group, p, output, who)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("who", ["host", "stream"])
+@pytest.mark.parametrize("who", ["cpu", "stream"])
 def test_nobody_reads_before_a_straggler_has_stored(pair: Pool, transport: str, who: str) -> None:
     pair.run(straggle, ONE_WIDTH, {"transport": transport, "slice_size": 3}, who, timeout_s=30)
 
 
 def of_own_samples(p: Problem, rank: int) -> KeyedJaggedTensor:
-    """Return all features of the rank's samples."""
+    """Return all features, for the samples of the rank."""
     rows, values, lengths = p.rows_of(rank), [], []
     for bags in p.bags.values():
         begin, end = (int(bags.lengths[:sample].sum()) for sample in (rows.start, rows.stop))
@@ -218,11 +220,11 @@ def test_module_distributes_a_local_batch(pair: Pool) -> None:
     pair.run(in_a_module, p, timeout_s=60)
 
 
-# --- other worlds ---
+# --- other numbers of hardware queues and ranks ---
 
 
 def one_connection(group: dist.ProcessGroup, p: Problem) -> None:
-    """Run with all streams in one hardware queue, while another stream is busy."""
+    """Make calls while another stream is busy. The test lets all streams share one hardware queue."""
     aside = torch.cuda.Stream()
     for options in VARIANTS:
         with torch.cuda.stream(aside):

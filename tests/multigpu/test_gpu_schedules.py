@@ -1,4 +1,4 @@
-"""Schedules on two GPUs: all against float64, in graphs, after stragglers, and when a rank does not arrive."""
+"""Test schedules on two GPUs: results against float64, graphs, late ranks, and a rank that never calls."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_a_chunk_of_columns_is_one_copy(pair: Pool) -> None:
 
 @pytest.mark.parametrize("name", [SHARD, TWO_D, "ficco_1d[start=uniform,gemms=fused,steps=2,by=dma]"])
 def test_what_runs_when_is_the_simulators_order(pair: Pool, name: str) -> None:
-    """Without signals: with neighbours, and with copies by kernel, they are one operation of a stream."""
+    """Compare the order of steps on each lane, without waits and sets. These are often part of a neighbouring
+    operation.
+    """
     p = AllGatherMatmul.even(256, 128, 256, 2)
     simulated = simulate(next(c for c in candidates(p) if c.name == name).build(), NULL).timeline
     for rank, spans in enumerate(pair.run(ranks.spans, p, name, timeout_s=60)):
@@ -70,7 +72,7 @@ def test_what_runs_when_is_the_simulators_order(pair: Pool, name: str) -> None:
 
 
 def test_a_chain_of_gemms_is_one_schedule() -> None:
-    """Run the example, with two computing lanes."""
+    """Run the example with two lanes that compute."""
     example = Path(__file__).parents[2] / "examples" / "gemm_chain.py"
     done = subprocess.run(
         [sys.executable, example, "--device", "cuda", "--chunks", "4"],
@@ -94,7 +96,7 @@ def test_a_rank_that_never_calls(pair: Pool) -> None:
 
 
 def test_a_call_that_raises_in_the_middle_of_a_run(pair: Pool) -> None:
-    """Peers have received a part of it: a second attempt would give them data of another call."""
+    """The group must fail: peers already have a part of the call's data, and would take it for data of the next call."""
     p = AllGatherMatmul.even(256, 128, 256, 2)
     with Pool(2, backend="nccl") as alone:
         (first, then), (_, other) = alone.run(ranks.raises_in_the_middle, p, SHARD, timeout_s=60)

@@ -1,4 +1,6 @@
-"""Self-calibration on two GPUs whose machine file is hidden: its duration, its results, and that ranks agree."""
+"""Test self-calibration on two GPUs whose machine file is hidden. Check its duration, its results, and that ranks
+agree.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks that share a GPU do not calibrate: two are needed"),
 ]
 BOUND_S = 10.0
-"""It may include compiling kernels, which calls need anyway; the measurement itself ends after 2 s."""
+"""A bound that includes the compilation of kernels. The measurement itself ends after 2 s."""
 
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """A pool for this file: workers read the folder of measured numbers when they start."""
+    """Return a pool for this test only. Its ranks read WEFT_CACHE_DIR, the folder of measured numbers, when they start."""
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPU 0 cannot reach GPU 1's memory: weft doctor says more")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))

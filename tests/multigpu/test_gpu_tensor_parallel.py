@@ -1,5 +1,6 @@
-"""weft.nn's tensor-parallel layers and weft.parallel's styles on two GPUs; the functions are shared with the CPU
-tests."""
+"""Test weft.nn's tensor-parallel layers and weft.parallel's styles on two GPUs. The functions are shared with the CPU
+tests.
+"""
 
 from __future__ import annotations
 

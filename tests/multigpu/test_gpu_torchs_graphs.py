@@ -1,6 +1,8 @@
-"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`) and of modules
-(`make_graphed_callables`). A compiled program's first call runs in memory of graphs, its second is captured, and later
-calls are replays. Each call has fresh input and is compared with the eager one."""
+"""Test operators in CUDA graphs that torch makes from compiled programs (`mode="reduce-overhead"`) and modules.
+
+Modules are captured by `make_graphed_callables`. A compiled program's first call runs in the graphs' memory pool, its
+second call is captured, and later calls are replays. Each call has fresh input, and is compared with an eager call.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from weft.launch import Pool
 
 pytestmark = ranks.MARKS
 CALLS = 6
-ROWS, K, N = 256, 512, 768  # rows of a rank
-TOLERANCE = 3e-2  # of the largest element: bf16, sums in another order
+ROWS, K, N = 256, 512, 768  # ROWS: the rows of a rank
+TOLERANCE = 3e-2  # relative to the largest element; results are bf16, and sums have another order
 
 
 def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Compute from [ROWS * world or ROWS, K]; an operation of torch precedes and follows each operator."""
+    """Return the program `name`, a function of a tensor with K columns. A torch operation precedes and follows each
+    operator.
+    """
     device, world = ranks.device(), group.size()
     generator = torch.Generator(device).manual_seed(7)
 
@@ -39,7 +43,7 @@ def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], tor
         return weft.all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        """Return a block's result. One operator's backward is the other's forward, with weights in another layout."""
+        """Use two operators. The backward of each is the forward of the other, with weights in another layout."""
         return x + weft.matmul_reduce_scatter(silu(gathered(silu(x))), back, "sum", 0, group)
 
     def to_experts(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +60,10 @@ def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], tor
 
 
 def compared(group: dist.ProcessGroup, name: str, backward: bool) -> tuple[float, int]:
-    """Return (largest error of any call, relative to the largest element; number of graphs that torch has not made)."""
+    """Return (largest error of any call, relative to the largest element; number of graphs that torch skipped).
+
+    The number is -1 if torch made no graph at all.
+    """
     import torch._dynamo
     import torch._inductor.cudagraph_trees as trees
 
@@ -79,7 +86,7 @@ def compared(group: dist.ProcessGroup, name: str, backward: bool) -> tuple[float
 
 
 def _called(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, backward: bool) -> list[torch.Tensor]:
-    """Copies: the next replay overwrites what a graph returns."""
+    """Return copies of the result and of the gradient, because the next replay overwrites what a graph returns."""
     if not backward:
         with torch.no_grad():
             return [run(x).float()]
@@ -107,15 +114,16 @@ def test_replays_equal_eager_calls(pair: Pool, name: str, backward: bool) -> Non
     for worst, skipped in found:
         assert worst <= TOLERANCE
         assert skipped >= 0, "torch has made no graph"
-        if not (name == "all_to_all_matmul" and backward):  # the host learns how many rows arrived
+        # In the backward of all_to_all_matmul, the CPU reads how many rows arrived. A graph cannot contain that.
+        if not (name == "all_to_all_matmul" and backward):
             assert skipped == 0
 
 
-# --- layers, with the gradients of their parameters ---
+# --- layers and the gradients of their parameters ---
 
 
 def layers(group: dist.ProcessGroup, how: str) -> float:
-    """Return the largest error of any result or gradient, relative to the largest element."""
+    """Return the largest error of any result or gradient of a layer, relative to the largest element."""
     import torch._dynamo
 
     torch._dynamo.reset()

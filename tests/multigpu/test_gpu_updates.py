@@ -1,7 +1,7 @@
-"""Steps that accumulate, and GEMMs that store into a peer's buffer, on GPUs. The schedules of `test_updates` run
-against float64: repeatedly, captured, and after stragglers.
+"""Test steps that accumulate, and GEMMs that store into a peer's buffer, on GPUs.
 
-The functions with a `group` argument run on the ranks.
+The schedules of `test_updates` are compared with float64, in repeated runs, with late ranks and in graphs. The
+functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 
 class Case:
-    """Return the operands of all ranks, drawn alike on each, and this rank's expected rows."""
+    """This rank's operands and expected rows. Every rank draws the operands of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: str, way: str, seed: int) -> None:
         rank, world, g = group.rank(), group.size(), torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ class Case:
 
     def check(self) -> None:
         error = float((self.tensors["y"].cpu().double() - self.exact).abs().max())
-        assert error < self.limit, f"off by {error}"  # NaN is not below anything
+        assert error < self.limit, f"off by {error}"  # also fails for NaN
 
 
 def summed(group: dist.ProcessGroup, dtype: str, way: str) -> None:
@@ -79,7 +79,7 @@ def summed(group: dist.ProcessGroup, dtype: str, way: str) -> None:
 
 
 def adds(world: int, dtype: str, times: int, rows: int, cols: int) -> Schedule:
-    """Let all ranks add ones to the same items of rank 0, in two lanes each."""
+    """Return a schedule in which every rank adds ones to the same items of rank 0, in two lanes."""
     d = Draft("adds", world)
     one, y = d.buffer("one", rows, cols, dtype, "input"), d.buffer("y", rows, cols, dtype, "output")
     total = d.buffer("total", rows, cols, dtype, "symmetric")
@@ -111,7 +111,8 @@ def contended(group: dist.ProcessGroup, dtype: str, cols: int) -> None:
         y = torch.full_like(one, float("nan"))
         made.run({"one": one, "y": y})
         torch.cuda.synchronize()
-        dist.barrier(group)  # no next run may begin before rank 0's total was read: this schedule does not order that
+        # The schedule does not keep the next run from adding before all ranks have read rank 0's total.
+        dist.barrier(group)
         assert torch.equal(y, torch.full_like(one, 2.0 + 2 * world * times)), "an addition was lost"
     made.close()
 
@@ -125,5 +126,5 @@ def test_partial_products_are_summed_where_they_belong(pair: Pool, way: str, dty
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("cols", [64, 13])
 def test_no_addition_is_lost(pair: Pool, dtype: str, cols: int) -> None:
-    """Use rows of 13 items, which begin at odd addresses: one item at a time."""
+    """Rows of 13 items do not begin at aligned addresses, so items are added one at a time."""
     pair.run(contended, dtype, cols, timeout_s=60)

@@ -311,4 +311,4 @@ def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_
     texts = comm.all_gather(
         f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
     )
-    meeting.disagree(f"ranks run different backwards of embedding_all_to_all: {by_rank(enumerate(texts))}")
+    meeting.disagree(f"ranks run different backward passes of embedding_all_to_all: {by_rank(enumerate(texts))}")

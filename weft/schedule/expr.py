@@ -220,7 +220,10 @@ def value(index: Index, **variables: int) -> int:
 
 
 def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
-    """Return the expression for sum(buffer[first:end:step]), over this rank's `buffer` flattened row by row, at run time."""
+    """Return the expression for sum(buffer[first:end:step]), evaluated at run time.
+
+    `buffer` is this rank's buffer, flattened row by row.
+    """
     return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
 
 

@@ -220,7 +220,9 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
 
 def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
-    """Return for each rank {counter: rank that sets it}, for the counters that another rank or a tile kernel sets."""
+    """Return for each rank {counter: the rank that sets it}. Only counters set by another rank or by a tile kernel are
+    included.
+    """
     found: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
         for step in (step for lane in lanes for step in lane.steps):

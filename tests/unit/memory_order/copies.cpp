@@ -1,5 +1,5 @@
-// What csrc/embedding_all_to_all.cpp and csrc/copy.cpp store, and what orders it before who reads it: all that ranks put into
-// each other's results, streamed past the caches or not.
+// Tests that the stores of csrc/embedding_all_to_all.cpp and csrc/copy.cpp happen before the reads of other ranks, whether or
+// not the stores bypass the caches.
 #include "../../../csrc/copy.cpp"
 #include "../../../csrc/embedding_all_to_all.cpp"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t dim = 16, slots_of_rank = 3, rows = 8, row_bytes = dim * 4;
 
-// The loops of pooling, each vector as one store.
+// Stands for the loops of pooling. Each vector is one store.
 void pool(const PoolJob &job) {
     for (int64_t bag = 0; bag < job.bags; ++bag) model::write(job.out + bag * job.out_stride_bytes, job.dim * 4, job.stream);
 }
@@ -32,12 +32,12 @@ struct Case {
     const char *name;
     Transport transport;
     bool streamed;
-    int64_t batch;    // of each rank
-    int64_t padding;  // of rows, in elements
+    int64_t batch;    // samples of each rank
+    int64_t padding;  // elements between rows of the result
     int threads;
 };
 
-// Rank 0 of two pools three features for both; then each rank's reader does what a rank does before it reads.
+// Rank 0 pools three features for two ranks. Then a reader for each rank waits as the rank would, and reads the rank's result.
 void call(const Case &c) {
     model::begin();
     const int64_t world_size = 2, batch = 2 * c.batch, columns = slots_of_rank * dim, stride = (columns + 15) / 16 * 16 + c.padding;
@@ -63,11 +63,11 @@ void call(const Case &c) {
         call.flags.push_back(of_rank.data());
     }
     embedding_all_to_all(call);
-    std::atomic<int64_t> done{0};  // `direct`: the rank tells its peers after the call
+    std::atomic<int64_t> done{0};  // the signal of `direct`, set after the call
     done.store(1, std::memory_order_release);
     for (int64_t reader = 0; reader < world_size; ++reader) {
         std::jthread([&] {
-            std::fill(model::me().clock.begin(), model::me().clock.end(), 0);  // another process: nothing is before it
+            std::fill(model::me().clock.begin(), model::me().clock.end(), 0);  // another process: so far nothing happens before it
             int64_t index = 0, found = 0;
             if (c.transport == Transport::direct) done.load(std::memory_order_acquire);
             else if (wait_flags(flags[reader].data(), flags_of_rank, 1, 1.0, nullptr, &index, &found) != Wait::reached)
@@ -102,7 +102,7 @@ void say(const char *name, bool streamed) {
 }  // namespace
 
 int main() {
-    // A call that writes much bypasses the caches, where rows are aligned.
+    // Large calls bypass the caches if rows are aligned.
     constexpr int64_t few = 5, many = stream_from_bytes / (slots_of_rank * row_bytes) / 2 + 1;
     for (const Case &c : std::initializer_list<Case>{
              {"direct", Transport::direct, false, few, 0, 2},

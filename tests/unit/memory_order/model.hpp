@@ -1,16 +1,16 @@
-// A machine that shows what x86 hides: csrc/ is compiled with this header in front (g++ -include), and its atomics, fences,
-// copies, sleeps and threads become those of a model.
+// A model of a machine with weaker memory ordering than x86. csrc/ is compiled with this header in front (g++ -include), which
+// replaces its atomics, fences, copies, sleeps and threads by those of the model.
 //
 // What is modelled:
-//   - Who is before whom, by vector clocks: a release (store, or fence and a later store) hands on what its thread has
-//     done, an acquire that reads it takes it over. `read` of bytes that are not handed over to the reader is a race, on
-//     whatever machine the test runs.
-//   - Cache-bypassing stores ("streamed") are not handed over by a release, only by an sfence before it.
-//   - Stores are late: they stand in their thread's buffer, for others to see at any later time, and at once at a
-//     sequentially consistent fence or a read-modify-write.
-//   - Threads take turns at each of these operations. `explore` runs a scene in every order in which a thread that could go on
-//     is held up at most so many times.
-//   - A futex sleeps until it is woken. That a sleep ends by itself counts only if the scene says so.
+//   - Vector clocks say which operation happens before which. A release is a store, or a fence and a later store. An acquire
+//     that reads the stored value happens after everything that the releasing thread did before the release. A `read` of
+//     bytes whose write does not happen before it is a race, on whatever machine the test runs.
+//   - Cache-bypassing stores ("streamed") happen before an acquire only if an sfence precedes the release.
+//   - Stores are late: they stay in their thread's buffer, and other threads see them at any later time. A sequentially
+//     consistent fence or a read-modify-write empties the buffer.
+//   - Threads take turns at each of these operations. `explore` runs a scene in every order with at most a given number of
+//     preemptions. A preemption interrupts a thread that could continue.
+//   - A futex sleeps until it is woken. Its time limit ends the sleep only if the scene says so.
 #pragma once
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -43,12 +43,12 @@ using Clock = std::array<int, most_threads>;
 struct Late {  // a store that others do not see yet
     int64_t *at;
     int64_t value;
-    Clock handed;  // to whoever reads it and acquires
+    Clock handed;  // the clock that an acquire of this value takes over
 };
 struct Thread {
-    Clock clock{}, fenced{};    // fenced: at the last release fence
+    Clock clock{}, fenced{};    // fenced: the clock at the last release fence
     std::deque<Late> late;
-    std::vector<uintptr_t> streamed;  // granules since the last sfence
+    std::vector<uintptr_t> streamed;  // granules of 4 bytes streamed since the last sfence
     const uint32_t *asleep = nullptr;
     bool woken = false, ended = false;
     ucontext_t context{};
@@ -57,19 +57,19 @@ struct Thread {
 };
 struct Written {
     int thread, when;
-    bool streamed;  // and no sfence came after
+    bool streamed;  // true until the next sfence
 };
 
 struct World {
     std::vector<std::unique_ptr<Thread>> threads;
-    int now = 0;  // whose turn it is
-    std::map<const void *, Clock> released;  // by atomic: what reading it hands over
-    std::unordered_map<uintptr_t, Written> written;  // by granule of 4 bytes
+    int now = 0;  // the thread whose turn it is
+    std::map<const void *, Clock> released;  // {atomic: the clock that an acquire takes over}
+    std::unordered_map<uintptr_t, Written> written;  // {granule of 4 bytes: its last write}
     long streams = 0;
     ucontext_t scheduler{};
     bool exploring = false;
     double time_s = 0;
-    double yield_s = 0;  // how long the others keep the core
+    double yield_s = 0;  // how long other threads keep the core after a yield
     bool sleeps_end = false;  // a futex times out when nothing else can happen
     std::string wrong;
 };
@@ -83,7 +83,7 @@ inline void fault(const std::string &text) {
     if (world.wrong.empty()) world.wrong = text;
 }
 
-// One thread, without turns: for code that is looked at in one order.
+// Starts a world with one thread and without turns, for code that is tested in one order only.
 inline void begin() {
     world = World{};
     world.threads.push_back(std::make_unique<Thread>());
@@ -96,7 +96,7 @@ inline void turn() {
 
 // -- memory
 
-inline void show(Thread &thread) {  // its oldest late store
+inline void show(Thread &thread) {  // makes the oldest late store of `thread` visible
     const Late late = thread.late.front();
     thread.late.pop_front();
     std::memcpy(late.at, &late.value, sizeof late.value);
@@ -169,7 +169,7 @@ inline void fence(std::memory_order order) {
     if (releases(order)) me().fenced = me().clock;
     if (order == std::memory_order_seq_cst) show_all(me());
 }
-inline void sfence() {  // what was streamed is as if it were written now
+inline void sfence() {  // counts the streamed bytes as written now, by ordinary stores
     ++me().clock[world.now];
     for (const uintptr_t granule : me().streamed) world.written[granule] = {world.now, me().clock[world.now], false};
     me().streamed.clear();
@@ -193,7 +193,7 @@ inline long futex(long, const uint32_t *word, int what, uint32_t value, const ti
             if (thread->asleep == word && left-- > 0) thread->asleep = nullptr, thread->woken = true;
         return 0;
     }
-    show_all(me());  // entering the kernel
+    show_all(me());  // because a system call empties the buffer
     if (*word != value) return -1;
     me().asleep = word;
     turn();
@@ -203,7 +203,8 @@ inline long futex(long, const uint32_t *word, int what, uint32_t value, const ti
     return 0;
 }
 
-// What a thread that is started here does is done at once: its start is before it, and it is before its join.
+// Runs its function at once, in a new thread of the model. What the starter did happens before the function, and the function
+// happens before the join.
 struct jthread {
     template <class F, class... Args> explicit jthread(F &&f, Args &&...args) {
         const int starter = world.now;
@@ -237,10 +238,10 @@ inline void start(unsigned thread) {
     swapcontext(&world.threads[thread]->context, &world.scheduler);
 }
 
-// Runs what `scene` makes in every order with at most `preemptions`; how many orders there were. `world.wrong`: what went
-// wrong in the first of those in which something did.
+// Runs the scene that `scene` makes in every order with at most `preemptions`. Returns the number of orders. It stops at the
+// first order in which something is wrong; `world.wrong` then says what.
 inline long explore(const std::function<Scene()> &scene, int preemptions) {
-    std::vector<std::pair<int, int>> choices;  // taken, of how many
+    std::vector<std::pair<int, int>> choices;  // (the choice taken, the number of choices)
     long orders = 0;
     for (;;) {
         world = World{};
@@ -263,7 +264,7 @@ inline long explore(const std::function<Scene()> &scene, int preemptions) {
         size_t step = 0;
         const int count = int(world.threads.size());
         for (;;) {
-            // What may come next: the same thread, others, and late stores that are seen (count + thread).
+            // What may come next: this thread, another thread, or a late store that becomes visible (count + its thread).
             std::vector<int> may;
             const auto runs = [](const Thread &t) { return !t.ended && !t.asleep; };
             const bool goes_on = runs(me());

@@ -1,5 +1,5 @@
-// csrc/signal.cpp in every order: is who waits woken, is what was written before a signal seen after it, and does a wait say
-// how it ended?
+// Tests csrc/signal.cpp in every order of its operations. A waiting thread must be woken, it must see what was written before
+// the signal, and its wait must return how it ended.
 #include "../../../csrc/signal.cpp"
 
 using namespace weft;
@@ -15,7 +15,7 @@ struct Shared {
     std::vector<Wait> ends;
 };
 
-// A fresh one for each order.
+// Made again for each order.
 std::unique_ptr<Shared> shared;
 
 std::function<void()> waiter(int64_t wanted, double deadline_s = 1e6) {

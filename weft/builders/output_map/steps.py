@@ -297,10 +297,10 @@ class _RankLanes:
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Append a wait until the slots on rank `to` are free, once per lane.
 
-        Only one lane waits for the credit: `compute`, if its GEMMs fill some of the slots. If two lanes waited, the
-        reader could signal again before the second lane sees the first signal. Lanes that forward chunks then wait for
-        the signal `opened` of `compute`. Lanes that send output of GEMMs need no wait, because they run after the
-        GEMMs.
+        If GEMMs fill some of the slots, only the lane `compute` waits for the credit. If two lanes waited, the reader
+        could signal again before the second lane sees the first signal. Lanes that forward chunks wait instead for the
+        signal `opened`, which `compute` sets after its wait. Lanes that send output of GEMMs need no wait, because they
+        run after the GEMMs.
         """
         if (lane.name, to) in self._opened:
             return

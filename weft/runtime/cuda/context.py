@@ -39,7 +39,7 @@ class RankSchedule:
 
     @property
     def standing_word(self) -> int:
-        """The number of the standing word, which follows the words of flags.
+        """The index of the standing word, the word after the flags. It tells the watchdog where a run is blocked.
 
         While a run is blocked in waits, the word is 1 + the number of waits known to have passed. Otherwise it is 0.
         The word is not used if a lane begins with waits for the previous run only, since their flags are 0 during a

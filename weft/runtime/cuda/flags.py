@@ -142,7 +142,7 @@ def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) 
     """Return the index of the lane's next set for the setter, if this set can carry the clear; otherwise None.
 
     The set can carry the clear if the setter waits for this set before it sets the wait's counter again. The setter
-    does so in the same run if the wait is for the previous run's set, otherwise in the next run.
+    sets that counter again in the same run if the wait is for the previous run, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

@@ -135,7 +135,8 @@ class Compute(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
-    """out = sum(parts), or out += sum(parts) with `accumulate`. Parts are added in order, in fp32 (fp64 for fp64), rounded once.
+    """out = sum(parts), or out += sum(parts) with `accumulate`. Parts are added in order, in fp32 (fp64 for fp64), and
+    the sum is rounded once.
 
     A part with one row, except the first part, is broadcast over the rows of out. norm: also write an RMSNorm of the rounded
     out. If out is the only part, only the norm is written."""
