@@ -94,7 +94,7 @@ def t3_gpu() -> TrackingGpu:
     for key, one in quantities.items():
         if one.unit not in UNITS or one.source not in SOURCES:
             raise ValueError(
-                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit and one of {', '.join(SOURCES)}"
+                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit, and a source of {', '.join(SOURCES)}"
             )
     return TrackingGpu("T3's GPU", quantities)
 
