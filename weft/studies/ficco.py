@@ -5,10 +5,10 @@ fastest schedule.
 real machine. Both kinds of records have the same tables and pictures: figures 13, 12(b), 14, and the quality of choices
 (VI-D).
 
-Times are times per call of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM.
-The ideal speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full overlap
-without loss. The paper studies four of its eight schedules, because the others "are strictly worse" (V-B). Here all
-eight run, with as many steps as ranks.
+A time is the time per call in a row of consecutive calls ("queued"). A speedup is relative to serial: NCCL's
+all-gather, then the GEMM. The ideal speedup is serial's time divided by the longer of the GEMM alone and the
+communication alone: full overlap without loss. The paper studies four of its eight schedules, because the others "are
+strictly worse" (V-B). Here all eight run, with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """

@@ -63,7 +63,7 @@ class TrackingGpu:
         return int(self[key])
 
     def with_values(self, values: Mapping[str, float]) -> TrackingGpu:
-        """Return this GPU with some values replaced. values: in the units of the current values."""
+        """Return this GPU with some values replaced. values: the new values, in the units of the current values."""
         for key in values:
             self[key]
         changed = {
