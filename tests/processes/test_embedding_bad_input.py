@@ -68,7 +68,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
         ["per_sample_weights is torch.float64", "pass torch.float32"],
     ),
     "too few weights of ids": (replace("weights_of_ids", lambda t: t[1:]), ["per_sample_weights for", "one weight per value"]),
-    "two-dimensional ids": (replace("values", lambda t: t[None]), ["values has shape [1, ", "one dimension"]),
+    "two-dimensional ids": (replace("values", lambda t: t[None]), ["values has shape [1, ", "one-dimensional"]),
     "strided ids": (replace("values", lambda t: t.repeat_interleave(2)[::2]), ["values has strides (2,)", "contiguous()"]),
     "a list of ids": (replace("values", torch.Tensor.tolist), ["values is a list", "torch.Tensor"]),
     "ids elsewhere": (replace("values", lambda t: t.to("meta")), ["values is on meta", "tables are on cpu"]),

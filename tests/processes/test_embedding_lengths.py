@@ -102,7 +102,7 @@ SPOILED: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "lengths of more values": (with_lengths(first(3, 0)), ["lengths sum to", "the bags must hold all values"]),
     # Their sum equals the number of ids modulo 2**64, and each is 0 modulo 2**32.
     "lengths that wrap around": (with_lengths(first(2**62, 2**62, 2**62, 2**62 + 6)), [""]),
-    "fewer lengths than bags": (foreign(lambda n: n[:-2]), ["lengths for", "keys x 4 samples", "pass one per bag"]),
+    "fewer lengths than bags": (foreign(lambda n: n[:-2]), ["lengths for", "keys x 4 samples", "pass one length per bag"]),
     "lengths of another library, bool": (foreign(torch.Tensor.bool), ["lengths is torch.bool"]),
     "lengths in an array": (foreign(torch.Tensor.numpy), ["lengths is a ndarray", "torch.from_numpy(lengths)"]),
     "sparse lengths": (foreign(torch.Tensor.to_sparse), ["lengths has layout torch.sparse_coo", "to_dense()"]),

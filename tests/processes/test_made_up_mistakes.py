@@ -71,12 +71,12 @@ class Spec(Operator[Call]):
 
 OPERATOR = registered(Spec())
 SAID = {
-    "problem": "problem of made_up_mistake returns a NoneType: return a Problem",
+    "problem": "problem\\(\\) of made_up_mistake returns a NoneType: return a Problem",
     "name": "made_up_mistake.problem\\(\\) returns a Problem with the name 'made_up_otherwise': give Other the",
     "inputs": "inputs.. of the operator made_up_mistake returns nothing, but the input buffers of its schedules are x: return",
     "too many": "inputs.. of the operator made_up_mistake returns x, z, but the input buffers of its schedules are x",
     "outputs": "outputs.. of the operator made_up_mistake returns z, but the output buffers of its schedules are y",
-    "shape": r"inputs of made_up_mistake has x of shape \[1, 2\]: return \[3, 2\], the shape of the buffer in MadeUp",
+    "shape": r"inputs\(\) of made_up_mistake returns x of shape \[1, 2\]: return \[3, 2\], the shape of the buffer in MadeUp",
     "gradients": "made_up_mistake.gradients returns 0 gradients, but a call has 1 tensors: return a gradient for each tensor, or",
 }
 

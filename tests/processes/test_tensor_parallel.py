@@ -136,8 +136,8 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "mesh": "ValueError: group=DeviceMesh(",
             "x": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (2, 5, 5), but sequence_dim=1 needs [B, S/W, 8]: "
             "pass such a tensor",
-            "length": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 4), and the 5 of sequence_dim=1 must be "
-            "divisible by world_size=2",
+            "length": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 4), whose size 5 in dimension "
+            "sequence_dim=1 must be divisible by world_size=2",
             "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), but sequence_dim=1 needs [B, S/W, 8]: "
             "pass such a tensor, or make the layer with sequence_dim=0 for [S/W, 8]",
             "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu, but the weight is "

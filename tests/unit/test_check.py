@@ -82,7 +82,7 @@ def test_a_rank_without_tables_learns_the_batch_elsewhere():
         (jagged(offsets=torch.arange(0)), None, ["0 offsets"]),
         (jagged(values=torch.zeros(12)), None, ["values", "float32", "int32", "int64"]),
         (jagged(offsets=torch.zeros(13, dtype=torch.int16)), None, ["offsets", "int16", "int32", "int64"]),
-        (jagged(values=torch.zeros(6, 2, dtype=torch.int64)), None, ["values", "[6, 2]", "one dimension"]),
+        (jagged(values=torch.zeros(6, 2, dtype=torch.int64)), None, ["values", "[6, 2]", "one-dimensional"]),
         (jagged(values=torch.zeros(24, dtype=torch.int64)[::2]), None, ["values", "(2,)", "values.contiguous()"]),
         (jagged(values=[0] * 12), None, ["values", "list", "torch.Tensor"]),
         (jagged(weights=torch.zeros(12, dtype=torch.float64)), None, ["per_sample_weights", "float64", "float32"]),

@@ -87,7 +87,7 @@ def test_a_training_pass_on_16384_nodes_gains_less_than_on_128() -> None:
     assert many.exchange_us / few.exchange_us > 128  # as many times the bytes, over longer routes
     assert many.embedding_us == pytest.approx(128 * few.embedding_us, rel=0.01)
     assert 0 < many.gain < few.gain
-    with pytest.raises(ValueError, match="128 nodes have no whole rows of 12: use a divisor"):
+    with pytest.raises(ValueError, match=r"128 nodes cannot be divided into rows of 12: set scale\.columns"):
         Dlrm(512, 7, NUMBERS.with_value("scale.columns", 12)).iteration_us(True)
 
 

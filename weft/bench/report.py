@@ -84,7 +84,7 @@ def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     for op, study in dict.fromkeys((r["op"], r.get("study")) for r in simulated):
         if study is None and op not in _SIMULATED_BY:
             known = ", ".join(_SIMULATED_BY)
-            raise ValueError(f"no study simulates {op}, but only {known}: remove its records, or measure it")
+            raise ValueError(f"no study simulates {op} (studies simulate {known}): remove its records, or measure {op}")
         mine = [r for r in simulated if (r["op"], r.get("study")) == (op, study)]
         parts.append(_study(study or _SIMULATED_BY[op]).markdown(mine))
     return "\n".join(parts)

@@ -247,7 +247,7 @@ def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
         check_tensor(name, tensor)
         assert tensor is not None
         if tensor.dim() != 1:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: pass a one-dimensional tensor")
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
         if not tensor.is_contiguous():

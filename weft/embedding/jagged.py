@@ -389,7 +389,7 @@ def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
         raise ValueError(f"lengths is {lengths.dtype}: pass {' or '.join(map(str, INDEX_DTYPES))}")
     if lengths.numel() != keys * batch:
         raise ValueError(
-            f"{counted(lengths.numel(), 'length')} for {counted(keys, 'key')} x {counted(batch, 'sample')}: pass one per bag"
+            f"{counted(lengths.numel(), 'length')} for {counted(keys, 'key')} x {counted(batch, 'sample')}: pass one length per bag"
         )
 
 

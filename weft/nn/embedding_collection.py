@@ -254,7 +254,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     def _warn(self, bad: int, ids: RowIds) -> None:
         if bad and self._bounds_check == "warning":
             warnings.warn(
-                f"{counted(bad, 'id')} out of range on rank {self.rank} read as zero rows: {ids.first_bad()}",
+                f"{counted(bad, 'id')} out of range on rank {self.rank}, read as zero rows: {ids.first_bad()}",
                 stacklevel=3,
             )
 

@@ -134,9 +134,10 @@ class ExpertParallelMLP(nn.Module):
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's slice of the full expert state dict.
 
-        whole: either stacked weights [num_experts, ...] with this module's names; then the result has views. Or three
-            weights of every expert i, `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`; then the
-            result has copies. Mixtral's names `i.w1.weight`, `i.w3.weight` and `i.w2.weight` are also allowed.
+        whole: weights in one of two forms. Stacked weights [num_experts, ...] have this module's names; the result then
+            has views. Separate weights of each expert i are `i.gate_proj.weight`, `i.up_proj.weight` and
+            `i.down_proj.weight`; the result then has copies. Mixtral's names `i.w1.weight`, `i.w3.weight` and
+            `i.w2.weight` are also allowed.
         """
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)

@@ -249,7 +249,7 @@ class InputDist:
         for name, tensor, dtypes in named if weights is None else [*named, ("weights", weights, (torch.float32,))]:
             check_tensor(name, tensor)
             if tensor.dim() != 1 and name != "lengths":
-                raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
+                raise ValueError(f"{name} has shape {list(tensor.shape)}: pass a one-dimensional tensor")
             if not tensor.is_contiguous() and name != "offsets":
                 raise ValueError(f"{name} has strides {tensor.stride()}: pass {name}.contiguous()")
             if tensor.dtype not in dtypes:
@@ -259,11 +259,11 @@ class InputDist:
         if lengths.numel() != len(keys) * batch_size:
             raise ValueError(
                 f"{counted(lengths.numel(), 'length')} for {counted(len(keys), 'key')} x {counted(batch_size, 'sample')}: "
-                "pass one per bag"
+                "pass one length per bag"
             )
         if weights is not None and weights.numel() != values.numel():
             raise ValueError(
-                f"{counted(weights.numel(), 'weight')} for {counted(values.numel(), 'value')}: pass one per value"
+                f"{counted(weights.numel(), 'weight')} for {counted(values.numel(), 'value')}: pass one weight per value"
             )
         if values.numel() >= 2**31:
             raise ValueError(

@@ -128,7 +128,7 @@ class ParallelLinear(nn.Module):
             return f"x has shape {shape}, but sequence_dim={dim} needs {takes}: pass such a tensor{other}"
         if self.divided and shape[dim] % self.world_size:
             return (
-                f"x has shape {shape}, and the {shape[dim]} of sequence_dim={dim} must be divisible by "
+                f"x has shape {shape}, whose size {shape[dim]} in dimension sequence_dim={dim} must be divisible by "
                 f"world_size={self.world_size}, since every rank gets an equal part: pad the sequence"
             )
         return ""

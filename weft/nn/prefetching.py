@@ -78,7 +78,7 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
             loss(model(batch)).backward()
 
     The losses are the same as in a loop over `batches`. The step must call each module once, with the features of its
-    batch. After that call, the next batch is read, and its ids begin to travel
+    batch. After that call, the next batch is read, and the distribution of its ids begins
     (`ShardedEmbeddingBagCollection.prefetch`).
 
     - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, the ranks are

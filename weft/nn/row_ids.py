@@ -84,7 +84,7 @@ class RowIds:
         return place_of[part], ids - part * size
 
     def split(self, rows: torch.Tensor | None, of_replicated: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the rows of each output feature. rows: of all ids of sharded tables."""
+        """Return the rows of each output feature. rows: the rows of all ids of sharded tables."""
         partition = self._partition
         is_replicated = [isinstance(partition.shardings[slot.table], DataParallel) for slot in partition.slots]
         blocks = {}

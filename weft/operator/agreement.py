@@ -1,6 +1,6 @@
 """Two protocols with which the ranks of a group agree on a call, or refuse it on all ranks.
 
-|               | `HostsMeet`: CPU processes                        | `HostsApart`: GPUs                                     |
+|               | `CpuAgreement`: CPU processes                     | `GpuAgreement`: GPUs                                   |
 |---------------|---------------------------------------------------|--------------------------------------------------------|
 | first call    | a rendezvous, as before every call                | an exchange over the sockets                           |
 | later calls   | a rendezvous before each (`weft.runtime.meeting`) | a digest, off the critical path (`weft.symm.calls`)    |
@@ -78,7 +78,7 @@ class Agreement:
         return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
 
 
-class HostsMeet(Agreement):
+class CpuAgreement(Agreement):
     """The protocol of CPU processes, which synchronise before each call. A rendezvous through shared memory takes
     microseconds.
     """
@@ -119,7 +119,7 @@ class HostsMeet(Agreement):
         return [_SUMS.unpack(one) for one in extras]
 
 
-class HostsApart(Agreement):
+class GpuAgreement(Agreement):
     """The protocol of GPU ranks. They do not synchronise before each call, because that would take longer than the
     CPU's part of the call.
     """
@@ -171,7 +171,7 @@ class HostsApart(Agreement):
 
 
 _NOTHING_SHARED = Agreement()
-_BY_DEVICE = {"cpu": HostsMeet(), "cuda": HostsApart()}
+_BY_DEVICE = {"cpu": CpuAgreement(), "cuda": GpuAgreement()}
 
 
 def agreement_on(device: torch.device) -> Agreement:

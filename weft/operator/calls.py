@@ -286,7 +286,7 @@ def require_device(op: Operator[Any], call: Any) -> None:
 
 def _require_problem(op: Operator[Any], p: Any) -> None:
     if not isinstance(p, Problem):
-        raise TypeError(f"problem of {op.name} returns {kind(p)}: return a Problem")
+        raise TypeError(f"problem() of {op.name} returns {kind(p)}: return a Problem")
     of_another = p.name in OPERATORS or type(p).__module__.startswith(
         "weft."
     )  # two operators may share a problem class

@@ -145,7 +145,7 @@ class CompiledOperator:
             rows, cols = int(buffers[name].rows), buffers[name].cols
             if isinstance(tensor, torch.Tensor) and not self._serial.contents and tensor.numel() != rows * cols:
                 raise TypeError(
-                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}: return [{rows}, {cols}], the shape of "
+                    f"{of}() of {self.op.name} returns {name} of shape {list(tensor.shape)}: return [{rows}, {cols}], the shape of "
                     f"the buffer in {self.p}"
                 )
 

@@ -83,8 +83,8 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
     """Return the first rank's choice: by cached times if every transport has one, otherwise by this machine's model.
 
     A prediction takes milliseconds, many times as long as a call. So the second size bucket is planned together with
-    the smallest and the largest bucket. Most later buckets lie between two buckets with the same choice, and use it
-    without a prediction.
+    the smallest and the largest bucket. Most later buckets are between two buckets with the same choice, and use this
+    choice without a prediction.
 
     The performance model omits some costs of each staged slice. In cases where both had the same prediction, "put" took
     longer than "direct". For six recommendation models on H200s it took 1.08 to 1.46 times as long, and for one table

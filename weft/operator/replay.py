@@ -74,8 +74,8 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path.
 
-    results: in the order of the output buffers. apply: the `apply` of the autograd Function if gradients are wanted;
-        `inputs` is then None.
+    results: the results in the order of the output buffers. apply: the `apply` of the autograd Function if gradients
+        are wanted; `inputs` is then None.
     """
 
     op: Operator[Any]

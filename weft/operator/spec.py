@@ -278,7 +278,7 @@ class Operator(ABC, Generic[C]):
         must make this call.
 
         Default: the planner chooses a schedule, and an executor of schedules runs it. An operator that overrides this
-            method must obey these rules:
+        method must obey these rules:
 
         - Options of the call choose the executor. Users cannot pin a schedule.
         - Two calls with equal `key` can use the same executor.

@@ -93,11 +93,11 @@ def all_to_all_matmul(
     The first call of a shape (K, N, E, dtype, capacity, max_rows given or not) sets up memory and kernels on all ranks,
     which takes milliseconds to seconds. Make it before you capture a CUDA graph.
 
-    Memory: y, an eighth larger if it is allocated before its number of rows is known. Also symmetric memory of (W - 1)
-        x capacity x K elements. CPU ranks keep the memory of the largest shape. GPU ranks keep the memory of each of
-        the last 64 shapes, and of shapes that a CUDA graph has captured. Memory of large shapes that are no longer
-        called is freed sooner. Schedules for few rows also need up to 128 KiB per multiprocessor, for partial sums. The
-        serial schedule instead needs memory for twice the received rows, each K wide.
+    Memory: y, an eighth larger if it is allocated before its number of rows is known, and symmetric memory of (W - 1) x
+        capacity x K elements. CPU ranks keep the memory of the largest shape. GPU ranks keep the memory of each of the
+        last 64 shapes, and of shapes that a CUDA graph has captured. Memory of large shapes that are no longer called
+        is freed sooner. Schedules for few rows also need up to 128 KiB per multiprocessor, for partial sums. The serial
+        schedule instead needs memory for twice the received rows, each K wide.
 
     Differentiable once in tokens and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums
     over rows, not means.

@@ -170,7 +170,7 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
         return None
     check_tensor(name, given)
     if given.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(given.shape)}: pass one dimension, [N]")
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: pass a one-dimensional tensor, [N]")
     return given.unsqueeze(0)
 
 

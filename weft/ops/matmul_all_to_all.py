@@ -305,9 +305,9 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of h and the weights.
 
-        grad h is a dispatch (`all_to_all_matmul`) of grad y with transposed weights, if the dispatch overlaps. The
-        dispatch also returns the rows of grad y for the gradients of weights. Otherwise NCCL exchanges grad y once for
-        both gradients.
+        If a dispatch (`all_to_all_matmul`) overlaps for this shape, a dispatch of grad y with transposed weights
+        computes grad h. It also returns the received rows of grad y, for the gradients of weights. Otherwise NCCL
+        exchanges grad y once for both gradients.
         """
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None

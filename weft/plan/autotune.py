@@ -108,7 +108,7 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
         return {}
     times = content.get("times_us")
     if content.get("key") != key or not isinstance(times, dict):
-        raise UnreadableError(f"{path} contains times for another key than its name; {store.FIX}")
+        raise UnreadableError(f"{path} contains times whose key does not match the file name; {store.FIX}")
     for name, us in times.items():
         if not store.is_time(us):
             raise UnreadableError(f"{path}: times_us.{name} is {us!r}: {store.TIMES}; {store.FIX}")

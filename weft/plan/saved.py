@@ -26,7 +26,8 @@ def load(
     what: the kind of file, such as "calibration", for the file's name and error texts. checks: a check for each field.
     fix: the advice at the end of error texts.
 
-    Raise `UnreadableError` if the file is broken or another machine's, and `ValueError` if other versions are installed now.
+    Raise `UnreadableError` if the file is broken or belongs to another machine, and `ValueError` if other versions are
+    installed now.
     """
     path = store.path_of(what, machine, world_size)
     content = store.read(path)

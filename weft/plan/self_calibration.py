@@ -112,7 +112,7 @@ class SelfCalibration:
 
 
 def _bandwidth(name: str, rate: float | None, derived: float, into: Callable[[Model], Model]) -> _Number:
-    """Return a bandwidth in GB/s as a `_Number`. rate, derived: in bytes/us."""
+    """Return a bandwidth in GB/s as a `_Number`. rate, derived: the measured and the derived rate in bytes/us."""
     return _Number(name, "GB/s", None if rate is None else rate * 1e-3, derived * 1e-3, into)
 
 
@@ -177,7 +177,7 @@ def find(machine: str, world_size: int) -> SelfCalibration | None:
     """Return the numbers that this or another process has measured with `world_size` ranks; None if there are none.
 
     Raise `ValueError` if the numbers were measured with other versions, and `UnreadableError` if the file is broken or
-    another machine's.
+    belongs to another machine.
     """
     here = _known.get((machine, world_size))
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)

@@ -4,7 +4,7 @@
 - machine file: `weft/hw/*.toml`
 - self-calibration: for GPUs without a calibration or machine file. Some numbers are measured at a group's first call, the others
   are derived
-- derived: from the driver's numbers, in proportion to a measured machine
+- derived numbers: a measured machine's numbers, scaled in proportion to the driver's numbers
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def simulate(
         mode: "queued": the CPU is ahead of the device, so issuing steps takes no time. "graph": captured and replayed.
             Collectives and signals take longer; the time added at the end of a run (`model.graph_run_us`) is not
             included. "single": every run begins on idle devices, and the CPU needs `model.host_step_us` per step.
-        late_us: for each rank, a delay at the start of each run. Default: 0.
+        late_us: the delay of each rank at the start of each run. Default: 0.
         trusted: True to skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for
             verified schedules and schedules of weft's own builders.
         most_us: the longest first run. If it takes longer, the simulation stops, and all times of the result are infinite.

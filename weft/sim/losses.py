@@ -89,7 +89,9 @@ def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
 
 @lru_cache(maxsize=8)
 def communication_us(problem: Problem, model: Model) -> float:
-    """Return the time of the undivided communication alone, in us: the faster of NCCL and of copy engines to all peers at once."""
+    """Return the time of the undivided communication alone, in us: by NCCL, or by copy engines to all peers at once if
+    that is faster.
+    """
     if problem.world_size == 1:
         return 0.0
     serial = serial_of(problem)

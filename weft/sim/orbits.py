@@ -106,7 +106,7 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
     """Simulate schedule `name` (one of `NAMES`) on a torus, with rank 0 representing all ranks."""
     if name not in NAMES:
-        raise ValueError(f"schedule {name!r} of many ranks must be one of {', '.join(NAMES)}")
+        raise ValueError(f"schedule {name!r} cannot be simulated for so many ranks: use one of {', '.join(NAMES)}")
     return replayed(_Orbit(problem, model, name).program(), runs)
 
 

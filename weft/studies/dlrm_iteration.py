@@ -164,7 +164,7 @@ def reduce_us(count: float, numbers: Numbers) -> float:
 def _sizes(numbers: Numbers) -> tuple[int, int]:
     nodes, columns = numbers.count("scale.nodes"), numbers.count("scale.columns")
     if columns < 1 or nodes % columns:
-        raise ValueError(f"{nodes} nodes have no whole rows of {columns}: use a divisor as scale.columns")
+        raise ValueError(f"{nodes} nodes cannot be divided into rows of {columns}: set scale.columns to a divisor")
     return columns, nodes // columns
 
 

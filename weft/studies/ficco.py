@@ -5,10 +5,10 @@ fastest schedule.
 real machine. Both kinds of records have the same tables and pictures: figures 13, 12(b), 14, and the quality of choices
 (VI-D).
 
-Times are times per call of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM.
-The ideal speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full overlap
-without loss. The paper studies four of its eight schedules, because the others "are strictly worse" (V-B). Here all
-eight run, with as many steps as ranks.
+A time is the time per call in a row of consecutive calls ("queued"). A speedup is relative to serial: NCCL's
+all-gather, then the GEMM. The ideal speedup is serial's time divided by the longer of the GEMM alone and the
+communication alone: full overlap without loss. The paper studies four of its eight schedules, because the others "are
+strictly worse" (V-B). Here all eight run, with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -155,7 +155,7 @@ def _over_ratio(rows: Sequence[GemmRow]) -> ResultTable:
         best = row.speedup(*EIGHT)
         return "" if best is None or row.ideal <= 1 else f"{(1 - 1 / best) / (1 - 1 / row.ideal):.0%}"
 
-    shown = ("shard", "shard, to all at once", "AsyncTP")
+    shown = ("shard", "shard, to all peers at once", "AsyncTP")
     kinds = {kind: KINDS[kind] for kind in shown if any(row.speedup(*KINDS[kind]) for row in rows)} | {"FiCCO": EIGHT}
     speedups = {kind: [of for row in rows if (of := row.speedup(*names))] for kind, names in kinds.items()}
     columns: dict[str, Callable[[GemmRow], str]] = {
@@ -222,14 +222,19 @@ def _choices(rows: Sequence[GemmRow]) -> ResultTable:
             ))  # fmt: skip
     title = "How often a choice is the fastest schedule, and what a wrong choice loses of the best speedup"
     return ResultTable(
-        title, (*who_chooses, near, "mean loss of wrong choices", "largest loss", "paper: right, mean loss"), cells
+        title,
+        (*who_chooses, near, "mean loss of wrong choices", "largest loss", "paper: right choices, mean loss"),
+        cells,
     )
 
 
 def _by_kind(rows: Sequence[GemmRow]) -> ResultTable:
     def speedups(row: GemmRow) -> dict[str, float | None]:
         kinds = {kind: row.speedup(*names) for kind, names in KINDS.items()}
-        chosen = {"FiCCO, the heuristic's": row.speedup(row.pick), "FiCCO, the closed form's": row.speedup(row.closed)}
+        chosen = {
+            "FiCCO, chosen by the heuristic": row.speedup(row.pick),
+            "FiCCO, chosen by the closed form": row.speedup(row.closed),
+        }
         return {"ideal": row.ideal, **kinds, **chosen}
 
     sets = {**TABLES, "all": ""}

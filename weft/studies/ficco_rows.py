@@ -41,7 +41,7 @@ STUDIED = {
 """The four schedules that the paper studies."""
 KINDS: dict[str, tuple[str, ...]] = {
     "shard": (SHARD,),
-    "shard, to all at once": ("shard[chunks=1,send=at_once,by=dma]",),
+    "shard, to all peers at once": ("shard[chunks=1,send=at_once,by=dma]",),
     "AsyncTP": (ASYNCTP,),
     "FiCCO 1D": EIGHT[:4],
     "FiCCO 2D": EIGHT[4:],

@@ -146,8 +146,8 @@ def with_message(setting: Setting, numbers: Numbers) -> Numbers:
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:
-    """Return the times of GPUs of one node. Each table has its own kernel, which stores vectors directly in the other
-    GPU's memory. So there is no NIC and no shuffle.
+    """Return the times of GPUs of one node. Each table has its own kernel, which stores vectors directly in the memory
+    of the GPUs that need them. So there is no NIC and no shuffle.
     """
     peers = setting.ranks - 1
     over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks

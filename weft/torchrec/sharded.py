@@ -90,8 +90,8 @@ class ShardedEmbeddingBagCollection(
     """TorchRec's `ShardedModule` of an EmbeddingBagCollection. `weft.torchrec.EmbeddingBagCollectionSharder` makes it.
 
     Inputs and outputs are TorchRec's objects. Parameters, state dict and order of columns are the same as in TorchRec's
-    own module: the state dict has all tables on every rank, as ShardedTensors. `weft_module` is the
-    `weft.nn.ShardedEmbeddingBagCollection` inside.
+    own module: the state dict has all tables on every rank, as ShardedTensors. The module wraps a
+    `weft.nn.ShardedEmbeddingBagCollection`, `weft_module`.
 
     For an id out of range, weft reads a zero row and updates no row. (FBGEMM reads row 0.)
 

@@ -32,9 +32,10 @@ class ShardedEmbeddingCollection(
 ):
     """TorchRec's `ShardedModule` of an EmbeddingCollection. `weft.torchrec.EmbeddingCollectionSharder` makes it.
 
-    Inputs and outputs are TorchRec's objects, and names are the same as in TorchRec's own module. `weft_module` is the
-    `weft.nn.ShardedEmbeddingCollection` inside. `input_dist` only stores the features: `compute` distributes the ids.
-    So a TorchRec pipeline works, but overlaps nothing. All ranks must construct the module and make every call.
+    Inputs and outputs are TorchRec's objects, and names are the same as in TorchRec's own module. The module wraps a
+    `weft.nn.ShardedEmbeddingCollection`, `weft_module`. `input_dist` only stores the features: `compute` distributes
+    the ids. So a TorchRec pipeline works, but overlaps nothing. All ranks must construct the module and make every
+    call.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from weft.words import kind
 
 
 class ShardedTables(FusedOptimizerModule):
-    """The base class of both sharded modules: it holds the tables. `weft_module` is weft's module inside."""
+    """The base class of both sharded modules. It holds the tables, and wraps a module of weft, `weft_module`."""
 
     weft_module: Any
     _optim: KeyedOptimizer

@@ -242,7 +242,7 @@ class MatmulAllReduceCall(Reduced):
         mean = 'op="avg" does not support bias, residual and norm'
         return {
             **super().impossible(),
-            "bias of two dimensions": ({"bias": bias[None]}, "bias has shape (1, 3): pass one dimension, [N]"),
+            "bias of two dimensions": ({"bias": bias[None]}, "bias has shape (1, 3): pass a one-dimensional tensor, [N]"),
             "bias of other length": ({"bias": torch.ones(4)}, "bias has 4 columns: pass 3, as many as w has"),
             "bias of another dtype": ({"bias": bias.half()}, "bias is torch.float16 on cpu and x is torch.float32 on cpu"),
             "residual of fewer rows": (
@@ -253,7 +253,7 @@ class MatmulAllReduceCall(Reduced):
             ),
             "mean": ({"bias": bias, "op": "avg"}, mean),
             "no tensor": ({"residual": [residual]}, "residual is a list: pass a torch.Tensor"),
-            "a norm of two dimensions": ({"norm": bias[None]}, "norm has shape (1, 3): pass one dimension, [N]"),
+            "a norm of two dimensions": ({"norm": bias[None]}, "norm has shape (1, 3): pass a one-dimensional tensor, [N]"),
             "a norm of other length": ({"norm": torch.ones(2)}, "norm has 2 columns: pass 3, as many as w has"),
             "a norm of another dtype": ({"norm": bias.double()}, "norm is torch.float64 on cpu and x is torch.float32 on cpu"),
             "a norm elsewhere": (

@@ -1,5 +1,5 @@
-"""Benchmark of any registered operator (`weft.operator`): shapes x variants. Also the base of benchmarks with their own
-baselines.
+"""Benchmark of any registered operator (`weft.operator`): shapes x variants. The module is also the base of benchmarks
+with their own baselines.
 
 The operator's spec draws the calls and computes the expected results. Variants:
 

@@ -201,8 +201,8 @@ class SerialVariant:
 def embedding_bags(work: EmbeddingData) -> Pool:
     """Pool with one `nn.EmbeddingBag` per table.
 
-    The PGAS paper's baseline is TorchRec's EmbeddingBagCollection with an asynchronous all-to-all. Here the all-to-all is
-    synchronous, because no other work could overlap with it.
+    The PGAS paper's baseline is TorchRec's EmbeddingBagCollection with an asynchronous all-to-all. In this benchmark
+    the all-to-all is synchronous, because no other work could overlap with it.
     """
     how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
     bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]

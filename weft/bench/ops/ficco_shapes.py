@@ -48,7 +48,9 @@ class GatherShape(GemmShape):
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of this name. The paper's GEMMs have the full layer's N, which `on` divides by the ranks."""
+        """Return the shapes of this name. The paper's GEMMs have the full layer's N, which `on` divides by the number
+        of ranks.
+        """
         match = _NAME.fullmatch(name)
         gemms: Sequence[GatheredGemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
         if not match or not gemms:
@@ -60,7 +62,7 @@ class GatherShape(GemmShape):
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
-        """Return the shape on one of `ranks` ranks, with N divided by the ranks."""
+        """Return the shape on one of `ranks` ranks, with N divided by the number of ranks."""
         if not self.gemm:
             return self
         (gemm,) = _GEMMS[self.gemm]

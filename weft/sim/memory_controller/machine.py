@@ -63,7 +63,7 @@ class TrackingGpu:
         return int(self[key])
 
     def with_values(self, values: Mapping[str, float]) -> TrackingGpu:
-        """Return this GPU with some values replaced. values: in the units of the current values."""
+        """Return this GPU with some values replaced. values: the new values, in the units of the current values."""
         for key in values:
             self[key]
         changed = {
@@ -94,7 +94,7 @@ def t3_gpu() -> TrackingGpu:
     for key, one in quantities.items():
         if one.unit not in UNITS or one.source not in SOURCES:
             raise ValueError(
-                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit and one of {', '.join(SOURCES)}"
+                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit, and a source of {', '.join(SOURCES)}"
             )
     return TrackingGpu("T3's GPU", quantities)
 

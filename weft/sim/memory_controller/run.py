@@ -118,10 +118,10 @@ def fused(
 ) -> ControllerRun:  # fmt: skip
     """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs. output: the reduce-scatter's map.
 
-    A remote-mapped tile goes from the work-groups to the link. Memory adds all other tiles. The tracker counts the
-    updates of the GEMM and of peers. The last update of a dma-mapped piece starts its copy. The peer sends the same
-    bytes as this GPU at the same time, and they arrive after the link's latency. If the map has several targets, there
-    is a link to each target, and the links share `link.bandwidth`. If the map has no copies, the tracker is not used.
+    The link sends remote-mapped tiles. Memory adds all other tiles. The tracker counts the updates of the GEMM and of
+    peers. The last update of a dma-mapped piece starts its copy. The peer sends the same bytes as this GPU at the same
+    time, and they arrive after the link's latency. If the map has several targets, there is a link to each target, and
+    the links share `link.bandwidth`. If the map has no copies, the tracker is not used.
 
     coarse: the number of queue entries to simulate as one, with the same bytes.
 
