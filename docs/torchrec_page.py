@@ -1,7 +1,7 @@
-"""Writes the table of speed in docs/torchrec.md from its record: `python docs/torchrec_page.py`.
+"""Write the tables of speed in docs/torchrec.md from their records: `python docs/torchrec_page.py`.
 
-`torchrun --nproc-per-node 2 benchmarks/torchrec_modules.py --json FILE` writes the record, benchmarks/results/h100-torchrec.json. A
-test compares the page with it. Nothing here is installed with weft.
+`torchrun --nproc-per-node 2 benchmarks/torchrec_modules.py --json FILE` writes a record. The page shows the records
+benchmarks/results/*-torchrec.json, and a test compares it with them. Nothing here is installed with weft.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from typing import Any
 from weft.bench.core.tables import geomean, markdown_table, times
 
 PAGE = Path(__file__).parent / "torchrec.md"
-RECORD = PAGE.parents[1] / "benchmarks" / "results" / "h100-torchrec.json"
+RECORDS = sorted((PAGE.parents[1] / "benchmarks" / "results").glob("*-torchrec.json"))
 _MARK = re.compile(r"(?P<open><!-- torchrec -->\n).*?(?P<close><!-- /torchrec -->)", re.DOTALL)
 _PARTS = ("forward", "step")
 
 
 def body() -> str:
-    """Return the table and a sentence on how it was measured."""
-    records: list[dict[str, Any]] = json.loads(RECORD.read_text())
+    """Return a table for each record, with a line on how it was measured."""
+    tables = "\n".join(_table(json.loads(record.read_text())) for record in RECORDS)
+    return f"{tables}\nA step is forward, backward and a fused SGD update. Batches are new KeyedJaggedTensors of local samples.\n"
+
+
+def _table(records: list[dict[str, Any]]) -> str:
     rows = [
         [record["case"], *(cell for part in _PARTS for cell in _cells(record["ms"], part))]
         for record in records
@@ -35,10 +39,7 @@ def body() -> str:
     first = records[0]
     peers = " and ".join(f"{name} {release}" for name, release in first["peers"].items())
     where = f"{first['machine']}, {peers}, torch {first['versions']['torch']}, fp32, table-wise with the same owners"
-    return (
-        f"{table}\n\n{where}, commit {first['commit']}.\n"
-        "A step is forward, backward and a fused SGD update. Batches are new KeyedJaggedTensors of local samples.\n"
-    )
+    return f"{table}\n\n{where}, commit {first['commit']}.\n"
 
 
 def _cells(ms: dict[str, float], part: str) -> list[str]:
