@@ -207,6 +207,7 @@ def test_the_heuristic_and_autotuning_run_under_their_names(pool: Pool, preset: 
     assert by_variant["autotune"]["chosen"] is not None
 
 
+@pytest.mark.slow
 def test_fp8_is_the_scaled_operator(pool: Pool) -> None:
     rows = pool.run(_scaled, ranks=2)[0]
     assert {(r["variant"], r["dtype"]) for r in rows} == {(name, "fp8") for name in ("serial", "weft", PUT)}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.on_ranks import error_of
+from support.slow import slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -189,7 +190,7 @@ def called_differently(group: dist.ProcessGroup, cases: list[str], known: bool) 
     return found
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("known", [slow(False), True], ids=["new", "known"])
 def test_ranks_that_give_a_layer_other_options_get_no_result(pool: Pool, known: bool) -> None:
     for found in pool.run(called_differently, list(CASES), known, ranks=2, timeout_s=120):
         kinds = {name: error for name, error in found.items() if error[0] != "DisagreementError"}

@@ -154,6 +154,7 @@ def test_it_is_verified_simulated_planned_and_explained() -> None:
     assert "straight" in explain("matmul_scatter", M=4096, N=1024, K=8192, ranks=4, hw="h200")
 
 
+@pytest.mark.slow
 def test_it_is_measured_and_reported(pool: Pool, tmp_path: Path) -> None:
     written = pool.run(measured, ranks=2, timeout_s=120)[0]
     assert {r["variant"] for r in written} == {"serial", "weft", "straight"}

@@ -100,7 +100,7 @@ GRADIENTS = [name for name in ROWS if ROWS[name].gradients]
 @pytest.mark.parametrize("world", [1, 3])
 def test_gradients(pool: Pool, operator: str, world: int, case: Case, wanted: tuple[bool, ...]) -> None:
     row = ROWS[operator]
-    given = operator, on(world, case), wanted, False, row.block if world > 1 else None, row.seeds
+    given = operator, on(world, case), wanted, False, row.block if world > 1 else None
     pool.run(suite.gradients, *given, ranks=world, timeout_s=120)
 
 

@@ -392,7 +392,7 @@ def without_descriptors(group, function, rooms, late):
 
 
 @pytest.mark.parametrize(
-    ("function", "late"), [slow(set_all_up, False), (set_all_up, True), (call, False), slow(call, True)]
+    ("function", "late"), [slow(set_all_up, False), slow(set_all_up, True), (call, False), slow(call, True)]
 )
 def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> None:
     """The number of descriptors is too small for the first socket, a peer's socket, the watchdog's wake-up or memory,

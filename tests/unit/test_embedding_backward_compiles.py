@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.embedding_training import OPTIMIZERS
-from support.slow import mostly, pairs
+from support.slow import pairs
 
 from weft import env
 
@@ -54,7 +54,7 @@ def _binary(target: str) -> str:
 @pytest.mark.parametrize(
     ("name", "target"),
     pairs(
-        CASES, TARGETS, ("rule 2", "sm_90"), ("rule 4, bf16, weighted, wide keys", "gfx942"), ("wide", "gfx942"),
+        CASES, TARGETS, ("rule 2", "sm_90"), ("rule 4, bf16, weighted, wide keys", "gfx942"),
         ("fp16 at random, by fp32", "sm_90"),
     ),
 )  # fmt: skip
@@ -89,8 +89,7 @@ def test_kernels_compile(name: str, target: str) -> None:
     assert all(kernel.asm[_binary(target)] for kernel in (sums, of_runs, update, added, weights))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("wide", mostly([False, True], False))
+@pytest.mark.parametrize(("wide", "target"), pairs([False, True], TARGETS, (False, "sm_90")))
 def test_kernels_of_runs_compile(wide: bool, target: str) -> None:
     keys, split = (I64, 3) if wide else (I32, 1)
     block = {"BLOCK": 1024, "SPLIT": split}

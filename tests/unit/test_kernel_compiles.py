@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.reference import problem, tables_of
-from support.slow import in_turn, mostly, slow
+from support.slow import mostly, pairs, slow
 
 from weft import env
 from weft.embedding import EmbeddingSharding
@@ -173,7 +173,7 @@ def test_rows_are_read_16_bytes_at_a_time_and_stay_in_registers(
     assert 65536 // (32 * registers) >= 12  # programs per SM: enough rows must be in flight to hide latency
 
 
-@pytest.mark.parametrize(("options", "dims"), in_turn([{}, PUT], [UNIFORM, MIXED]), ids=str)
+@pytest.mark.parametrize(("options", "dims"), pairs([{}, PUT], [UNIFORM, MIXED], (PUT, MIXED)), ids=str)
 def test_compiles_for_amd(options: dict[str, Any], dims: tuple[int, ...]) -> None:
     built, _ = compiled("gfx942", problem(2, dims).sharding, options, {})
     assert built.asm["hsaco"]

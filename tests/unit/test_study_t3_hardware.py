@@ -96,6 +96,7 @@ def test_cutting_k_keeps_tiles_and_stages() -> None:
     assert float(cells[0][4]) == pytest.approx(8 * float(cells[1][4]), rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_draws_its_records(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["reproduce", "t3", "--records", str(RECORDS), "--pictures", str(tmp_path)])
     assert shown.exit_code == 0, shown.output

@@ -18,8 +18,7 @@ class Row:
     results: cases by name. Each is called `calls` times in a row, on groups of each size in `worlds`.
     more: further (ranks, case).
     every: (ranks, case, builders). All schedules of the case are tried; they must come from `builders`.
-    gradients: (case, for each input True if it wants a gradient). An entry may be marked as slow. `seeds` are the seeds
-        of the data.
+    gradients: (case, for each input True if it wants a gradient). An entry may be marked as slow.
     block: the schedule that `use` selects for eager calls with gradients.
     compiled_gradients: indices in `gradients`. `make test` compiles these entries. `make test-slow` compiles all entries
         on two ranks, and the first of these on other numbers of ranks.
@@ -37,12 +36,11 @@ class Row:
     layouts: Sequence[Case]
     steps: Sequence[tuple[Case, set[str]]]
     late: Sequence[Case]
-    calls: int = 3
+    calls: int = 2
     worlds: Sequence[int] = (1, 2, 4)
     more: Sequence[Any] = ()
     gradients: Sequence[Any] = ()
     compiled_gradients: Sequence[int] = (0,)
-    seeds: Sequence[int] = (1,)
     block: str | None = None
     compiled: Sequence[Any] = ()
     many: Sequence[Case] = ()
