@@ -57,7 +57,7 @@ def _run(
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
-    # Show progress, because plans for hundreds of ranks take minutes.
+    # Show progress, because plans for hundreds of ranks take seconds.
     with progress(1.0, True, "weft plan: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = explanation(op, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **sized)
         step("simulating losses", 0.0)
