@@ -139,8 +139,7 @@ SCHEDULES: dict[str, list[str | None]] = {
 def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
     """Write each call differently on rank 1 than on rank 0, for a new and for a known shape.
 
-    Either no calls come before it, or calls in both forms. A shape that is new for one schedule is known for the next
-    schedule.
+    Operators with several schedules alternate: with one schedule the shape is new, with the next it is known.
     """
     for number, schedule in enumerate(SCHEDULES[operator]):
         options = {} if schedule is None else {"schedule": schedule}

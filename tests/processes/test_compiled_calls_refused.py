@@ -24,8 +24,10 @@ READ_BY_TORCH = {("global_batch", "lengths"), ("matmul_all_reduce", "bias"), ("m
 
 
 def compiled(group: dist.ProcessGroup, operator: str) -> dict[tuple[str, str], str]:
-    """Return each rank's error of a compiled call for each tensor that is on meta, or whose memory was freed, on rank 1 alone; good
-    calls in between."""
+    """Return this rank's errors of compiled calls in which a tensor of rank 1 is on meta, or its memory was freed.
+
+    Each tensor is tried. Good calls are made in between.
+    """
     call, found = OPERATORS[operator](group), {}
     run = torch.compile(lambda given: call.call(**given), fullgraph=True, backend="aot_eager")
     kinds = {"meta": lambda x: x.to("meta"), "freed": resized}

@@ -105,8 +105,10 @@ def test_a_model_chooses(pool: Pool, world: int) -> None:
 def tuned(
     group: dist.ProcessGroup, near: list[Problem], far: Problem
 ) -> tuple[list[tuple[str, torch.Tensor]], list[int]]:
-    """Make a first call under "autotune". Then call with sizes near it, and outside of `use` with one far off. Return
-    the transports, and the numbers of timings so far.
+    """Return the transports of calls, and the number of timings after each.
+
+    The first size in `near` is timed under "autotune". Calls outside of `use` follow, for all sizes. The last call is
+    under "autotune" again, on a new group.
     """
     own, found, counts = dist.new_group(list(range(group.size()))), [], []
     with timed_as(serial=3.0, direct=2.0, put=1.0) as seen:

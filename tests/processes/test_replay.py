@@ -145,7 +145,7 @@ def test_calls_of_many_forms_are_right_again(pool: Pool) -> None:
 
 
 def others(group: dist.ProcessGroup) -> None:
-    """Make calls in which equal arguments have another meaning."""
+    """Make calls with equal arguments in different contexts. Only a call in the same context is replayed."""
     own = dist.new_group([0, 1])
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     for _ in range(2):

@@ -395,9 +395,7 @@ def without_descriptors(group, function, rooms, late):
     ("function", "late"), [slow(set_all_up, False), slow(set_all_up, True), (call, False), slow(call, True)]
 )
 def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> None:
-    """The number of descriptors is too small for the first socket, a peer's socket, the watchdog's wake-up or memory,
-    or it is large enough.
-    """
+    """Try each number of free descriptors from none to enough. With fewer than enough, set-up fails at different steps."""
     with Pool(3) as pool:
         found = pool.run(without_descriptors, function, range(8), late, timeout_s=100)
     by_room = list(zip(*found, strict=True))

@@ -36,9 +36,9 @@ ON_CPU = DTYPES | {"fp64": torch.float64}
 def scattered(world: int, dtype: str, way: str) -> Schedule:
     """Return a schedule of y = this rank's rows of the sum of all ranks' x @ w.
 
-    way: "copy" and "compute" add into each owner's buffer. "reduce" adds peers' copies there, and "remote" peers'
-    GEMMs. "collective" uses gloo. "tracked" and "tracked remote" use one GEMM whose tiles set signals. "pulled[...]" is
-    the schedule of that name.
+    way: "copy" and "compute" add into each owner's buffer. With "reduce", peers copy their products there, and the
+    owner adds them. With "remote", the peers' GEMMs add there. "collective" uses gloo. "tracked" and "tracked remote"
+    use one GEMM whose tiles set signals. "pulled[...]" is the schedule of that name.
     """
     if way.startswith("pulled"):
         return named(MatmulReduceScatter(world, world * M, N, K, dtype), way).build()

@@ -26,7 +26,7 @@ def _enabled(group: dist.ProcessGroup) -> Any:
 
 
 def _nearly_the_bits(y: torch.Tensor, other: torch.Tensor) -> None:
-    """Check that at most 2% of the elements differ: a GEMM of other rows may round differently."""
+    """Check that at most 2% of the elements differ. A GEMM of another number of rows may round differently."""
     different = (y.float() != other.float()).float().mean().item()
     assert different < 0.02, f"{different:.1%} of the elements differ"
 

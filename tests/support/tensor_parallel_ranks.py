@@ -240,7 +240,8 @@ def block_gradients(
 
 
 def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool, own_norms: bool) -> list[bool]:
-    """Compare attention and MLP with a fused residual and norm with stock layers in float64: results and all gradients.
+    """Compare attention and MLP with stock layers in float64: results and all gradients. A residual and a norm follow,
+    fused.
 
     own_norms: True to use a subclass of RMSNorm, which an all-reduce cannot fuse. Return for each row-parallel GEMM
     whether it fused the norm.

@@ -60,7 +60,7 @@ class Rank:
         self.w = weights.mT.contiguous().mT if case.transposed else weights
 
     def splits_of(self, source: int) -> torch.Tensor:
-        """int64 [W * E]: how many tokens of a source go to each global expert."""
+        """Return the number of tokens that `source` sends to each expert of all ranks, int64 [W * E]."""
         experts = self.case.world_size * self.case.experts
         splits = torch.randint(0, 20, (experts,), generator=self.g)
         if self.case.rows == "uneven":
@@ -80,7 +80,7 @@ class Rank:
         return torch.randn(rows, columns, generator=self.g).to(self.case.dtype)
 
     def rows_like(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows, in memory as the case wants them."""
+        """Return a copy of the rows in memory of the case's kind: contiguous, strided or misaligned."""
         first, wider = {"contiguous": (0, 0), "strided": (8, 24), "misaligned": (1, 1)}[self.case.tokens]
         place = torch.full((len(rows), rows.shape[1] + wider), NAN, dtype=rows.dtype)
         view = place[:, first : first + rows.shape[1]]
@@ -88,13 +88,16 @@ class Rank:
         return view
 
     def segments(self) -> list[tuple[int, int, torch.Tensor]]:
-        """(source, expert, rows) in the order of y."""
+        """Return (source, expert, rows) of each segment, in the order of y."""
         cuts = [block.split(self.counts[source].tolist()) for source, block in enumerate(self.blocks)]
         return [(s, e, cuts[s][e]) for e in range(self.case.experts) for s in range(self.case.world_size)]
 
     def launch(self, *parts: dict[str, Any], y_rows: int | None = None) -> torch.Tensor:
-        """y [y_rows, N] (default: five rows more than there are) after the launches, of columns "k" (first, count) where these are
-        named; no memory around it may change."""
+        """Launch the kernel once for each of `parts`, and return y. Check that memory around y is unchanged.
+
+        parts: options of the launch; "k" is (first column, number of columns) of a piece of K. y_rows: the number of
+        rows of y (default: five more than are needed).
+        """
         from weft.runtime.cuda import grouped_matmul
 
         case = self.case
@@ -103,7 +106,7 @@ class Rank:
         y = around[16 : 16 + y_rows]
         for part in parts:
             operands, how = (self.tokens, self.inbox, self.w), {**part}
-            if how.get("merged"):  # rows sorted by expert, and a few more
+            if how.get("merged"):  # rows sorted by expert, and a few rows after them
                 sorted_rows = torch.cat([rows for _, _, rows in self.segments()])
                 more = torch.full((4, case.k), NAN, dtype=case.dtype)
                 operands = self.rows_like(torch.cat([sorted_rows, more])), self.inbox.clone().fill_(NAN), self.w
@@ -126,9 +129,12 @@ class Rank:
     def check(
         self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True, added: int = 0
     ) -> None:
-        """Compare launched segments with float64; all other rows are unchanged. added: how often products were added,
-        each time with a rounding."""
-        # Half a unit in the last place: the result's rounding; where the interpreter cuts bits off, a whole one.
+        """Compare the launched segments with float64. All other rows must be unchanged.
+
+        added: how often products were added to y, each time with a rounding.
+        """
+        # The rounding of the result is half a unit in the last place. In bf16 the interpreter truncates, which is a
+        # whole unit.
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         at = 0
         for source, expert, rows in self.segments():
@@ -147,8 +153,10 @@ class Rank:
     def launch_back(
         self, *parts: dict[str, int], y_rows: int | None = None, outbox_rows: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(y [tokens of this rank, N], outbox) after the launches, which read the same rows by expert; no memory around them may
-        change."""
+        """Launch the kernel with `back` once for each of `parts`, on rows sorted by expert. Return (y, outbox).
+
+        y has a row for each token of this rank. Check that memory around y and the outbox is unchanged.
+        """
         from weft.runtime.cuda import grouped_matmul
 
         case, parts = self.case, parts or ({},)
@@ -170,7 +178,11 @@ class Rank:
     def check_back(
         self, y: torch.Tensor, outbox: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True
     ) -> None:
-        """Check as `check`: each source's rows by expert, the own rows where this rank's tokens for its experts are."""
+        """Compare the launched segments with float64. All other rows must be unchanged.
+
+        Rows of a peer are in its slot of the outbox, sorted by expert. Rows of this rank are in y, at the places of the
+        tokens for its experts.
+        """
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         left = [y.clone(), outbox.clone()]
         for source, expert, rows in self.segments():

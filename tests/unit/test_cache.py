@@ -128,7 +128,7 @@ def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
 
 
 def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-arg]
-    """Call a size. Return True if it is compiled now, or was compiled before."""
+    """Look up a size as a call does. Return True if the size is compiled now, or was compiled before."""
     if table.find(group, rows) is not None:  # type: ignore[arg-type]
         return True
     here = table.of_group(group)  # type: ignore[arg-type]

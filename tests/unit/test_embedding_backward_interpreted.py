@@ -38,8 +38,8 @@ SHARED = (
 class Case:
     """optimizer: None to compute gradients of tables, dense and sparse, and of per-sample weights.
 
-    bad: the number of rank 0's ids that are out of range. small: True to use small constants, so that runs count as
-    long, and 64-bit numbers.
+    bad: the number of rank 0's ids that are out of range. small: True to use 64-bit numbers, and small constants, with
+    which short runs count as long.
     """
 
     p: Problem

@@ -72,7 +72,7 @@ class Ranks:
         self.push.launch_push(grad, self.sharding, rank, self.sizes, *memory, 60.0, self.dtype, wait=self.case.wait)
 
     def received(self, rank: int) -> torch.Tensor:
-        """Return the inbox, [global batch, columns]. Check that its memory beyond them is unchanged."""
+        """Return the inbox, [global batch, columns]. Check that the memory after it is unchanged."""
         used = sum(self.sizes) * self.columns[rank]
         assert (self.inbox[rank, used:] == PATTERN).all(), f"rank {rank}: written beyond the gradients"
         return self.inbox[rank, :used].view(sum(self.sizes), self.columns[rank])

@@ -75,7 +75,7 @@ def test_kernels_are_compiled_once_and_launched_in_order(driver: Driver) -> None
 
 
 def test_kernels_that_only_triton_can_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is launched by `launch`: for parameters that the driver does not know, and without a key."""
+    """`launch` launches a kernel if the driver does not know its parameters, and in calls without a key."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
         direct, "launch", lambda *given, warps, **constants: launched.append((*given, warps, constants))

@@ -158,10 +158,9 @@ def test_what_an_earlier_run_has_written_is_nothing() -> None:
 
 
 def test_a_rank_that_is_two_runs_ahead() -> None:
-    """A wait counts three sets, one of which a second rank makes. This rank waits for nothing, so its sets of three
-    runs may come before the other sets.
+    """Rank 0 waits for three sets, two of its own and one of rank 1. Its lanes that set do not wait for rank 1.
 
-    Sets of two runs could not replace both other sets, because one of them comes after the other.
+    So the three sets may all be rank 0's own, from this run and from later runs.
     """
     d = Draft("ahead", 2)
     x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")

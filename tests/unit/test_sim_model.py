@@ -142,8 +142,8 @@ def test_the_large_matmul_is_as_fast_as_the_machine_file_says() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8", "fp32"])
 def test_the_best_size_is_as_fast_as_the_machine_file_says_and_no_other_is_faster(dtype: str) -> None:
-    """On MI300X, 4096 x 4864 x 32896 has one tile for each unit. Of the 1024 tiles of 8192^3, the last wave has only a
-    third. Tiles of half the size waste less at the end, but more in each wave.
+    """On MI300X, 4096 x 4864 x 32896 has one tile for each unit. 8192^3 has 1024 tiles, and its last wave fills only a
+    third of the units. With tiles of half the size, the last wave wastes less, but each wave is less efficient.
     """
     machine, model = load_machine("mi300x"), gpu("mi300x", 8)
     best = machine[f"compute.{dtype}_matmul_best"].si * 1e-6

@@ -35,8 +35,9 @@ def _run(machine: str, world: int) -> tuple[engine._Engine, Simulated]:
 def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not_for_all_together(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of sets of concurrent steps is that of one rank times the number of ranks. Otherwise the steps of all
-    ranks would be combined.
+    """The engine remembers speeds for each set of steps that run at once. Each rank has its own sets.
+
+    If the sets combined the steps of all ranks, there would be many more of them.
     """
     world = 12
     apart, found = _run(machine, world)

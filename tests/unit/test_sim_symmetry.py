@@ -62,7 +62,7 @@ def _numbers(result: Simulated) -> list[float]:
 @pytest.mark.parametrize("mode", ["queued", "graph", "single"])
 @pytest.mark.parametrize(("machine", "world"), [("h200", 2), slow("mi300x", 3), slow("h200", 5)])
 def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode) -> None:
-    """Try all schedules in queued mode. Modes differ only at the begin and the end of a run, so each other mode tries a
+    """Try all schedules in queued mode. Modes differ only at the start and the end of a run, so each other mode tries a
     third of them.
     """
     model, alike = gpu(machine, world), 0

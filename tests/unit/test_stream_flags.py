@@ -97,8 +97,9 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
 def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
     """Each rank notifies its peer at the beginning of every run, and the peer answers when its wait has ended.
 
-    A rank that waits for the answer in another lane ends its run only then. This is early enough for the flag of the
-    next run, but too late for a flag of the previous run.
+    A rank that waits for the answer in another lane has it only at the end of its run. The rank then sets the flag
+    again in the next run, which is safe if the peer's wait is for the same run. It is not safe if the peer's wait is
+    for the previous run.
     """
     d, peer = Draft("answered", 2), (RANK + 1) % 2
     x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
@@ -117,7 +118,8 @@ def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, h
 @pytest.mark.parametrize(
     ("name", "standing", "come", "wanted"),
     [
-        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"credit"}, None),  # idle: rows of the run before have been read
+        # The rank is idle, and peers have read the rows of the previous run.
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"credit"}, None),
         ("shard[chunks=1,send=in_turn,by=dma]", 0, set(), "arrived"),  # room was there and is taken, or never was
         ("shard[chunks=1,send=in_turn,by=dma]", 0, {"arrived"}, "credit"),
         ("gather[by=kernel]", 0, set(), None),

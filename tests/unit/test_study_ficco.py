@@ -43,8 +43,9 @@ def made_up() -> list[dict]:
 
 
 def cells(records: list[dict]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return the cells of a page's tables, by the end of the table's title and the first cell of a line. In the table
-    of choices, by the first three cells.
+    """Return {end of the table's title: {first cell of a line: all cells of the line}} for a page's tables.
+
+    In the table of choices, the key of a line is its first three cells.
     """
     found = {}
     for table in tables(rows_of(records)):

@@ -165,10 +165,10 @@ def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
 
 
 def back_by_kernel(kernel: ReturningMatmul, counts: list[list[int]], rank: int, k: int) -> list[tuple[int, Segment]]:
-    """Return the segments of `ReturningMatmul`, according to the docstring of `weft.kernels.grouped_matmul`, with the
-    rank whose memory is written.
+    """Return (rank whose memory is written, segment) for each segment of `ReturningMatmul`.
 
-    counts: the arrived rows by source; below them, this rank's tokens by rank.
+    This follows the docstring of `weft.kernels.grouped_matmul`. counts: the arrived rows of each source; below them,
+    the rows of this rank's tokens at each rank.
     """
     world = len(counts) // 2
     came, given = counts[:world], counts[world:]

@@ -181,7 +181,7 @@ def test_a_ring_all_gather_on_a_ring_takes_the_textbook_time(world: int) -> None
 
 
 def test_all_to_all_at_once_takes_what_the_fullest_link_of_a_ring_takes() -> None:
-    """Each link of 5 carries three flows: one to the next rank, and two to ranks at distance two."""
+    """In a ring of 5 ranks, each link carries three flows: one to the next rank, and two between ranks at distance two."""
     found = simulate(puts(5, 1, 2, 3, 4), _on(Wiring(ring, (100.0,))))  # type: ignore[arg-type]
     assert found.end_us == pytest.approx(7 + 3 * 1000 / 100)
 

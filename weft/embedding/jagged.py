@@ -198,7 +198,7 @@ class KeyedJaggedTensor:
         return self._stride
 
     def offset_per_key(self) -> list[int]:
-        """Return T + 1 positions in `values`: the begin of each key's ids, and the end of the last key's ids."""
+        """Return T + 1 positions in `values`: the start of each key's ids, and the end of the last key's ids."""
         if self._offset_per_key is None:
             bags = len(self._keys) * self._stride
             at = torch.arange(len(self._keys) + 1, device=self._values.device) * self._stride

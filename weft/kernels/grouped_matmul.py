@@ -419,7 +419,7 @@ def grouped_matmul_kernel(
     """
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
     tl.static_assert(not (MERGED and ADDS), "tiles with rows of all sources cannot accumulate")
-    tl.static_assert(SPLITS == 1 or (TMA and not ADDS), "tiles are shared with tensor maps and without ADDS")
+    tl.static_assert(SPLITS == 1 or (TMA and not ADDS), "programs can share a tile only with TMA and without ADDS")
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
     sources, experts = tl.arange(0, W_P2), tl.arange(0, E_P2)

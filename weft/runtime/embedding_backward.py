@@ -134,7 +134,7 @@ def update_collected(
         _require_intact(one.of, one.of.tables.weights, False)
     if device.type == "cpu" and group.size() > 1:
         numbers = [one.of.number for one in collected]
-        said = f"learning rate {update.lr!r}, update {int(update.step) + 1} of calls {numbers}"
+        said = f"learning rate {update.lr!r}, update {int(update.step) + 1}, calls {numbers}"
         topic = Topic("the end of accumulate() of embedding_all_to_all", update.optimizer.written)
         _meet_on(symm.communicator(group, device), topic, said, 0, deadline_s)
     if collected:

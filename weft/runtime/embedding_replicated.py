@@ -35,7 +35,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Spans:
-    """For each slot, the begin and the end of its ids, on the CPU."""
+    """For each slot, the start and the end of its ids, on the CPU."""
 
     of_slot: tuple[tuple[int, int], ...]
 

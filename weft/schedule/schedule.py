@@ -344,8 +344,8 @@ class LaneDraft:
 def _require_step(step: Any, *where: str) -> None:
     """Raise `TypeError` unless `step` is a Step whose operands are regions and whose other numbers are int or Expr.
 
-    where: the parts of the place that the error names. They are joined only for an error, because a large schedule has tens of
-    thousands of steps."""
+    where: words that say where the step is, for the error's text. They are joined only for an error, because a large
+    schedule has tens of thousands of steps."""
     if not isinstance(step, Step):
         hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is not a step{hint if isinstance(step, LaneDraft) else ''}")

@@ -14,8 +14,9 @@ from weft.words import counted
 class AllGatherMatmulGradients(RowsProblem):
     """grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i; grad_wt_i = gt_i @ x, with x gathered.
 
-    Buffers: x_shard [m / ranks, k], g0, g1, ... [m, n[i]], the same transposed gt0, gt1, ... [n[i], m], and the weights
-    transposed wt0, wt1, ... [n[i], k] in; grad_x [m / ranks, k], grad_wt0, grad_wt1, ... [n[i], k] out.
+    Input buffers: x_shard [m / ranks, k]; the gradients g0, g1, ... [m, n[i]], and their transposes gt0, gt1, ...
+    [n[i], m]; the transposed weights wt0, wt1, ... [n[i], k]. Output buffers: grad_x [m / ranks, k], grad_wt0,
+    grad_wt1, ... [n[i], k].
 
     Builders: `weft.builders.all_gather_matmul_gradients`.
     """

@@ -14,13 +14,13 @@ _MOST_EXPERTS = 1 << 16  # for more experts it takes minutes to build the schedu
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem(Problem):
-    """The base class of MoE problems: the number of tokens of each rank, and for each expert.
+    """The base class of problems with experts (MoE).
 
     experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
-    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known
-        only at run time. (): equally many for each expert. most: the largest number of tokens that a rank may send to
-        the experts of one peer. exact: True if the CPU reads the number of rows of the result. False if the caller
-        passes a number, so that the CPU does not wait.
+    splits: for each rank, the expected number of its tokens for each expert of all ranks. The actual numbers are known
+        only at run time. An empty tuple means equal numbers for all experts. most: the largest number of tokens that a
+        rank may send to the experts of one peer. exact: True if the CPU reads the number of rows of the result, False
+        if the caller passes it, so that the CPU does not wait.
     """
 
     world_size: int

@@ -29,8 +29,8 @@ class Shape:
     """A registered topology. Its name is the name of the builder.
 
     keys: the keys of the builder's numbers, in the order of its arguments.
-    sizes: the sizes in a name such as `torus:16x8`. Their product is the number of ranks. If a size is a key, the name
-        gives the number of this key.
+    sizes: the meanings of the sizes in a name such as `torus:16x8`. The product of the sizes is the number of ranks. If
+        a meaning is one of `keys`, the name gives that key's number.
     given: the numbers of a topology that is given by name, without a file.
     """
 

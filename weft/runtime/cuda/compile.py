@@ -136,8 +136,10 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if `launch` is the first of a copy lane, waits for a flag of the previous run, and only copies delay the
-        clearing of the flag.
+        """True if the wait of `launch` is suitable to write the watchdog's words.
+
+        The launch must be the first of a copy lane, and wait for flags of the previous run only. For one of the flags,
+        only copies may come between the wait and the clear.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False

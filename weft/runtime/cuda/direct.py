@@ -110,8 +110,8 @@ def launch_all(
 
     `launch` inspects each argument in each call. This function does so only for a new `key`.
 
-    key: a value for which the compiled kernels are the same: dtypes, constants, and `alignments` of all addresses. All
-        numbers must be below 2^31. None if this is not so: then `launch` launches each kernel.
+    key: a value for which the compiled kernels are the same: dtypes, constants, and `alignments` of all addresses. With
+        a key, all numbers must be below 2^31. With None, `launch` launches each kernel.
     kernels: a function that returns the kernels, for a new key.
     calls: a function that returns the grid and the arguments of each launch: tensors and numbers for True, addresses
         and numbers for False.

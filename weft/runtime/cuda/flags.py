@@ -51,7 +51,8 @@ class Flag:
     """The flag of one wait.
 
     word: the index among the rank's words. passed: the number of waits of the lane, up to and including this wait.
-    carrier: the index in the lane of the set with which a stream clears the flag; None to clear it right after the wait.
+    carrier: the index of a later set of the lane, with which the stream also clears the flag. None: the flag is cleared
+        right after the wait.
     """
 
     word: int

@@ -24,7 +24,7 @@ class Base(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The numbers of the bases that hold the grid's sizes in a run."""
+    """The grid's sizes in a run, as the numbers of the program's base addresses that hold them."""
 
     x: int
     y: int

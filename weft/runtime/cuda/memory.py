@@ -169,7 +169,7 @@ class ScheduleMemory:
         sender, self._begun[1] = int(self._begun[1]) - 1, 0
         text = (
             f"rank {self.rank}: schedule {self.name}: rank {sender} sent another number of rows than rank {self.rank} expected, "
-            "and its rows in the result are NaN: pass the counts of one exchange on all ranks (received there, splits here); "
+            "and its rows in the result are NaN: pass tables of the same exchange on all ranks (its received, this rank's splits); "
             "WEFT_CHECK_CALLS=1 finds the call"
         )
         self.run.failure = DisagreementError(text)

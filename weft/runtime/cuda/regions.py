@@ -25,8 +25,9 @@ RegionView: TypeAlias = Callable[[Tensors], torch.Tensor]
 class Regions:
     """The addresses of all regions and words.
 
-    bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them. words, begun: the numbers
-        of the bases of rank 0's words and of the watchdog's word.
+    bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them.
+    words: the index in `bases` of rank 0's words. Those of the other ranks follow.
+    begun: the index in `bases` of the watchdog's word.
     """
 
     def __init__(self, context: Context) -> None:
@@ -55,10 +56,10 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Return (base, the begin of each region, row pitch in bytes) for many regions of one buffer.
+        """Return (base, the start of each region, row pitch in bytes) for many regions of one buffer.
 
-        If the buffer is the caller's tensor, `base` is the number of its base address, and begins are offsets in bytes.
-        Otherwise `base` is None, and begins are addresses.
+        If the buffer is the caller's tensor, `base` is the number of its base address, and starts are offsets in bytes.
+        Otherwise `base` is None, and starts are addresses.
         """
         buffer = self._context.buffers[name]
         item = ITEM_BYTES[buffer.dtype]

@@ -69,7 +69,7 @@ class Watch:
                 try:
                     one.standing_still(now - since)
                 except Exception:
-                    _log.exception("looking for what a stream waits for failed")
+                    _log.exception("an error in the search for the signals that a stream waits for")
 
     def _note(self, one: Watched, since: float, settled: bool) -> None:
         with self._lock:
