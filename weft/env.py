@@ -45,8 +45,9 @@ def check_calls() -> bool:
     0).
 
     On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
-    To compare tensors, the CPU waits for the GPU. To compare operators and lines takes some microseconds per call. If
-    ranks call from different lines, the group fails. Switches also take true, yes and on; false, no and off.
+    To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If
+    ranks call from different lines, the group fails. In place of 1 and 0, all switches accept true, yes and on, or
+    false, no and off.
     """
     return _is_on("WEFT_CHECK_CALLS")
 

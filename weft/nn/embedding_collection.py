@@ -339,7 +339,9 @@ class ShardedEmbeddingCollection(TrainedTables):
         return list(zip(parts_of_rank(self.partition, self.rank), self._all_weights(), strict=True))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's parts from whole tables, by table name. Raise `ValueError` before anything is copied."""
+        """Copy this rank's parts from whole tables, by table name. Raise `ValueError` for missing, unknown or
+        misshapen tables, before anything is copied.
+        """
         load_full(self.partition, self.rank, self.parts(), weights)
 
     def reset_parameters(self) -> None:

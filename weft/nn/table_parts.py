@@ -22,7 +22,9 @@ def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
 def load_full(
     partition: Partition, rank: int, parts: Sequence[tuple[TablePart, torch.Tensor]], weights: Mapping[str, torch.Tensor]
 ) -> None:  # fmt: skip
-    """Copy this rank's parts from whole tables. Raise `ValueError` before anything is copied.
+    """Copy this rank's parts from whole tables.
+
+    Raise `ValueError` for missing, unknown or misshapen tables, before anything is copied.
 
     parts: (part, its weight) for each part of this rank. weights: whole tables, by table name.
     """

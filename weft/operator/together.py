@@ -202,7 +202,8 @@ def agree(
     deadline_s: float | None,
     hint: str = "",
 ) -> list[int]:
-    """Compare the first call of a shape across ranks. Return each rank's number. All ranks must make this call.
+    """Compare the first call of a shape across ranks. Return, for each rank, the number that its `check` returned. All
+    ranks must make this call.
 
     Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if texts or
     details differ. If only details differ, the error shows them, or their first line that differs.

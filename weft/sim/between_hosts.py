@@ -49,7 +49,7 @@ class LinkFound:
 class HostNetwork:
     """The rates between hosts, in bytes per microsecond, and their ranks.
 
-    hosts: the host of each rank. bytes_per_us: one stream between two hosts, in one direction. exchange_bytes_per_us:
+    hosts: the host of each rank. bytes_per_us: the rate of one stream between two hosts, in one direction. exchange_bytes_per_us:
         the bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the rates at
         which one rank copies while all ranks copy, to mapped memory and to memory that is not mapped yet. Each number
         is the rate of the slowest host, or of the slowest pair of hosts.

@@ -122,7 +122,9 @@ def ring_table(record: Record) -> ResultTable:
 
 
 def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
-    """Simulate figure 17: memory traffic over time of the GEMM alone, T3, and T3-MCA. T-NLG's FC-2, 8 ranks, 4K tokens."""
+    """Simulate figure 17: memory traffic over time of the GEMM alone, T3 and T3-MCA, for T-NLG's FC-2 on 8 ranks, 4K
+    tokens.
+    """
     gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
     bin_us = 1.6 * gemm.flop / (gpu.peak * gpu["gpu.efficiency"]) * 1e6 / bins

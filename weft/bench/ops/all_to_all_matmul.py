@@ -370,7 +370,7 @@ class ExpertsOperator(GemmOperator[MoeShape]):
     def __init__(self, spec: Spec[Any], variants: type[ExpertVariants] | None = None) -> None:
         super().__init__(spec, variants)
         self.head = ("tokens x N x K", "most / mean rows", *["padded rows"] * (PADDED in self.baselines))
-        self.optional = (*self.head[1:], "best schedule", "of them", "GEMMs alone")
+        self.optional = (*self.head[1:], "best pinned, ms", "best pinned schedule", "GEMMs alone")
 
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):

@@ -53,7 +53,7 @@ _NEAR_BEST = 0.03
 _LARGE_M = 2048  # the mean of time / ideal covers shapes with at least this M
 _NEAR_PREDICTION = 0.10
 _MANY_KINDS = 3
-_BY_KIND = "the fastest of each kind of schedule, and of how many"
+_BY_KIND = "milliseconds of the fastest pinned schedule of each kind (in parentheses: schedules of this kind)"
 _PREDICTED = ("predicted_ms", "predicted_blind_ms")
 
 
@@ -337,13 +337,15 @@ class GemmOperator(OperatorBenchmark[S]):
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), with the best schedule if schedules were pinned."""
+        """Return (header, cells), with columns for the best pinned schedule if schedules were pinned."""
         header, lines = super().lines(rows)
         best = [self.fastest(rows, config) for config in dict.fromkeys(r["config"] for r in rows)]
         if not any(best):
             return header, lines
         named = [(milliseconds(found[0][0]), found[0][1]) if found else ("", "") for found in best]
-        return [*header, "best schedule", "of them"], [[*line, *of] for line, of in zip(lines, named, strict=True)]
+        return [*header, "best pinned, ms", "best pinned schedule"], [
+            [*line, *of] for line, of in zip(lines, named, strict=True)
+        ]
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
         return self.sentences(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
