@@ -121,6 +121,22 @@ def test_two_writers() -> None:
     )
 
 
+@pytest.mark.parametrize(("first", "by", "races"), [(2, "kernel", True), (4, "kernel", False), (2, "dma", False)])
+def test_consecutive_copies_by_kernel_that_write_the_same_rows(first: int, by: CopyBy, races: bool) -> None:
+    """They may be one launch, which copies all parts concurrently."""
+    d = Draft("twice", 2)
+    x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
+    lane = d.lane("compute").copy(x.part(rows=(0, 4)), y.part(rows=(0, 4)), by)
+    lane.copy(x.part(rows=(first, 8 - first)), y.part(rows=(first, 8 - first)), by)
+    if not races:
+        verify(d.schedule())
+        return
+    text = faults(d.schedule())
+    assert "race on y@0: consecutive copies by kernel write the same elements, and may run concurrently" in text
+    assert "step 1: copy x[0:+4, 0:+8] -> y[0:+4, 0:+8] by kernel" in text
+    assert "step 2: copy x[2:+6, 0:+8] -> y[2:+6, 0:+8] by kernel" in text
+
+
 def test_neighbours_that_do_not_overlap_are_no_race() -> None:
     halves = [Region("y", 0, 4, col, 4) for col in (0, 4)]
     schedule = without(push(), Copy)

@@ -8,7 +8,8 @@ while a peer still reads a persistent buffer. It reports
     hangs                waits for more sets than a run makes; waits for sets that are only made after the wait (`issue_order`);
                          kernels that poll on all compute units for a step that needs a unit (`occupancy`)
     races                two unordered accesses to an element, at least one of them a write (`happens_before`). Two updates
-                         do not race with each other, but an update races with a read or another write
+                         do not race with each other, but an update races with a read or another write. Consecutive copies
+                         by kernel of one buffer are unordered
     unwritten reads      reads of elements that no step has written in the same run
     incomplete outputs   elements of outputs that no step writes
 
@@ -25,15 +26,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from weft.errors import ScheduleError
+from weft.schedule.expr import Index
 from weft.schedule.printing import describe
-from weft.schedule.regions import Box, box_of
+from weft.schedule.regions import Box, Region, box_of
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Step
+from weft.schedule.steps import Copy, Step
 from weft.schedule.verify.forked_tiles import forked, step_number
 from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
@@ -83,6 +86,7 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
     happened = HappensBefore(ranks, RUNS, moves)
     _check_polling(faults, happened, buffers, compute_units)
     _check_memory(faults, happened, buffers, sampled)
+    _check_parts(faults, ranks)
     faults.raise_any()
 
 
@@ -248,6 +252,40 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
                         f"hole in {buffer.name}",
                         f"output {_text(f'{buffer.name}@{rank}', hole)} is never written",
                     )
+
+
+def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
+    """Add races between consecutive copies by kernel. If they read one buffer, they may run concurrently, as one launch."""
+    for rank, lanes in enumerate(ranks):
+        for i, lane in enumerate(lanes):
+            first = 0
+            for source, group in groupby(lane.steps, _source):
+                steps = list(group)
+                if source and len(steps) > 1:
+                    _check_targets(faults, Event(1, rank, i, first), [cast(Copy, step).dst for step in steps])
+                first += len(steps)
+
+
+def _source(step: Step) -> tuple[str, Index] | None:
+    """Return the buffer, and its rank, that a copy by kernel reads; None for other steps and if the copy accumulates."""
+    if not isinstance(step, Copy) or step.by != "kernel" or step.accumulate:
+        return None
+    return step.src.buffer, step.src.at
+
+
+def _check_targets(faults: _Faults, first: Event, targets: list[Region]) -> None:
+    of_buffers: dict[tuple[Index, str], list[int]] = defaultdict(list)
+    for number, target in enumerate(targets):
+        if target.rows and target.cols:
+            of_buffers[target.at, target.buffer].append(number)
+    for (at, name), numbers in of_buffers.items():
+        common = np.triu(_overlaps(np.array([box_of(targets[number]) for number in numbers])), 1)
+        for a, b in np.argwhere(common)[:1]:
+            events = [first._replace(step=first.step + numbers[one]) for one in (a, b)]
+            text = (
+                f"race on {name}@{at}: consecutive copies by kernel write the same elements, and may run concurrently"
+            )
+            faults.add(f"parts {name}", text, *events)
 
 
 def _accesses(step: Step) -> list[_StepAccess]:
