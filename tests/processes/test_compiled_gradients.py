@@ -17,8 +17,8 @@ K, N = 16, 32
 
 
 def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
-    """Return the gradients that a compiled backward computed, and those that exist, for several sets of inputs that
-    want a gradient.
+    """Return, for several sets of inputs that want a gradient: the gradients that the compiled backward was asked for,
+    and the gradients that the inputs have.
     """
     spec = importlib.import_module(f"weft.ops.{operator}").OPERATOR
     native, asked, found = spec.gradients, list[list[bool]](), []

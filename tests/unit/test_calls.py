@@ -91,7 +91,7 @@ def test_compared_calls_that_differ_are_named() -> None:
     one.heard(1, CallLog(1, 3, said.append).note(7, "op, called at train.py:1"))
     one.heard(2, CallLog(2, 3, said.append).note(7, "backward of op, called at train.py:2"))
     (text,) = said
-    assert "call 7 of rank 0 is op, called at train.py:1; of rank 2 backward of op, called at train.py:2" in text
+    assert "call 7 of rank 0 is op, called at train.py:1, on rank 2 it is backward of op, called at train.py:2" in text
 
 
 def made(*fingerprints: int) -> MadeCalls:

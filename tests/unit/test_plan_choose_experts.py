@@ -82,8 +82,9 @@ def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
 
 
 def test_steps_whose_sizes_only_the_run_knows_keep_the_host_busy() -> None:
-    """A loop of calls must not be slower than serial because of CPU time. So the planner uses fewer dynamic steps than
-    are optimal for the GPU.
+    """Dynamic steps take CPU time. In a loop of calls, it must not make a schedule slower than serial.
+
+    So the planner uses fewer dynamic steps than are optimal for the GPU.
     """
     p = replace(AllToAllMatmul.even(8192, 1536, 2048, 64, 2), exact=False)
     slow_host = replace(H200, host_late_us=2 * H200.host_late_us)

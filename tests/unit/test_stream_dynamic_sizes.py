@@ -101,7 +101,7 @@ def test_only_copies_by_kernel_leave_the_host_out() -> None:
 
 
 class Numbers:
-    """A replacement for `Totals`, with the requested number of sizes at its own addresses."""
+    """A replacement for `Totals`. Each instance pretends that its numbers have addresses of their own."""
 
     made: list[Numbers]
 

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
 from modelled_gpus import SymmetricMemory, compiled, model
-from schedule_checks import applicable
+from support.sim_toys import applicable
 from support.slow import mostly
 
 from weft.builders import (

@@ -84,7 +84,7 @@ def gradient_of_table(
 def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
     """Return the sums of gradients with equal `inverse`, [count, columns], in float32 and in the given order.
 
-    inverse: [n], each number below `count` at least once. The CPU waits for the device.
+    inverse: [n]; every number below `count` must occur. The CPU waits for the device.
     """
     rows = (
         1 << max(0, count - 1).bit_length()

@@ -130,9 +130,8 @@ def _connect(setup: _Setup) -> Mesh:
             _say_at_any_price(setup, words)
         if isinstance(error, dist.DistNetworkError):
             raise PeerLostError(
-                f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}): the "
-                "process of the store has ended, which is rank 0 unless a launcher keeps the store: start the "
-                "ranks again"
+                f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}). The "
+                "process that serves the store, rank 0 or the launcher, has ended: start the ranks again"
             ) from error
         if isinstance(error, Exception) and not isinstance(error, WeftError):
             raise WeftError(f"rank {rank} could not set up symmetric memory: {error}") from error

@@ -234,7 +234,7 @@ class CallLog:
         if mine != theirs:
             here, there = mine.decode(errors="replace"), theirs.decode(errors="replace")
             self._differ(
-                f"ranks made different calls: call {number} of rank {self._rank} is {here}; of rank {rank} {there}. "
+                f"ranks made different calls: call {number} of rank {self._rank} is {here}, on rank {rank} it is {there}. "
                 "WEFT_CHECK_CALLS compares operators and lines: make the same calls, from the same lines, on every "
                 "rank"
             )

@@ -42,8 +42,8 @@ _MANY = 4  # pieces of large transfers
 class FarFirst:
     """The calls of `plan` on this rank. alone: a plan with only this rank's tables; None if this rank has no tables.
 
-    pinned_pieces: the number of pieces; None for 2 or 4. far_last: True if the samples of this host are first. Benchmarks
-        change both.
+    Benchmarks set these attributes. pinned_pieces: the number of pieces; None for 2 or 4. far_last: True to pool the
+        samples of this host first.
     """
 
     pinned_pieces: int | None = None
