@@ -157,8 +157,8 @@ def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> t
     if not alike or shape[-1:] != B.shape[-1:] or min(shape) < 0:
         raise ValueError(
             f"output_shape={shape} does not match A {tuple(A.shape)} @ B {tuple(B.shape)}: pass "
-            f"{(*A.shape[:-1], *B.shape[-1:])}, or flatten A to {(rows, A.shape[-1])} and pass sizes whose product is {rows}, "
-            "followed by N"
+            f"{(*A.shape[:-1], *B.shape[-1:])}, or flatten A to {(rows, A.shape[-1])} and pass an "
+            f"output_shape of {rows} rows in all"
         )
     return shape[:-1]
 
