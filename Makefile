@@ -64,7 +64,7 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 
 # Tests that need a GPU would only be imported. Tests run side by side: torch's threads would wait for each other, spinning.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multigpu
-test: setup  ## Tests of everything that needs no GPU, about 6 minutes on two cores
+test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
 test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find. PART=1/2: half of them

@@ -77,16 +77,12 @@ def test_outputs_and_warnings_are_those_of_one_pass(pool: Pool, sizes, placement
 def chosen(group, slow):
     """Return how many of 14 calls sent far samples first, if one implementation is slow on rank 0."""
     with on_two_hosts(group) as own:
-        native, other = embedding_far_first.FarFirst.run, [0]
-
-        def run(self, *given):
-            other[0] += 1
-            return native(self, *given)
-
-        with mock.patch.object(embedding_far_first.FarFirst, "run", run), slow_on_rank_0(own, slow == "far first"):
+        kind = embedding_far_first.FarFirst
+        counted = mock.patch.object(kind, "run", autospec=True, side_effect=kind.run)
+        with counted as other, slow_on_rank_0(own, slow == "far first"):
             for seed in range(14):
                 call(own, (2, 2), (0, 1), seed)
-        return other[0]
+        return other.call_count
 
 
 @pytest.mark.parametrize(("slow", "wanted"), [("far first", 6), ("one pass", 6 + 2)])

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.slow import slow
+from support.slow import mostly
 
 
 def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
@@ -53,7 +53,7 @@ LEAVES = """
         x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # backward gathers x again by gloo
         return weft.all_gather_matmul(x, [w], 0, group, **options)[1][0].sum()
 
-    y = call(30, other, "gather[by=kernel]")
+    y = call(30, other, sys.argv[3])
     y = call(30)
     y = call(0.5)
     if rank == 1:
@@ -65,47 +65,30 @@ LEAVES = """
         print(type(error).__name__)
     if "waits" in sys.argv:
         threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
-        threading.Thread(target=call, args=(50, other, "gather[by=kernel]"), daemon=True).start()
+        threading.Thread(target=call, args=(50, other, sys.argv[3]), daemon=True).start()
         time.sleep(0.5)
     if "destroy" in sys.argv:
         dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", [slow("destroy"), "waits", slow("backward destroy")])
+GATHER = "gather[by=kernel]"
+HOWS = [
+    f"{GATHER} waits",
+    "serial waits",
+    "shard[chunks=1,send=in_turn,by=dma] waits",
+    *(f"{GATHER} {how}destroy" for how in ("", "backward ")),
+]
+
+
+@pytest.mark.parametrize("how", mostly(HOWS, HOWS[0]))
 def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
-    """waits: a daemon thread waits in native code, too."""
+    """Let a daemon thread wait, too, for a schedule (`waits`). It leaves native code in time: while the interpreter is
+    ending, it would abort the process.
+    """
     status, said = first_of_two(LEAVES, tmp_path, *how.split(), timeout_s=60)
     assert status == 0
     assert said == "DeadlineError\n"
-
-
-WAITS = """
-    import os, sys, threading, time, torch, torch.distributed as dist, weft
-
-    rank, directory, schedule = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
-
-    def call():
-        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule=schedule, deadline_s=50)
-
-    call()
-    if rank == 1:
-        sys.stdin.read()  # until the other process has ended
-        os._exit(0)
-    threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
-    threading.Thread(target=call, daemon=True).start()
-    time.sleep(0.5)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
-def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
-    """The thread must leave native code in time. If it left while the interpreter is exiting, it would abort the
-    process.
-    """
-    assert first_of_two(WAITS, tmp_path, schedule, timeout_s=30) == (0, "")
 
 
 SLEEPS = """

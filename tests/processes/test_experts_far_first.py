@@ -110,21 +110,14 @@ def test_results_and_gradients_are_right_both_ways(pool: Pool, hosts: str, exper
 def chosen(group, slow):
     """Return how many of 14 calls sent far rows first, if one implementation is slow on rank 0."""
     with on_two_hosts(group) as own:
-        native, other = experts_far_first.FarFirst.dispatch, [0]
-
-        def dispatch(self, *given):
-            other[0] += 1
-            return native(self, *given)
-
-        with (
-            mock.patch.object(experts_far_first.FarFirst, "dispatch", dispatch),
-            slow_on_rank_0(own, slow == "far first"),
-        ):
+        kind = experts_far_first.FarFirst
+        counted = mock.patch.object(kind, "dispatch", autospec=True, side_effect=kind.dispatch)
+        with counted as other, slow_on_rank_0(own, slow == "far first"):
             for call in range(14):
                 count = 4 + (own.rank() + call) % 2  # sizes differ between ranks and calls, but are in one size bucket
                 splits = torch.tensor([count, 0])
                 weft.all_to_all_matmul(numbers(count, K, seed=call), numbers(1, K, N, seed=1), splits, group=own)
-        return other[0]
+        return other.call_count
 
 
 @pytest.mark.parametrize(("slow", "wanted"), [("far first", 6), ("one by one", 6 + 2)])

@@ -416,20 +416,14 @@ def test_all_ranks_plan_with_the_first_ranks_links(
 
 def choices(group, network):
     """Return, for these links: whether schedules are timed, whether far first is tried, and the number of pieces."""
-    seen = {"timed": False, "tried": set()}
+    timed = []
 
     def measured(p, schedules, *rest):
-        seen["timed"] = True
+        timed.append(p)
         return dict.fromkeys(schedules, 1.0)
 
-    def far_first(kind):
-        native = getattr(kind, "run" if kind is embedding_far_first.FarFirst else "dispatch")
-
-        def call(*given):
-            seen["tried"].add(kind.__module__)
-            return native(*given)
-
-        return mock.patch.object(kind, native.__name__, call)
+    def far_first(kind, method):
+        return mock.patch.object(kind, method, autospec=True, side_effect=getattr(kind, method))
 
     tables = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(group.size())]
     sharding = weft.place_tables(tables, group.size(), placement=range(group.size()))
@@ -437,7 +431,8 @@ def choices(group, network):
     with (
         on_two_hosts(group) as own,
         mock.patch.object(between_hosts.measure, "measured", measured),
-        far_first(embedding_far_first.FarFirst), far_first(experts_far_first.FarFirst),
+        far_first(embedding_far_first.FarFirst, "run") as pooled,
+        far_first(experts_far_first.FarFirst, "dispatch") as dispatched,
     ):  # fmt: skip
         settle(symm.communicator(own, "cpu"), network)
         for _ in range(4):  # the second block of three calls tries far first
@@ -446,7 +441,7 @@ def choices(group, network):
             weft.all_to_all_matmul(x, w[None], torch.tensor([2, 2]), group=own)
         plan_of_tables = EmbeddingPlan(sharding, EmbeddingOptions())
         calls = embedding_far_first.FarFirst(plan_of_tables, None, symm.communicator(own, "cpu"))
-        return seen["timed"], len(seen["tried"]), calls._pieces((10_000, 10_000))
+        return bool(timed), sum(one.called for one in (pooled, dispatched)), calls._pieces((10_000, 10_000))
 
 
 @pytest.mark.parametrize(

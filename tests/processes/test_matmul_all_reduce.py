@@ -87,6 +87,7 @@ def test_a_pinned_schedule_that_cannot_do_a_shape_is_named_with_what_to_pass(poo
             )
 
 
+@pytest.mark.slow
 def test_norms_of_little_compiled_and_of_scattered_weights(pool: Pool) -> None:
     pool.run(normed_alike, ranks=2, timeout_s=120)
 

@@ -16,7 +16,7 @@ from support.on_ranks import close, device, told
 from support.operators.cases import STORE
 from support.operators.experts import Experts, MatmulAllToAllCall, traffic
 from support.operators.suite import right_gradients
-from support.slow import mostly, slow
+from support.slow import slow
 
 import weft
 from weft.launch import Pool
@@ -57,7 +57,8 @@ def test_rows_travel_once_backward_and_the_order_of_sums_is_one(pool: Pool, worl
             assert all(torch.equal(grad, grads[0]) for grad in grads)
 
 
-@pytest.mark.parametrize("wanted", mostly([(True, True), (True, False), (False, True)], (True, True)), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
 def test_compiled_gradients_by_the_dual(pool: Pool, wanted: tuple[bool, bool]) -> None:
     dual = "dispatch[by=kernel,rest=each]"
     pool.run(ranks.compiled_by_dual, dual, wanted, ranks=2, timeout_s=120)

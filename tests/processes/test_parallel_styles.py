@@ -144,6 +144,7 @@ def test_torchtitans_functions_refuse_what_autograd_would_not_keep(pool: Pool) -
             )
 
 
+@pytest.mark.slow
 def test_torchtitans_functions_compile(pool: Pool) -> None:
     assert max(pool.run(titan_functions.functions_compiled, ranks=2, timeout_s=100)) < 1e-4
 

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import barrier
@@ -78,6 +79,7 @@ if rank == 1:
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_exit_with_everything_open(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", EXIT_WITHOUT_CLOSING]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

@@ -255,6 +255,7 @@ def test_rows_are_of_the_last_run() -> None:
     assert (row.gemm.model, str(row.gemm)) == ("llama-2-70b", "64 x 8 x 128")
 
 
+@pytest.mark.slow
 def test_pictures_are_written(tmp_path) -> None:
     rows = [_as_in_the_paper(gemm) for gemm in TABLE_1[:3]]
     written = draw(tmp_path / "new", rows, "2 ranks")

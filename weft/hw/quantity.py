@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNITS = {
@@ -34,3 +35,19 @@ class Quantity:
 
     def __str__(self) -> str:
         return f"{self.value:g} {self.unit} ({self.source})" if self.unit != "1" else f"{self.value:g} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Quantities:
+    """Quantities by key. `numbers[key]` is a number in bytes, seconds, hertz, bytes/s or FLOP/s."""
+
+    name: str
+    quantities: Mapping[str, Quantity]
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self.quantities:
+            raise KeyError(f"{self.name} has no number {key}: use one of {', '.join(self.quantities)}")
+        return self.quantities[key].si
+
+    def count(self, key: str) -> int:
+        return int(self[key])

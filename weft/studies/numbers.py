@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from weft.bench.core.tables import ResultTable, table
-from weft.hw.quantity import SOURCES, UNITS, Quantity
+from weft.hw.quantity import SOURCES, UNITS, Quantities, Quantity
 from weft.reading import parse_toml
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(Quantities):
     """Quantities by key, in bytes, seconds, bytes/s or FLOP/s.
 
     numbers = load_numbers("fused_embedding.toml")
@@ -22,21 +22,10 @@ class Numbers:
     numbers.scaled("nic.bandwidth", 0.8)   the numbers with 0.8 times that value
     """
 
-    name: str
-    quantities: Mapping[str, Quantity]
-
-    def __getitem__(self, key: str) -> float:
-        if key not in self.quantities:
-            raise KeyError(f"{self.name} has no number {key}: use one of {', '.join(self.quantities)}")
-        return self.quantities[key].si
-
     def with_value(self, key: str, value: float) -> Numbers:
         """Return the numbers with another value for `key`, in the unit of `key`."""
         self[key]
         return replace(self, quantities={**self.quantities, key: replace(self.quantities[key], value=value)})
-
-    def count(self, key: str) -> int:
-        return int(self[key])
 
     def us(self, key: str) -> float:
         return 1e6 * self[key]

@@ -7,14 +7,32 @@ signal orders the writes before it.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 import torch.distributed as dist
 
 from weft import _core
 from weft.symm.communicator import Communicator, communicator
+from weft.symm.memory import Region
 
 
-class SymmetricBuffer:
+class _Handle:
+    """Symmetric memory that a handle frees when it is closed."""
+
+    _region: Region
+
+    def close(self) -> None:
+        self._region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SymmetricBuffer(_Handle):
     """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write all these tensors.
 
     The memory is initially zero. Reads and writes are plain loads and stores, so use a `Signal` or another
@@ -48,20 +66,11 @@ class SymmetricBuffer:
     def peer(self, rank: int) -> torch.Tensor:
         return self._region.tensor(rank, self.shape, self.dtype)
 
-    def close(self) -> None:
-        self._region.close()
-
-    def __enter__(self) -> SymmetricBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"SymmetricBuffer({tuple(self.shape)}, {self.dtype})"
 
 
-class Signal:
+class Signal(_Handle):
     """`count` 64-bit counters on every rank of `group`. Any rank can increase them. The owner can wait for them.
 
     Memory order: `set` and `add` release, `wait` and `read` acquire. A rank that has waited for a value sees all writes
@@ -104,15 +113,6 @@ class Signal:
         """
         address = self._address(self.comm.rank, index)
         return self.comm.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)
-
-    def close(self) -> None:
-        self._region.close()
-
-    def __enter__(self) -> Signal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _address(self, rank: int, index: int) -> int:
         if not 0 <= index < self.count:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
-from weft.hw.quantity import UNITS, Quantity
+from weft.hw.quantity import UNITS, Quantities, Quantity
 
 SOURCES = ("paper", "simulator", "datasheet", "derived", "assumed")
 """The allowed sources. simulator: Accel-Sim's V100 configuration, which the paper uses for parameters that table 1 lacks."""
@@ -22,7 +22,7 @@ _MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores
 
 
 @dataclass(frozen=True)
-class TrackingGpu:
+class TrackingGpu(Quantities):
     """A GPU with T3's tracker, triggered copies, adding memory and arbitration.
 
         gpu = t3_gpu()
@@ -31,9 +31,6 @@ class TrackingGpu:
 
     `tracker.sets = 0` is a tracker without limits.
     """
-
-    name: str
-    quantities: Mapping[str, Quantity]
 
     def __post_init__(self) -> None:
         for key, quantity in self.quantities.items():
@@ -51,16 +48,8 @@ class TrackingGpu:
                 f"Use at least {waves} ways, or fewer wavefronts"
             )
 
-    def __getitem__(self, key: str) -> float:
-        if key not in self.quantities:
-            raise KeyError(f"{self.name} has no number {key}: use one of {', '.join(self.quantities)}")
-        return self.quantities[key].si
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.quantities)
-
-    def count(self, key: str) -> int:
-        return int(self[key])
 
     def with_values(self, values: Mapping[str, float]) -> TrackingGpu:
         """Return this GPU with some values replaced. values: the new values, in the units of the current values."""
