@@ -67,6 +67,17 @@ def test_copies_look_like_copies_and_fused_stores_like_kernels() -> None:
     assert kind_of(Span(0, "", "put", 0, 1, 8)) == "send"
 
 
+def test_holistic_trace_analysis_reads_a_trace(tmp_path: Path) -> None:
+    """PyPI's `HolisticTraceAnalysis`, if it is installed. The GPU computes in 700 of 1,000 us, and copies in the others."""
+    analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
+    path = tmp_path / "rank.json"
+    write_trace(path, {"": Timeline([span for span in _serial() if span.rank == 0])})
+    found = analysis.TraceAnalysis(trace_files={0: str(path)}, trace_dir=str(tmp_path))
+    (times,) = found.get_temporal_breakdown(visualize=False).to_dict("records")
+    assert times["compute_time(us)"] == pytest.approx(700, abs=3)
+    assert times["non_compute_time(us)"] == pytest.approx(300, abs=3)
+
+
 def test_counters_end_at_the_bytes_that_left_each_rank() -> None:
     events = trace_events({"serial": _serial(), "fused": _fused()})
     last = {e["pid"]: e["args"]["bytes"] for e in events if e["ph"] == "C"}

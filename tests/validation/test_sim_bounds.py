@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 from support.sim_toys import gpu
+from support.slow import slow
 
-from weft.builders import EmbeddingAllToAll, MatmulReduceScatter, Problem
+from weft.builders import AllToAllMatmul, EmbeddingAllToAll, MatmulAllReduce, MatmulReduceScatter, Problem
 from weft.hw import load_machine
 from weft.hw.topology import load_topology
 from weft.plan import comparison
+from weft.plan.choose import decide
+from weft.plan.predict import AT_LEAST, predict
 from weft.sim.bounds import bound
 from weft.sim.losses import gemms_us
 
@@ -51,3 +54,20 @@ def test_a_topology_with_a_size_has_no_other() -> None:
     assert TORUS.of(8).dims == (4, 2)
     with pytest.raises(ValueError, match="the topology has 8 ranks, not 6"):
         TORUS.of(6)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        AllToAllMatmul.even(2048, 1024, 1024, 2, 12),
+        slow(MatmulAllReduce(12, 4096, 1024, 1024, "bf16")),
+    ],
+)
+def test_no_candidate_that_the_planner_leaves_out_is_faster_than_its_choice(problem: Problem) -> None:
+    """With more than 8 ranks, bounds include links and the CPU time of reading sizes."""
+    model = gpu("h200", 12)
+    choice = decide(problem, model, mode="queued")
+    left_out = [row.candidate for row in choice.rows if row.why_not.startswith(AT_LEAST)]
+    assert left_out
+    for candidate in left_out[::3]:
+        assert predict(candidate.build(), model, "queued") > choice.predicted_us, candidate.name
