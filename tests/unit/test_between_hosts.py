@@ -86,6 +86,11 @@ def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:
     assert timed(reduce, fast) == [False, False, True]
 
 
+def test_a_single_chunk_gains_nothing_if_serial_rides_with_the_rendezvous() -> None:
+    for p in problems(256):  # up to 1 MB
+        assert timed(p, NETWORK)[0] is False, p
+
+
 # -- two implementations of a call
 
 
