@@ -86,6 +86,11 @@ def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:
     assert timed(reduce, fast) == [False, False, True]
 
 
+def test_a_single_chunk_gains_nothing_if_serial_rides_with_the_rendezvous() -> None:
+    for p in problems(256):  # up to 1 MB
+        assert timed(p, NETWORK)[0] is False, p
+
+
 # -- two implementations of a call
 
 
@@ -102,6 +107,7 @@ class Alone:
         ((1.0, 1.1, 1.2, 1.3), (9.0, 0.9, 1.1, 1.1), True),
         ((1.0, 1.1, 1.2, 1.3), (0.5, 0.5, 1.3, 1.3), True),
         ((1.0, 1.1, 1.2, 1.3), (0.5, 1.3, 1.3, 1.3), False),  # the median is slower
+        ((1.0, 1.1, 1.2, 1.3), (0.8, 0.9, 1.7, 1.8), True),  # a busy machine slowed the other calls
         ((1.0, 1.1, 1.2, 1.3), (0.96, 0.96, 0.96, 0.96), False),  # the fastest call gains less than 5%
         ((1e-4,) * 4, (1e-5,) * 4, False),  # gains less than 100 us
     ],
