@@ -18,16 +18,19 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import barrier, traces
-from support.on_ranks import error_of
+from support.on_ranks import error_of, own_group
 
+import weft
 from weft import symm
 from weft.errors import PeerLostError
 from weft.launch import Pool, RankDiedError, run_ranks
+from weft.operator import replay
 from weft.symm import attempt, bootstrap
 
 NOTICE_S = 5.0
@@ -375,3 +378,30 @@ def test_a_pool_raises_the_cause_and_its_traceback_first() -> None:
         with pytest.raises(KeyError, match="only here") as caught:
             pool.run(fail_one)
         assert "in fail_one" in str(caught.value.__cause__)
+
+
+def interrupted_before_it_is_counted(group):
+    own, interrupted = own_group(group), False
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+
+    def call():
+        return weft.matmul_reduce_scatter(x, w, "sum", 0, own)
+
+    for _ in range(4):  # later calls take the fast path
+        call()
+    if group.rank() == 1:
+        with mock.patch.object(replay.Replay, "on_cpu", mock.Mock(side_effect=KeyboardInterrupt)):
+            try:
+                call()
+            except KeyboardInterrupt:
+                interrupted = True
+    return interrupted, error_of(call)
+
+
+def test_ctrl_c_at_the_start_of_a_repeated_call_fails_the_group(pool: Pool) -> None:
+    """Otherwise the rank would skip this call, and all later calls would pair with others."""
+    found = pool.run(interrupted_before_it_is_counted, ranks=2, timeout_s=40)
+    assert [interrupted for interrupted, _ in found] == [False, True]
+    for _, (kind, text) in found:
+        assert kind == "PoisonedGroupError"
+        assert "rank 1: matmul_reduce_scatter: KeyboardInterrupt()" in text

@@ -18,6 +18,7 @@ transformed calls, and calls that copy an argument or a result.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from weft.operator.cache import PASSING_ON, Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
 from weft.operator.spec import Operator
-from weft.operator.together import failed, together
+from weft.operator.together import failed, interrupted, together
 from weft.runtime.collectives import COALESCING
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import looks_at_frames
@@ -150,7 +151,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate the public function of an operator, so that repeated calls take the fast path."""
     if READER is None:
         return function
-    known = _Known()
+    known, signature = _Known(), inspect.signature(function)
     repeat = _core.KnownCalls(
         READER, known.calls, known.families, _IDENTIFIED, _UNUSUAL, torch.is_grad_enabled, vars(forward_ad)
     )  # fmt: skip
@@ -160,7 +161,12 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_compiling():
             return function(*args, **kwargs)
-        found = repeat(args, kwargs)
+        try:
+            found = repeat(args, kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, perhaps before the call was counted
+                interrupted(function.__name__, signature.bind_partial(*args, **kwargs).arguments.get("group"), error)
+            raise
         if type(found) is not unknown:
             return found  # type: ignore[no-any-return]
         if found.key is None:

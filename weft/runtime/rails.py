@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from weft.errors import WeftError
 from weft.runtime.collectives import exchange_now, finish
@@ -51,6 +52,9 @@ class Cargo(Protocol):
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
         """Write the data for this rail's rank on each other host into `far`. near: the memory of each rank of this host."""
 
+    def go_on(self) -> None:
+        """Compute while the data are on their way."""
+
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
         """Compute the result. received: the data of this rail's rank on each other host."""
 
@@ -76,6 +80,7 @@ class Rails:
             self._capacity = self._head_bytes + (2 + room // _ALIGNMENT) * _ALIGNMENT
             others = self.levels.n_hosts - 1
             self._sent, self._received = (torch.ones(others * self._capacity, dtype=torch.uint8) for _ in range(2))
+            self._more = [torch.ones(others * room, dtype=torch.uint8) for _ in range(2)]
             self.most_bytes = nbytes
 
     def close(self) -> None:
@@ -110,9 +115,16 @@ class Rails:
         near.publish(deadline_s=deadline_s, what=name)
         of_near = [near.of(index, _BYTE, size) for index in range(levels.per_host)]
         payloads = [_split(memory.numpy().data, 1)[0] for memory in of_near]
-        sent = self._messages(payloads, cargo if cargo is not None and agree(payloads) else None, of_near)
+        agreed = cargo if cargo is not None and agree(payloads) else None
+        sizes = self._messages(payloads, agreed, of_near)
+        room = [0 if host == levels.host else self._capacity for host in range(levels.n_hosts)]
+        arguments = self._received, self._sent[: sum(sizes)], room, sizes
+        work = exchange_now(levels.rail, *arguments)
+        if agreed is not None:
+            agreed.go_on()
         near.release()
-        received = self._to_rails(sent, deadline_s, name)
+        self._finish(work, arguments, deadline_s, name)
+        received = iter(self._received.split(self._capacity))
         found, arrived = [], {}
         for host in range(levels.n_hosts):
             if host == levels.host:
@@ -141,17 +153,37 @@ class Rails:
             cargo.pack([memory[self._slot :] for memory in near], far)
         return [0 if host == levels.host else size for host in range(levels.n_hosts)]
 
-    def _to_rails(self, sizes: list[int], deadline_s: float, name: str) -> Iterator[torch.Tensor]:
-        """Exchange messages with the ranks of this rail. Return the messages of other hosts, in order."""
-        levels = self.levels
-        room = [0 if host == levels.host else self._capacity for host in range(levels.n_hosts)]
-        arguments = self._received, self._sent[: sum(sizes)], room, sizes
+    def _finish(self, work: dist.Work, arguments: tuple[object, ...], deadline_s: float, name: str) -> None:
+        absent = self.comm.absent_in_round
+        finish(work, self.comm, name, deadline_s, arguments, self.levels.rail, absent=absent)
+
+    def more(self, nbytes: int) -> list[torch.Tensor]:
+        """Return memory for `nbytes` more bytes to each other host, one tensor for each."""
+        return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
+
+    def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
+        """Begin to exchange the bytes of `more`, when all payloads have agreed. Return a function that waits for the bytes of
+        the other hosts and returns them, in order.
+        """
+        levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
+        sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
+        arguments = self._more[1][:total], self._more[0][:total], sizes, sizes
         work = exchange_now(levels.rail, *arguments)
-        finish(work, self.comm, name, deadline_s, arguments, levels.rail, absent=self.comm.absent_in_round)
-        return iter(self._received.split(self._capacity))
+
+        def end() -> list[torch.Tensor]:
+            self._finish(work, arguments, deadline_s, name)
+            return list(self._more[1][:total].split(nbytes))
+
+        return end
 
 
-class _Gather:
+class _Still:
+    """Data that need no computation while they are on their way."""
+
+    def go_on(self) -> None: ...
+
+
+class _Gather(_Still):
     """An all-gather: rails exchange rows, and the ranks of a host share them."""
 
     near_bytes = 0
@@ -179,7 +211,7 @@ class _Gather:
         near.release()
 
 
-class _GatherSmall:
+class _GatherSmall(_Still):
     """The same for few bytes: each rank gets the rows of all ranks of another host from its rail."""
 
     def __init__(self, rails: Rails, src: torch.Tensor, whole: torch.Tensor) -> None:
@@ -202,7 +234,7 @@ class _GatherSmall:
             self._parts[host].copy_(_like(self._src, data, self._parts[host].shape))
 
 
-class _Sum:
+class _Sum(_Still):
     """A sum over all ranks of a matrix, of which each rail computes a part. parts: the part of each rank of this host."""
 
     _mine: torch.Tensor
@@ -256,26 +288,45 @@ class ReduceScatter(_Sum):
 
 
 class _AllReduce(_Sum):
-    """An all-reduce: each rail adds its part of the sums of all hosts, and the ranks of a host share the parts."""
+    """An all-reduce: each rail adds its part of the sums of all hosts, and the ranks of a host share the parts.
+
+    A part is sent in two halves: ranks add one half while the other is on its way.
+    """
 
     def __init__(self, rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> None:
         self._deadline_s, self._name = deadline_s, name
         super().__init__(rails, whole.view(-1).tensor_split(rails.levels.per_host))
-        self.far_bytes = self._parts[rails.levels.index].nbytes
+        part = self._parts[rails.levels.index]
+        self._half = (part.numel() + 1) // 2
+        self.far_bytes, self._rest_bytes = (n * part.itemsize for n in (self._half, part.numel() - self._half))
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
-        parts = self._of_near(near)
-        self._mine, *others = [_like(parts[0], memory, parts[0].shape) for memory in far.values()]
-        _add(parts, self._mine)
+        self._of_ranks = self._of_near(near)
+        self._mine = self._add_near(list(far.values()), slice(0, self._half))
+
+    def go_on(self) -> None:
+        self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
+
+    def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
+        """Write the sum of a half over the ranks of this host to the memory of each other host. Return the first one."""
+        parts = [part[of] for part in self._of_ranks]
+        first, *others = [_like(parts[0], memory, parts[0].shape) for memory in far]
+        _add(parts, first)
         for other in others:
-            other.copy_(self._mine)
+            other.copy_(first)
+        return first
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
-        near, mine = self.rails.near, self._mine
-        self._sum_of_hosts(received, near.own(mine, *mine.shape, deadline_s=self._deadline_s, what=self._name))
+        near, rails = self.rails.near, self.rails
+        end = rails.begin_more(self._rest_bytes, self._deadline_s, self._name)
+        part = self._parts[rails.levels.index]
+        own = near.own(part, *part.shape, deadline_s=self._deadline_s, what=self._name)
+        self._sum_of_hosts(received, own[: self._half])
+        self._mine = self._rest
+        self._sum_of_hosts(dict(zip(received, end(), strict=True)), own[self._half :])
         near.publish(deadline_s=self._deadline_s, what=self._name)
         for index, part in enumerate(self._parts):
-            part.copy_(near.of(index, mine, *part.shape))
+            part.copy_(near.of(index, part, *part.shape))
         near.release()
 
 
