@@ -33,21 +33,35 @@ class Launches:
         return lambda *arguments, **constants: None
 
 
+class Program:
+    """A program of launches that does nothing."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def run(self, *arguments: Any) -> None: ...
+
+
 @contextlib.contextmanager
 def code_of_gpus() -> Iterator[None]:
     """Run backward with the code for GPUs, without kernels."""
+    from weft.runtime.cuda import direct
     from weft.runtime.cuda import embedding_backward as gpu
     from weft.runtime.cuda import embedding_runs as runs
 
     replaced: list[tuple[Any, str, Any]] = [
         (embedding_backward, "device_code", lambda device: gpu),
         (embedding_backward, "sort_ahead", gpu.sort_ahead),
+        (direct, "_programs", direct._Programs()),
+        (direct, "_program_of_all", lambda *launches: Program()),
     ]
     for module in (gpu.device_code, runs.device_code):
         replaced += [(module, name, Launches()) for name in vars(module) if name.endswith("_kernel")]
     with contextlib.ExitStack() as stack:
         for one in replaced:
             stack.enter_context(mock.patch.object(*one))
+        for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # torch without CUDA lacks them
+            stack.enter_context(mock.patch.object(torch._C, name, lambda *device: 0, create=True))
         yield
 
 
