@@ -33,6 +33,10 @@ class Launches:
         return lambda *arguments, **constants: None
 
 
+def zero(*arguments: Any) -> int:
+    return 0
+
+
 class Program:
     """A program of launches that does nothing."""
 
@@ -61,7 +65,7 @@ def code_of_gpus() -> Iterator[None]:
         for one in replaced:
             stack.enter_context(mock.patch.object(*one))
         for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # torch without CUDA lacks them
-            stack.enter_context(mock.patch.object(torch._C, name, lambda *device: 0, create=True))
+            stack.enter_context(mock.patch.object(torch._C, name, zero, create=True))
         yield
 
 
