@@ -112,7 +112,7 @@ def _text(content: str | bytes, most_bytes: int, where: str, fix: str) -> str:
 
 
 def _depth(rest: str) -> int:
-    """Return the depth of nested brackets in a text without strings."""
+    """Return the depth of nested brackets in a JSON or TOML text from which the string literals have been removed."""
     return max(accumulate(map(_DEEPER.__getitem__, _NO_BRACKETS.sub("", rest))), default=0)
 
 

@@ -336,7 +336,7 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
         ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 works only with input='local_batch'"),
         ([0, 0, 0, RowWise()], {"output_dtype": "bf16"}, "do not pass it, or place whole tables"),
-        ([0, 0, 0, DataParallel()], {"outputs": 0}, "outputs=0 is the number of result buffers of each rank"),
+        ([0, 0, 0, DataParallel()], {"outputs": 0}, "outputs=0 must be between 1 and 255"),
     ],
 )  # fmt: skip
 def test_placements_that_cannot_be(pool: Pool, placement: Any, options: dict[str, Any], text: str) -> None:

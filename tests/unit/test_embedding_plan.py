@@ -115,9 +115,9 @@ def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
         ({"order": ""}, "order='' must be one of 'remote_first'"),
         ({"bounds_check": "error"}, "bounds_check='error' must be one of 'fatal', 'warning', 'ignore'"),
         ({"slice_size": 0}, "slice_size=0 must be at least 1"),
-        ({"outputs": 0}, "outputs=0 is the number of result buffers of each rank"),
-        ({"outputs": 256}, "outputs=256 is the number of result buffers of each rank"),
-        ({"outputs": True}, "outputs=True is the number of result buffers of each rank"),
+        ({"outputs": 0}, "outputs=0 must be between 1 and 255"),
+        ({"outputs": 256}, "outputs=256 must be between 1 and 255"),
+        ({"outputs": True}, "outputs=True must be between 1 and 255"),
         ({"slice_size": True}, "slice_size=True must be at least 1"),
     ],
 )

@@ -235,5 +235,5 @@ def test_results_without_rows() -> None:
 @pytest.mark.parametrize("count", [0, 256])
 def test_how_many_buffers_there_may_be(count: int) -> None:
     comm: Any = Communicator()
-    with pytest.raises(ValueError, match=rf"outputs={count} is the number of result buffers of each rank"):
+    with pytest.raises(ValueError, match=rf"outputs={count} must be between 1 and 255"):
         OutputPool(comm, count)

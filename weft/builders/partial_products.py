@@ -137,7 +137,7 @@ class PartialProducts:
         return tiles.extent
 
     def multiply_all(self, lane: LaneDraft, out: Region) -> LaneDraft:
-        """Append the GEMM of this rank's whole product."""
+        """Append to `lane` the GEMM that computes this rank's contribution to the rows of all ranks."""
         return self._multiply(lane, out, None)
 
     def _multiply(

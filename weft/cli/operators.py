@@ -136,7 +136,9 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def shape_option(also: str) -> Any:
-    """Return the parameter `--shape`. also: a sentence of the help about other values than sizes."""
+    """Return the parameter `--shape`. also: text to append to the help, about values that are not sizes, such as
+    g1.
+    """
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
         "K: the summed dimension."

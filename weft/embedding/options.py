@@ -41,7 +41,7 @@ class EmbeddingOptions:
             raise ValueError(f"slice_size={self.slice_size!r} must be at least 1 pooled vector, and less than 2**31")
         if not _is_whole(self.outputs) or not 1 <= self.outputs <= 255:
             raise ValueError(
-                f"outputs={self.outputs!r} is the number of result buffers of each rank: pass a number from 1 to 255"
+                f"outputs={self.outputs!r} must be between 1 and 255: it is the number of result buffers of each rank"
             )
 
     @property

@@ -84,8 +84,8 @@ def check_module_options(optimizer: Any, sparse: Any, gradients: Any, determinis
     """Raise `ValueError` for invalid or contradictory options of a module."""
     if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise ValueError(
-            f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...) or another of weft's, or None and "
-            "give the parameters to an optimizer of torch"
+            f"optimizer is {kind(optimizer)}: pass an optimizer of weft, such as weft.SGD(lr=...) or weft.RowwiseAdagrad(lr=...). "
+            "To use an optimizer of torch, pass None, and give it the parameters"
         )
     for name, value in (("sparse", sparse), ("deterministic", deterministic)):
         if not isinstance(value, bool):

@@ -191,8 +191,8 @@ class CompiledOperator:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule that captured calls with this layout use. It may differ from the schedule that has just
-        run.
+        """Warm up the schedule that calls with this layout use under CUDA graph capture. It may differ from the schedule
+        that has just run.
         """
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:

@@ -53,7 +53,9 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """Return the number of matrix rows for one index of `gather_dim`: the product of the other sizes."""
+    """Return the number of matrix rows for one index of `gather_dim`: the product of all sizes except the last
+    and that of `gather_dim`.
+    """
     rows = 1
     for d, extent in enumerate(shape[:-1]):
         rows *= 1 if d == gather_dim else extent

@@ -245,7 +245,7 @@ class Operator(ABC, Generic[C]):
         """
 
     def require_backward(self, beside: Any) -> None:
-        """Raise an error if this call cannot have a backward, or no further backward. Called before autograd unpacks
+        """Raise an error if backward cannot run for this call, or cannot run again. Called before autograd unpacks
         the tensors of `saved`.
         """
 

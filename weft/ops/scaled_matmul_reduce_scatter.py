@@ -169,7 +169,7 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
         return True
     if A_scale.numel() == 1:
         return False
-    raise ValueError(f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or one scale per row, {own}")
+    raise ValueError(f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or one scale per row: shape {own}")
 
 
 class _Call(NamedTuple):

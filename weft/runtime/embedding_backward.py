@@ -243,7 +243,7 @@ def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.dev
     comm = symm.communicator(group, device)
     everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
     if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
-        raise RefusedError(f"backward of embedding_all_to_all, nothing is updated: {reasons}")
+        raise RefusedError(f"backward of embedding_all_to_all has updated nothing: {reasons}")
 
 
 def to_owners(

@@ -170,8 +170,8 @@ class Meeting:
         self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Gather the options of layers and call `disagree`. Every rank does the same, because all have read the same
-        fingerprints.
+        """Gather the options of layers and call `disagree`. Every rank comes here in the same call, because all ranks have
+        read the same hashes of layer options.
         """
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 

@@ -47,7 +47,7 @@ class OutputPool:
     def __init__(self, comm: Communicator, count: int) -> None:
         if not 1 <= count <= 255:
             raise ValueError(
-                f"outputs={count} is the number of result buffers of each rank: pass a number from 1 to 255"
+                f"outputs={count} must be between 1 and 255: it is the number of result buffers of each rank"
             )
         self._comm = comm
         self.count = count

@@ -1,9 +1,11 @@
 """The rendezvous of CPU ranks on several hosts, which may carry the data of a small collective.
 
 Ranks have to compare their calls before gloo moves data: it ends the process if a message is larger than expected. A
-rendezvous of its own would take as long as several steps of a small collective. So the data ride with it:
+separate rendezvous before the collective would take as long as several steps of a small collective. So the data travel
+with the rendezvous:
 
-    1   each rank publishes its payload, and data for the ranks of its host, in shared memory
+    1   each rank publishes its payload (the description of its call, or its refusal), and data for the ranks of its
+        host, in shared memory
     2   rank i of each host sends to rank i of each other host the payloads of its own host, and its data
     3   if all payloads agree, the ranks use the data
 
@@ -11,8 +13,9 @@ Step 1 tells a rank what the ranks of its host do, and step 2 the same of all ot
 largest message that any rank may send. So the message of another call does no harm; its data are dropped. A rank whose host
 does not agree sends no data.
 
-Ranks form **rails** (`weft.runtime.two_levels`). Each byte of a collective crosses the network once per host. Sums are computed in
-fp32 (fp64 for fp64), by host, and are rounded to the dtype of the matrix once per level.
+A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each
+byte of a collective crosses the network once per host. Sums are computed in fp32 (fp64 for fp64): first within each host,
+then across hosts. Each of these two levels rounds its sum once to the dtype of the matrix.
 """
 
 from __future__ import annotations
@@ -235,7 +238,10 @@ class _GatherSmall(_Still):
 
 
 class _Sum(_Still):
-    """A sum over all ranks of a matrix, of which each rail computes a part. parts: the part of each rank of this host."""
+    """The sum of a matrix over all ranks. Each rail computes a part of the sum.
+
+    parts: this rank's matrix, split into one part for each rail, in the order of the ranks of this host.
+    """
 
     _mine: torch.Tensor
     """The sum of this host that this rank needs."""

@@ -344,10 +344,10 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return the fractions (first, last) of the kernel's work between which `tiles` end. count: the number of the
-        kernel's tiles.
+        """Return when `tiles` end, as two fractions of the kernel's work: when the wave begins in which their first tile
+        ends, and when the wave is complete in which their last tile ends. A wave has one tile per compute unit.
 
-        Tiles end in waves of one tile per compute unit.
+        count: the number of the kernel's tiles. If waves are not known, return the fractions of `tiles` itself.
         """
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last

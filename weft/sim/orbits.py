@@ -89,7 +89,8 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
         raise ValueError(f"{problem.world_size} ranks are simulated on a torus only: use --topology torus:COLUMNSxROWS")
     if problem.uneven:
         raise ValueError(
-            f"{problem.uneven}: {problem.world_size} ranks are simulated only if all have equal samples and tables"
+            f"{problem.uneven}: so many ranks ({problem.world_size}) can be simulated only if every rank has the same number of "
+            "samples and the same sizes of tables"
         )
     columns = int(wiring.numbers[2])
     if problem.world_size % columns or problem.world_size < 3:

@@ -7,12 +7,14 @@ A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' ou
     rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
 Contention is the effect in figure 11 beyond an occupancy of 75%, where more wavefronts slow each other down in memory.
-Slices are pooled one after the other. A pooled slice for another node is queued at the NIC, which takes
+Slices are pooled one after the other. A pooled slice for another node is queued at the NIC. The NIC sends one slice at a time, in
 
-    slice / bandwidth + message
+    bytes of the slice / bandwidth + time per message
 
-Pooling a slice takes the time p, and sending it the time n. If n > p, node 1 ends late in natural order by n - p for
-each of its slices, so skew is (n / p - 1) / 2. Since n and p are nearly equal, skew is sensitive to both.
+Pooling a slice takes the time p, and sending it the time n. In natural order node 0 pools its own R slices first, and
+then R slices for node 1. If n > p, the last slice reaches node 1 late by R (n - p). Pooling takes 2 R p on each node. So
+the skew, which is the slower node's time divided by the faster node's minus 1, is (n / p - 1) / 2. Since n and p are
+nearly equal, skew is sensitive to both.
 """
 
 from __future__ import annotations

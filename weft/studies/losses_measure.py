@@ -461,11 +461,13 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """Return {split: its error relative to the undivided GEMM}, the maximum over ranks. All ranks must make this call.
+    """Return {name of a cut: its error relative to the undivided GEMM}. Each error is the maximum over ranks. All ranks must
+    make this call.
 
-    Errors are root mean squares, divided by the root mean square of the undivided result. The limit is eps x sqrt(accumulated
-    pieces), because each accumulation rounds, plus fp32 eps x sqrt(K), because cuBLAS may sum in other orders. A missing piece
-    would cause an error of at least 1 / sqrt(64) = 0.125. Raise `RuntimeError` if an error is above the limit.
+    Errors are root mean squares, divided by the root mean square of the undivided result. The limit is the sum of two terms. The
+    first is the dtype's eps x sqrt(accumulated pieces), because each accumulation rounds. The second is fp32's eps x sqrt(K),
+    because cuBLAS may sum in another order. With at most 64 pieces (`CUTS`), a missing piece would cause an error of about
+    1 / sqrt(64) = 0.125 or more. Raise `RuntimeError` if an error is above the limit.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]

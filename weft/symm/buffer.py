@@ -106,7 +106,7 @@ class Signal(_Handle):
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
         """Wait until this rank's counter `index` is at least `value`. Return its value.
 
-        peer: the rank that will set the counter. If this rank leaves, the wait ends at once. After `deadline_s` seconds
+        peer: the rank that will set the counter. If the peer leaves, the wait ends at once. After `deadline_s` seconds
             (default `WEFT_DEADLINE_S`) raises `DeadlineError` with rank, signal, and the expected and found values.
             Raises `PeerLostError` or `PoisonedGroupError` if the group fails meanwhile. After any of these errors the
             group is unusable.

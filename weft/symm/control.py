@@ -257,7 +257,7 @@ class Control:
 
     @contextlib.contextmanager
     def whole(self, what: str) -> Iterator[None]:
-        """Make the group fail if the enclosed collective does not complete, because this rank would be out of step."""
+        """Make the group fail if the enclosed collective raises: this rank would then be out of step with its peers."""
         try:
             yield
         except BaseException as error:  # for example Ctrl-C. No effect if the group has already failed

@@ -3,7 +3,8 @@
 A slab is one allocation on each rank (`weft.symm.cuda_driver`). Every rank of the group maps the slab, over NVLink or
 PCIe peer access. A slab exists as long as its communicator, or a tensor in the slab, exists. Regions are cut from slabs
 and may be returned to them. All ranks call `allocate` together with the same size, and place the region at an offset
-that is free on every rank. Every wait is a wait of the communicator, with its deadline.
+that is free on every rank. `allocate` waits for other ranks through the communicator, so the communicator's
+deadline applies.
 
 In a group of one rank, a slab is ordinary memory.
 """

@@ -1,4 +1,4 @@
-"""The interface of symmetric memory for any type of device, and of the communicator for allocators.
+"""Two interfaces: symmetric memory on any type of device, and what allocators use of a communicator.
 
 `weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They use these interfaces because
 they must not import the communicator, which is a layer above.

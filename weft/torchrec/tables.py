@@ -30,7 +30,9 @@ class ShardedTables(FusedOptimizerModule):
     _container: str
 
     def _adopt(self: Any, made: Any, read: ModulePlan, container: str) -> None:
-        """Register the tables of weft's module `made` under TorchRec's names, in this module's attribute `container`."""
+        """Register the tables of `made`, a module of weft, under TorchRec's names in a submodule of `self`. container: the name of
+        this submodule.
+        """
         self.__dict__["weft_module"] = (
             made  # not a submodule, since its parameters are registered under TorchRec's names
         )

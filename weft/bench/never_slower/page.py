@@ -168,9 +168,11 @@ def _shapes(op: str, rows: Sequence[Record]) -> str:
 
 
 def _line_of_shape(by_mode: Mapping[str, Record], below: Set[Hashable]) -> list[str]:
-    """Return the cells of a shape: time and schedule of queued calls, and the schedule of captured calls if it differs.
+    """Return the cells of a shape: serial's time, speeds, the time that weft adds in single calls, and the schedules of queued and
+    captured calls.
 
-    below: keys of rows."""
+    below: the keys of the rows to mark as below the threshold.
+    """
     usual = by_mode.get("queued") or next(iter(by_mode.values()))
     captured = by_mode.get("graph", usual)["chosen"]
     speeds = [by_mode.get(mode) for mode in _SPEEDS]

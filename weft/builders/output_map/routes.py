@@ -87,9 +87,10 @@ class Routes:
         maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...],
     ) -> None:
         if chunks % world:
+            lower = max(chunks - chunks % world, world)
             raise ValueError(
                 f"chunks={chunks} must be a multiple of world_size={world}, so that all ranks have the same "
-                f"number of chunks: use {chunks - chunks % world or world} or {chunks - chunks % world + world}"
+                f"number of chunks: use {lower} or {lower + world}"
             )
         self.collective, self.world, self.chunks, self.per_rank = collective, world, chunks, chunks // world
         self.sums = collective == "reduce_scatter"

@@ -28,7 +28,9 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(the problem without M, the number of rows of a part)"""
+        """Two values: the problem with the number of parts as M, so that it does not depend on M, and the number of rows of a
+        part, rounded up.
+        """
         return replace(self, m=self.parts), float(-(-self.m // self.parts))
 
     def resized(self, size: float) -> Self:

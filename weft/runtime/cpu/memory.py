@@ -53,8 +53,8 @@ the heap.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """One version of the group's memory. When the memory grows, a new version replaces it. Programs contain addresses
-    in this memory, and a run keeps it mapped.
+    """One version of the group's memory. When the memory grows, a new version replaces it. An executor's program
+    contains addresses in one version, and a run keeps that version mapped.
 
     version: the number of the version, from 1. owners: objects that keep the mappings. addresses: the address of each
         rank's first counter, 0 for ranks on other hosts. Buffers begin `buffers_at` bytes after it.

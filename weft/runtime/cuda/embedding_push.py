@@ -50,7 +50,8 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
-    """Return the pieces of a rank's gradients. The pieces for the next ranks come first."""
+    """Return the pieces of a rank's gradients. They are in the order of their destinations: rank + 1, rank + 2
+    and so on, cyclically. This rank's own pieces are last."""
     columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
     for owner, begin, end in column_runs(sharding):

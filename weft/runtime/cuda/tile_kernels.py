@@ -85,7 +85,9 @@ def _grouped_matmul(kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step
 @tiles_call.register
 def _permute(kernel: Permute, step: Tiles, lane: TilesLane) -> TilesCall:
     if id(step) not in lane.sizes:
-        raise ScheduleError(f"{step}: on GPUs a permutation needs a read of its sizes earlier on its lane")
+        raise ScheduleError(
+            f"{step}: on GPUs, a Read step earlier in the same lane must read the sizes of a permutation"
+        )
     return PermuteCall(lane.context, lane.regions, permuted(step), lane.sizes[id(step)])
 
 

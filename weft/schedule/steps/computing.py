@@ -149,7 +149,7 @@ class Reduce(Step):
 
     @property
     def norms_only(self) -> bool:
-        """True if the step only computes a norm: out is the only part."""
+        """True if the step writes only a norm: `norm` is set, `out` is the only summand, and `accumulate` is False."""
         return self.norm is not None and self.parts == (self.out,) and not self.accumulate
 
     def accesses(self) -> tuple[Access, ...]:
