@@ -116,8 +116,8 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "an unknown bounds check": (replace("bounds_check", lambda _: "maybe"), ["bounds_check='maybe'", "'fatal'"]),
     "half a slice": (replace("slice_size", lambda _: 0.5), ["slice_size=0.5", "at least 1"]),
     "empty slices": (replace("slice_size", lambda _: 0), ["slice_size=0", "at least 1"]),
-    "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "pass a number from 1 to 255"]),
-    "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "pass a number from 1 to 255"]),
+    "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "must be between 1 and 255"]),
+    "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "must be between 1 and 255"]),
     "no time": (replace("deadline_s", lambda _: -1.0), ["deadline_s=-1.0", "positive"]),
     "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is not a Timeline", "weft.Timeline()"]),
     "tables of two ranks": (
