@@ -459,7 +459,7 @@ def refused(group: dist.ProcessGroup, mine: dict[str, Any], others: dict[str, An
         ({"gradients": "sum"}, {}, "DisagreementError", "gradients='sum'"),
         ({"deterministic": False}, {}, "DisagreementError", "deterministic=False"),
         ({"deterministic": 1}, {}, "RefusedError", "deterministic=1 must be True or False"),
-        ({"optimizer": 0.1}, {}, "RefusedError", "optimizer is a float: pass an optimizer of weft, such as weft.SGD(lr=...)"),
+        ({"optimizer": 0.1}, {}, "RefusedError", "optimizer is a float: pass an optimizer of weft"),
         ({"gradients": "all"}, {}, "RefusedError", "gradients='all' must be 'mean' or 'sum'"),
         ({"optimizer": weft.SGD(lr=0.1), "sparse": True}, {}, "RefusedError", "pass sparse=False, or optimizer=None"),
     ],
