@@ -337,6 +337,11 @@ def test_declarations() -> None:
     assert "has shapes [(4, 8), (-1, 8)] on the ranks: sizes must not be negative" in faults(
         replace(schedule, buffers=(bad,))
     )
+    huge = Buffer("huge", 2**31, 2**30, "fp32", "scratch")
+    assert (
+        "buffer huge has shapes [(2147483648, 1073741824), (2147483648, 1073741824)] on the ranks: a buffer must"
+        in (faults(replace(schedule, buffers=(*schedule.buffers, huge))))
+    )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
     assert "i needs a value for i" in faults(with_steps(Set("arrived", Expr("i"))))
 
