@@ -123,6 +123,17 @@ def test_dynamic_copies_share_few_units_and_a_launch() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("rows", "wanted"), [(8, ["cc"]), (9, ["c", "c"])])
+def test_dynamic_copies_into_buffers_of_unequal_heights_are_two_launches(rows: int, wanted: list[str]) -> None:
+    """The kernel clamps the sizes of all parts to the height of one buffer."""
+    draft = Draft("dynamic", 2)
+    box, other = (draft.buffer(name, n, 8, "fp32", "scratch") for name, n in (("box", 8), ("other", rows)))
+    some = (0, total(COUNTS.name, 0, 2))
+    steps = [copy(buffer.part(rows=some), X.part(rows=some)) for buffer in (box, other)]
+    found = launches(steps, [False, False], {**BUFFERS, "box": box, "other": other}, held=[COUNTS.name])
+    assert ["".join(step.kind[0] for step in one.steps) for one in found] == wanted
+
+
 def test_counters_that_peers_or_tiles_set_are_awaited() -> None:
     draft = Draft("set", 2)
     x, y = draft.buffer("x", 8, 8, "fp32", "input"), draft.buffer("y", 8, 8, "fp32", "output")

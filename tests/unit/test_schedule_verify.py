@@ -18,6 +18,7 @@ from support.slow import mostly, slow
 from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
 from weft.errors import ScheduleError
 from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Lane, Region, Schedule, Set, Signals, Step, Wait
+from weft.schedule.expr import Index
 from weft.schedule.steps import CopyBy
 from weft.schedule.verify import verify
 from weft.schedule.verify.forked_tiles import forked
@@ -135,6 +136,27 @@ def test_consecutive_copies_by_kernel_that_write_the_same_rows(first: int, by: C
     assert "race on y@0: consecutive copies by kernel write the same elements, and may run concurrently" in text
     assert "step 1: copy x[0:+4, 0:+8] -> y[0:+4, 0:+8] by kernel" in text
     assert "step 2: copy x[2:+6, 0:+8] -> y[2:+6, 0:+8] by kernel" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "at", "races"), [(2, (RANK + 1) % 2, True), (2, RANK, False), (4, (RANK + 1) % 2, False)]
+)
+def test_copies_of_one_region_with_a_signal_to_a_peer_between_them(first: int, at: Index, races: bool) -> None:
+    """They are one launch, unless the signal stays on the rank."""
+    d = Draft("twice", 2)
+    x, box = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("box", 8, 8, "fp32", "scratch")
+    y, signal = d.buffer("y", 8, 8, "fp32", "output"), d.signals("done", 1)
+    lane = d.lane("compute").copy(x.part(), box.part(rows=(0, 4)), "kernel").set(signal, at=at)
+    lane.copy(x.part(), box.part(rows=(first, 4)), "kernel").wait(signal)
+    for row in range(0, 8, 4):
+        lane.copy(box.part(rows=(row * first // 4, 4)), y.part(rows=(row, 4)))
+    if not races:
+        verify(d.schedule())
+        return
+    text = faults(d.schedule())
+    assert "race on box@0: consecutive copies by kernel write the same elements, and may run concurrently" in text
+    assert "step 1: copy x[0:+4, 0:+8] -> box[0:+4, 0:+8] by kernel" in text
+    assert "step 3: copy x[0:+4, 0:+8] -> box[2:+4, 0:+8] by kernel" in text
 
 
 def test_neighbours_that_do_not_overlap_are_no_race() -> None:
@@ -314,6 +336,11 @@ def test_declarations() -> None:
     )
     assert "has shapes [(4, 8), (-1, 8)] on the ranks: sizes must not be negative" in faults(
         replace(schedule, buffers=(bad,))
+    )
+    huge = Buffer("huge", 2**31, 2**30, "fp32", "scratch")
+    assert (
+        "buffer huge has shapes [(2147483648, 1073741824), (2147483648, 1073741824)] on the ranks: a buffer must"
+        in (faults(replace(schedule, buffers=(*schedule.buffers, huge))))
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
     assert "i needs a value for i" in faults(with_steps(Set("arrived", Expr("i"))))

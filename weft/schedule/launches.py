@@ -180,8 +180,10 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
     """True if the kernel of `first`, a copy by kernel, may also do `step`.
 
     The copies must read the same columns of one buffer and have equal row pitches. Their sizes are all fixed and equal, or all
-    depend on `held`. They write memory of the schedule, or one tensor of the caller, but not the buffer that they read. They do
-    not accumulate, because the kernel's copies run in no particular order. For the same reason they must not write the same place.
+    depend on `held`. In the second case, the buffers that they write have equal numbers of rows, because the kernel clamps all
+    sizes to one number. The copies write memory of the schedule, or one tensor of the caller, but not the buffer that they
+    read. They do not accumulate, because the kernel's copies run in no particular order. For the same reason they must not
+    write the same place.
     """
     if step.copies_by != "kernel":
         return False
@@ -202,6 +204,7 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
         len(columns) == 1
         and (fixed or (copy.dst.buffer, copy.dst.at) == (other.dst.buffer, other.dst.at))
         and len({buffer.cols * ITEM_BYTES[buffer.dtype] for buffer in targets}) == 1
+        and (not dynamic or targets[0].rows == targets[1].rows)
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ while a peer still reads a persistent buffer. It reports
     hangs                waits for more sets than a run makes; waits for sets that are only made after the wait (`issue_order`);
                          kernels that poll on all compute units for a step that needs a unit (`occupancy`)
     races                two unordered accesses to an element, at least one of them a write (`happens_before`). Two updates
-                         do not race with each other, but an update races with a read or another write. Consecutive copies
-                         by kernel of one buffer are unordered
+                         do not race with each other, but an update races with a read or another write. Copies by kernel that
+                         may be one launch are unordered
     unwritten reads      reads of elements that no step has written in the same run
     incomplete outputs   elements of outputs that no step writes
 
@@ -24,19 +24,19 @@ are not checked for the buffers that it writes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from weft.errors import ScheduleError
 from weft.schedule.expr import Index
+from weft.schedule.launches import crosses
 from weft.schedule.printing import describe
-from weft.schedule.regions import Box, Region, box_of
+from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Copy, Step
+from weft.schedule.steps import Copy, Set, Step
 from weft.schedule.verify.forked_tiles import forked, step_number
 from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
@@ -255,15 +255,34 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
 
 
 def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
-    """Add races between consecutive copies by kernel. If they read one buffer, they may run concurrently, as one launch."""
+    """Add races between copies by kernel that may run concurrently, as one launch."""
     for rank, lanes in enumerate(ranks):
         for i, lane in enumerate(lanes):
-            first = 0
-            for source, group in groupby(lane.steps, _source):
-                steps = list(group)
-                if source and len(steps) > 1:
-                    _check_targets(faults, Event(1, rank, i, first), [cast(Copy, step).dst for step in steps])
-                first += len(steps)
+            for parts in _parts(lane.steps, rank):
+                _check_targets(faults, Event(1, rank, i, 0), parts)
+
+
+def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
+    """Yield {position: copy} for copies by kernel that may be one launch: consecutive copies of one buffer, and copies
+    of one region with sets of peers' signals between them.
+    """
+    found: dict[int, Copy] = {}
+    alike, signaled = True, False
+    for number, step in enumerate(steps):
+        if found and isinstance(step, Set) and crosses(step, rank, ()):
+            signaled = True
+            continue
+        source, first = _source(step), next(iter(found.values()), None)
+        if first and source == _source(first):
+            alike = alike and cast(Copy, step).src == first.src
+            if alike or not signaled:
+                found[number] = cast(Copy, step)
+                continue
+        if len(found) > 1:
+            yield found
+        found, alike, signaled = ({number: cast(Copy, step)} if source else {}), True, False
+    if len(found) > 1:
+        yield found
 
 
 def _source(step: Step) -> tuple[str, Index] | None:
@@ -273,15 +292,15 @@ def _source(step: Step) -> tuple[str, Index] | None:
     return step.src.buffer, step.src.at
 
 
-def _check_targets(faults: _Faults, first: Event, targets: list[Region]) -> None:
+def _check_targets(faults: _Faults, lane: Event, parts: Mapping[int, Copy]) -> None:
     of_buffers: dict[tuple[Index, str], list[int]] = defaultdict(list)
-    for number, target in enumerate(targets):
-        if target.rows and target.cols:
-            of_buffers[target.at, target.buffer].append(number)
+    for number, copy in parts.items():
+        if copy.dst.rows and copy.dst.cols:
+            of_buffers[copy.dst.at, copy.dst.buffer].append(number)
     for (at, name), numbers in of_buffers.items():
-        common = np.triu(_overlaps(np.array([box_of(targets[number]) for number in numbers])), 1)
+        common = np.triu(_overlaps(np.array([box_of(parts[number].dst) for number in numbers])), 1)
         for a, b in np.argwhere(common)[:1]:
-            events = [first._replace(step=first.step + numbers[one]) for one in (a, b)]
+            events = [lane._replace(step=numbers[one]) for one in (a, b)]
             text = (
                 f"race on {name}@{at}: consecutive copies by kernel write the same elements, and may run concurrently"
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from weft.schedule.printing import describe
-from weft.schedule.regions import Access, Buffer, Declared, box_of, overlap
+from weft.schedule.regions import ITEM_BYTES, Access, Buffer, Declared, box_of, overlap
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Collective, Read, Step, totals_of, variables_of
 from weft.schedule.steps.collectives import disagreement
@@ -26,6 +26,8 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
         sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
         if min(map(min, sizes)) < 0:
             yield f"buffer {buffer.name} has shapes {sizes} on the ranks: sizes must not be negative"
+        elif max(rows * columns for rows, columns in sizes) * ITEM_BYTES[buffer.dtype] >= 2**63:
+            yield f"buffer {buffer.name} has shapes {sizes} on the ranks: a buffer must have less than 2**63 bytes"
         if buffer.role == "symmetric" and len(set(sizes)) > 1:
             yield (
                 f"buffer {buffer.name}: symmetric memory must have the same size on all ranks, but rows={buffer.rows} differs "
