@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.doctor_group import GroupReport, Seat, _path, print_group, run, topology_of
+from weft.cli.doctor_group import GroupReport, Seat, _path, _write_links, print_group, run
 from weft.hw import load_machine
 from weft.hw.topology import load_topology
 from weft.runtime.links import rounds_of
@@ -55,8 +55,9 @@ def test_a_topology_has_the_slowest_measured_link(capsys: pytest.CaptureFixture[
         "\n  a - b  12000 MB/s, round trip 40 us\n  a - c  9000 MB/s, round trip 60 us\n"
         "  all ranks at once: 11000 MB/s leave a host in an all-to-all, and each rank copies 4000 MB/s in memory\n"
     ) in capsys.readouterr().out
-    (tmp_path / "links.toml").write_text(topology_of(report))
-    topology = load_topology(tmp_path / "links.toml", load_machine("h100")).of(4)
+    path = tmp_path / "links.toml"
+    assert _write_links(path, report) == f"The topology is in {path}: weft plan OP --topology {path}"
+    topology = load_topology(path, load_machine("h100")).of(4)
     (between,) = topology.routes(0, 2)
     assert min(link.bytes_per_us for link in between) == pytest.approx(9_000.0)
     assert sum(link.latency_us for link in between) == pytest.approx(30.0)
@@ -70,3 +71,9 @@ def test_each_pair_of_hosts_is_measured_once_and_no_host_twice_in_a_round(count:
         assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
     every = [frozenset(pair) for pairs in rounds for pair in pairs]
     assert len(every) == len(set(every)) == count * (count - 1) // 2
+
+
+def test_without_measured_links_it_says_that_it_writes_no_topology(tmp_path: Path) -> None:
+    text = _write_links(tmp_path / "links.toml", GroupReport((CPU, CPU), {}, 210.0))
+    assert text.endswith("nothing is written, because no links between hosts were measured")
+    assert not list(tmp_path.iterdir())

@@ -149,6 +149,14 @@ def topology_of(report: GroupReport) -> str:
     )
 
 
+def _write_links(path: Path, report: GroupReport) -> str:
+    """Write the topology to `path` if links were measured. Return a sentence about it."""
+    if not report.links:
+        return f"--links {path}: nothing is written, because no links between hosts were measured"
+    write_whole(path, topology_of(report))
+    return f"The topology is in {path}: weft plan OP --topology {path}"
+
+
 def run(links: Path | None = None) -> int:
     """Run the command on this rank; return its exit status. links: the file to write the topology to, on rank 0."""
     if not env.under_torchrun():
@@ -169,8 +177,7 @@ def run(links: Path | None = None) -> int:
         print_group(report)
         if report.measured is not None:
             remember(report.measured)  # for later jobs on the same hosts
-        if links is not None and report.links:
-            write_whole(links, topology_of(report))
-            print(f"\nThe topology is in {links}: weft plan OP --topology {links}")
+        if links is not None:
+            print(f"\n{_write_links(links, report)}")
     dist.destroy_process_group()
     return 0
