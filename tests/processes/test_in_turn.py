@@ -107,6 +107,26 @@ def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
         assert "rank 1: all_gather A_shard -> A of all_gather_matmul, [20, 16] gathered from 2 ranks" in text
 
 
+def empty_and_not(group: dist.ProcessGroup) -> tuple[str, str]:
+    """The last rank makes a known call without rows while the others make a known call with rows."""
+    own, world = own_group(group), group.size()
+
+    def summed(rows: int) -> torch.Tensor:
+        x, w = torch.ones(rows * world, K), torch.ones(K, N)
+        return weft.matmul_reduce_scatter(x, w, "sum", 0, own, schedule="serial", deadline_s=LONG_S)
+
+    for rows in (0, 2, 0, 2):
+        assert torch.equal(summed(rows), torch.full((rows, N), float(K * world)))
+    return error_of(lambda: summed(0 if group.rank() == world - 1 else 2))
+
+
+def test_an_empty_call_meets_the_peers_call(pool: Pool) -> None:
+    """An empty call has no collective. Without a rendezvous, the rank's next call would be paired with this one."""
+    for kind, text in pool.run(empty_and_not, ranks=3, timeout_s=60):
+        assert kind == "DisagreementError"
+        assert "rank 2: an empty call of matmul_reduce_scatter" in text
+
+
 def other_parts(group: dist.ProcessGroup) -> tuple[str, str]:
     own, rank, w = own_group(group), group.rank(), torch.eye(K)
 

@@ -158,6 +158,11 @@ class Turn:
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)
 
+    def meet(self, what: str) -> None:
+        """Wait until all CPU ranks have reached `what`, a call without a collective. GPU ranks do not wait."""
+        if self._turns is not None:
+            self._turns.largest(what, 0, self.wait_s)
+
     @property
     def has_met(self) -> bool:
         """True if all ranks are known to have reached the next collective."""
