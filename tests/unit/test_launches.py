@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from weft.builders import named
+from weft.builders.problem import described
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
 from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
 from weft.schedule.launches import crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
@@ -132,6 +134,18 @@ def test_dynamic_copies_into_buffers_of_unequal_heights_are_two_launches(rows: i
     steps = [copy(buffer.part(rows=some), X.part(rows=some)) for buffer in (box, other)]
     found = launches(steps, [False, False], {**BUFFERS, "box": box, "other": other}, held=[COUNTS.name])
     assert ["".join(step.kind[0] for step in one.steps) for one in found] == wanted
+
+
+@pytest.mark.parametrize(("world", "wanted"), [(8, [7]), (9, [1] * 8)])
+def test_one_launch_of_scatter_stores_the_rows_of_up_to_seven_peers(world: int, wanted: list[int]) -> None:
+    schedule = named(
+        described("matmul_reduce_scatter", m=8 * world, n=16, k=16, ranks=world, dtype="bf16"), "scatter"
+    ).build()
+    (lane,) = schedule.of_rank(0)
+    (awaited, *_), buffers = setters([schedule.of_rank(rank) for rank in range(world)]), schedule.buffers_of_rank(0)
+    crossing = [crosses(step, 0, awaited) for step in lane.steps]
+    found = launches(lane.steps, crossing, {b.name: b for b in buffers}, alone=True)
+    assert [len(one.body) for one in found if one.copies] == wanted
 
 
 def test_counters_that_peers_or_tiles_set_are_awaited() -> None:

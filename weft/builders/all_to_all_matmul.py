@@ -46,8 +46,8 @@ from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
 SendOrder: TypeAlias = Literal["in_turn", "at_once", "together"]
 """The order of sends. in_turn: one peer after the other, which is fastest for the first tokens on a switch. at_once: all peers
-concurrently, on a lane for each peer, which uses all links of a mesh. together: all peers in one launch, which is fastest for few
-tokens."""
+concurrently, on a lane for each peer, which uses all links of a mesh. together: all peers in one launch, so that few tokens do not
+wait for launches."""
 _SENDS = get_args(SendOrder)
 Columns: TypeAlias = tuple[int, int]
 """A block of the k columns of tokens: (first, count)."""

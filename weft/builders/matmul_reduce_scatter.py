@@ -38,7 +38,8 @@ from weft.schedule.steps import Buffer, Set
 
 _TOGETHER = 8
 """The largest number of ranks for which one launch of `scatter` stores the rows of all peers. A launch signals one peer after the
-other: with 4 H200s, each further signal took 1 to 1.7 us, which the model does not count."""
+other, which the model does not count: with 4 H200s, 500x1408x1600 took 6 to 7 us longer than predicted
+(benchmarks/results/h200-4-ranks-never-slower.jsonl)."""
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:

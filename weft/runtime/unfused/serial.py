@@ -64,7 +64,7 @@ class Unfused:
         made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
         made |= {_columns(step, self)[1] for step in of_kind(lane.steps, Tiles)}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
-        self._meets = schedule.world_size > 1 and not any(step.meets for step in lane.steps)
+        self._lacks_collective = schedule.world_size > 1 and not any(step.meets for step in lane.steps)
         self._plain = [_plain(step, self) for step in lane.steps]
         self.plain: _core.PlainSteps | None = None
         """All steps as one native call, for any number of rows; None if a step does not read and write whole matrices.
@@ -92,7 +92,9 @@ class Unfused:
         if turn is STRAIGHT and self.plain is not None and group not in COALESCING:
             return self.plain.run(inputs, group)
         tensors = dict(inputs)
-        if self._meets:  # nothing is sent, but a rank must not make its next call while its peers make this one
+        if (
+            self._lacks_collective
+        ):  # nothing is sent, but a rank must not make its next call while its peers make this one
             turn.meet("an empty call")
         for call in self._calls:
             call(tensors, turn, group)

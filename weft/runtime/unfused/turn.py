@@ -98,6 +98,11 @@ class Turns:
             raise
 
     @opaque
+    def meet(self, what: str, deadline_s: float) -> None:
+        """Wait until all ranks have reached `what`."""
+        self._meeting.meet(self._topic(what), deadline_s=deadline_s)
+
+    @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
         """Return the largest `number` of all ranks, once all ranks have reached a collective."""
         extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
@@ -161,7 +166,7 @@ class Turn:
     def meet(self, what: str) -> None:
         """Wait until all CPU ranks have reached `what`, a call without a collective. GPU ranks do not wait."""
         if self._turns is not None:
-            self._turns.largest(what, 0, self.wait_s)
+            self._turns.meet(what, self.wait_s)
 
     @property
     def has_met(self) -> bool:
