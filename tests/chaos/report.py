@@ -70,11 +70,14 @@ def _bar(count: int) -> Any:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Return two tables in Markdown: one by family of faults, one by operator."""
+    """Return two tables in Markdown: one by family of faults, one by operator. Only wrong outcomes that occurred have a
+    column.
+    """
     families = list(dict.fromkeys(kind.family for kind in KINDS.values()))
     by_fault = [(family, [r for r in records if KINDS[r["kind"]].family == family]) for family in families]
     by_operator = [(name, [r for r in records if r["operator"] == name]) for name in OPERATORS]
-    return f"{_table('fault', [*by_fault, ('all', records)])}\n\n{_table('operator', by_operator)}\n"
+    found = f"{_table('fault', [*by_fault, ('all', records)])}\n\n{_table('operator', by_operator)}\n"
+    return found if any(r["wrong"] for r in records) else f"No injection had a wrong outcome.\n\n{found}"
 
 
 def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
@@ -86,8 +89,8 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     }
     if any(r["nan"] for _, of in rows for r in of):
         columns["NaN results"] = lambda of: sum(r["nan"] for r in of)
-    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # only kinds with `told` can be silent
-    for name in [name for name in COUNTED if name != "silent" or silent_counts]:
+    occurred = {kind for _, of in rows for r in of for kind, _ in r["wrong"]}
+    for name in [name for name in COUNTED if name in occurred]:
         columns[name] = lambda of, name=name: sum(any(kind == name for kind, _ in r["wrong"]) for r in of)
     lines = [f"| {what} | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
     lines += [

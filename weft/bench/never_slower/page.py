@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from statistics import median
 
 from weft.bench.core.console import print_table
@@ -12,7 +12,6 @@ from weft.bench.never_slower.judge import (
     GAINS_BELOW,
     OVERLAPPED_SHARE,
     Verdict,
-    added_us,
     changing_ratios,
     ideal_ratio,
     key,
@@ -67,8 +66,8 @@ def verdict_of(verdict: Verdict) -> str:
         return "nothing was measured"
     measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")
     if failures := verdict.failures:
-        return f"does not hold on {measured}: {'; '.join(failures)}"
-    return f"holds on {measured}: none is below {NEVER_BELOW}x of the baseline's speed"
+        return f"the limits do not hold on {measured}: {'; '.join(failures)}"
+    return f"the limits hold on {measured}: none is below {NEVER_BELOW}x of the baseline's speed"
 
 
 def said(verdict: Verdict) -> list[str]:
@@ -112,7 +111,7 @@ def said(verdict: Verdict) -> list[str]:
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """Return a table with a line for each operator, the summary, and a table of the shapes of each operator."""
+    """Return a table with a line for each operator, the summary, and a table of the slowest shapes."""
     verdict = Verdict(rows)
     ops = list(dict.fromkeys(row["op"] for row in rows))
     header = [
@@ -122,8 +121,8 @@ def markdown(rows: Sequence[Record]) -> str:
         "changing sizes, 99th percentile, ms",
     ]  # fmt: skip
     table = markdown_table(header, [_line(op, [row for row in rows if row["op"] == op]) for op in ops])
-    shapes = [part for op in ops if (part := _shapes(op, [row for row in rows if row["op"] == op]))]
-    return "\n\n".join([_head(rows), table, _total(verdict), *shapes]) + "\n"
+    slowest = _slowest(verdict)
+    return "\n\n".join([_head(rows), table, _total(verdict), *([slowest] if slowest else [])]) + "\n"
 
 
 def _head(rows: Sequence[Record]) -> str:
@@ -133,10 +132,7 @@ def _head(rows: Sequence[Record]) -> str:
     seeds = dict.fromkeys(row["seed"] for row in rows)
     return (
         f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; {', '.join(codes)}; {last['date'][:10]}. Shapes "
-        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed divided by the speed of NCCL and "
-        f"cuBLAS calls (gloo and torch.mm on CPU), as geometric means. A shape counts as below {NEVER_BELOW}x if at least four of "
-        f"five repetitions were below it, in each of two runs. In the columns for changing sizes, the first number is weft's mean "
-        f"time divided by serial's mean time. The second number is weft's 99th percentile minus serial's 99th percentile."
+        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}."
     )
 
 
@@ -154,35 +150,17 @@ def _line(op: str, rows: Sequence[Record]) -> list[str]:
     ]  # fmt: skip
 
 
-def _shapes(op: str, rows: Sequence[Record]) -> str:
-    """Return a table with a line for each shape of an operator."""
-    verdict = Verdict(rows)
+def _slowest(verdict: Verdict) -> str:
+    """Return a table of the ten slowest rows, and of all rows below the threshold."""
     below = {key(row) for row in verdict.below}
-    by_shape: dict[tuple[str, str], dict[str, Record]] = {}
-    for row in verdict.timed:
-        by_shape.setdefault((row["seed"], row["config"]), {})[row["mode"]] = row
-    if not by_shape:
-        return ""
-    header = ["shape", "serial", "ideal / serial", *_SPEEDS, "single, us added", "chosen"]
-    return f"{op}:\n\n{markdown_table(header, [_line_of_shape(of, below) for of in by_shape.values()])}"
-
-
-def _line_of_shape(by_mode: Mapping[str, Record], below: Set[Hashable]) -> list[str]:
-    """Return the cells of a shape: serial's time, speeds, the time that weft adds in single calls, and the schedules of queued and
-    captured calls.
-
-    below: the keys of the rows to mark as below the threshold.
-    """
-    usual = by_mode.get("queued") or next(iter(by_mode.values()))
-    captured = by_mode.get("graph", usual)["chosen"]
-    speeds = [by_mode.get(mode) for mode in _SPEEDS]
-    single = by_mode.get("single")
-    return [
-        usual["config"], milliseconds(median(usual["serial_ms"])), number(ideal_ratio(usual), 2),
-        *("" if row is None else times(speed(row)) + " below" * (key(row) in below) for row in speeds),
-        "" if single is None else number(added_us(single), 1),
-        joined(usual["chosen"], f"in graphs {captured}" * (captured != usual["chosen"])),
+    rows = [row for i, row in enumerate(verdict.worst) if i < _WORST or key(row) in below]
+    header = ["operator", "shape", "mode", "serial, ms", "ideal / serial", "speed of weft", "chosen"]
+    lines = [
+        [row["op"], row["config"], row["mode"], milliseconds(median(row["serial_ms"])), number(ideal_ratio(row), 2),
+         times(speed(row)) + " below" * (key(row) in below), row["chosen"]]
+        for row in rows
     ]  # fmt: skip
+    return f"The slowest shapes relative to serial:\n\n{markdown_table(header, lines)}" if lines else ""
 
 
 def _total(verdict: Verdict) -> str:
@@ -198,20 +176,14 @@ def sentence(rows: Sequence[Record]) -> str:
         raise ValueError(
             "never-slower: no row of queued or graph calls: measure with --modes queued,graph,single,changing"
         )
-    seeds = dict.fromkeys(row["seed"] for row in judged)
     shapes = len({(row["seed"], row["op"], row["config"]) for row in judged})
     by_mode = {"queued": "queued calls", "graph": "CUDA graphs"}
     modes = [text for mode, text in by_mode.items() if any(row["mode"] == mode for row in judged)]
-    slowest = min(judged, key=speed)
     below = len({(row["seed"], row["op"], row["config"]) for row in verdict.below})
-    baseline = "NCCL and cuBLAS" if rows[-1]["device"] == "cuda" else "gloo and torch.mm"
     operators = counted(len({row["op"] for row in judged}), "operator")
-    found = "No shape" if not below else f"{below} of the {shapes} shapes ({below / shapes:.1%})"
-    found = f"{found} ran below {NEVER_BELOW}x of the baseline's speed, as {' or as '.join(modes)}"
+    found = "No shape" if not below else f"{below} of them ({below / shapes:.1%})"
     return (
-        f"{counted(shapes, 'random shape')} of {operators} ({counted(len(seeds), 'seed')}) were measured on "
-        f"{rows[-1]['machine']}. The baseline is "
-        f"{baseline}, called one after the other. weft and the baseline ran as {' and as '.join(modes)}. {found}. "
-        f"The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
-        f"{times(speed(slowest))}."
+        f"{counted(shapes, 'random shape')} of {operators} on {rows[-1]['machine']}: the geometric mean is "
+        f"{times(geomean([*map(speed, judged)]))}, the worst {times(min(map(speed, judged)))}. {found} ran below "
+        f"{NEVER_BELOW}x, as {' or as '.join(modes)}."
     )
