@@ -53,9 +53,10 @@ class AcrossRanks:
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 
     def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> bool:
-        """Compare a call across ranks. Return True if CPU ranks have synchronised.
+        """Compare this rank's call with the calls of its peers. Return True if CPU ranks have synchronised to do so.
 
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
+        While a CUDA graph is captured (`capturing`), only add the call to the digest.
         """
         self.note()
         if self._compares_pairs and not capturing:

@@ -5,9 +5,9 @@
 | first call    | a rendezvous, as before every call                | an exchange over the sockets                           |
 | later calls   | a rendezvous before each (`weft.runtime.meeting`) | a digest, off the critical path (`weft.symm.calls`)    |
 | bad input     | published in the rendezvous: every rank refuses   | sent to every peer. A peer that has not made the call  |
-|               |                                                   | refuses it; a peer that has made it ends the group     |
-| other errors  | before the rendezvous as bad input; after it, the | the group ends                                         |
-|               | group ends                                        |                                                        |
+|               |                                                   | refuses it. If a peer has made it, the group fails     |
+| other errors  | before the rendezvous: as bad input. After it:    | the group fails                                        |
+|               | the group fails                                   |                                                        |
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from weft.words import by_rank
 Check: TypeAlias = Callable[[], tuple[str, str, int]]
 """A function that checks this rank's call.
 
-It returns a text and details, which must be equal on all ranks, and this rank's number. It raises `ValueError` to
-refuse the call.
+It returns (text, details, number). Text and details must be equal on all ranks. The number may differ: every rank gets
+the numbers of all ranks. The function raises `ValueError` to refuse the call.
 """
 
 _NUMBER = struct.Struct("<qq")
@@ -60,7 +60,7 @@ class Agreement:
     ) -> bool:  # fmt: skip
         """Make every rank refuse the call, because this rank raised `error`.
 
-        Raise `RefusedError` in place of `error`. Return True for a memory error: its peers have been notified, and the
+        Raise `RefusedError` in place of `error`. Return True for a memory error: peers have been notified, and the
         caller must re-raise `error`. Return False if the call cannot be refused.
 
         has_published: True if this rank has already told its peers that it takes part.
@@ -191,7 +191,7 @@ def _end(comm: symm.Communicator, text: str) -> NoReturn:
 
 
 def _set_up(deadline_s: float | None) -> float | None:
-    """Return the deadline for set-up: the caller's, or else `WEFT_SETUP_DEADLINE_S`. No rank compiles before ranks
-    agree, so the short deadline is enough.
+    """Return the deadline for the comparison of a first call: the caller's, or else `WEFT_SETUP_DEADLINE_S`. Ranks
+    compile only after this comparison, so it needs no longer deadline.
     """
     return env.setup_deadline_s() if deadline_s is None else deadline_s

@@ -93,16 +93,16 @@ def _fastest(
 
 
 def needed_us(serial_us: float) -> float:
-    """Return the smallest gain over serial that counts."""
+    """Return the time in microseconds by which a schedule must be faster than serial to be chosen."""
     return max(_CLEARLY * serial_us, _CLEARLY_US)
 
 
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
     """True if a schedule may be clearly faster than serial, according to the measured links.
 
-    The schedule may be faster than serial in two ways: its collectives take less time than serial's collectives, and
-    GEMMs hide all of its collectives except one. Serial takes at least as long as its collectives. If these
-    collectives ride with the rendezvous (`weft.runtime.rails`), serial saves a round trip.
+    Only collectives are compared. In the schedule's best case, its GEMMs hide all of its collectives except the
+    shortest. Serial hides none. If serial's collectives travel with the rendezvous (`weft.runtime.rails`), serial saves
+    a round trip.
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
@@ -112,7 +112,7 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
 
 
 def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) -> list[float]:
-    """Return the predicted times of the collectives of the first rank."""
+    """Return the predicted time of each collective of rank 0, in microseconds."""
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
     wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]

@@ -29,7 +29,7 @@ WHILE = 1000  # calls of the operator. A training step makes fewer calls, and th
 class Entry(Protocol):
     """The attributes and methods of a compiled operator that the cache uses."""
 
-    family: Hashable  # the problem family, if a new size may run unfused
+    family: Hashable  # the problem family if new sizes of it may run unfused; otherwise None
     came_back: bool  # True if called more than once
     called_at: int  # the number of the last call that used it
     key: Any  # its key in the table
@@ -63,8 +63,8 @@ E = TypeVar("E", bound=Entry)
 class Known(NamedTuple, Generic[E]):
     """The compiled operator of calls that differ only in the addresses of their tensors.
 
-    places: for each input buffer: its name, the field of the call, and for a list the index. None if a buffer is not
-        itself a tensor of the call. differentiated: True if gradients are wanted.
+    places: (name, index of the call's field, index in the field's list or None) of each input buffer. None if a buffer
+        is not itself a tensor of the call. differentiated: True if gradients are wanted.
     """
 
     prepared: E
@@ -113,7 +113,8 @@ class _OfGroup(Generic[E]):
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return a compiled operator of the family if a new size shall run unfused; None if the size shall be compiled.
+        """Decide whether a call runs unfused without compilation. If so, return the latest compiled operator of the
+        family, from which the caller copies one for this call. Return None if the call's size shall be compiled.
 
         A size is identified by its family and the rows of its first tensor. The memory layout does not count: layouts
         may differ between ranks, and all ranks must compile the same sizes.
@@ -202,8 +203,8 @@ class Table(Generic[E]):
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
-        """Return the `Known` for this signature (`weft.runtime.layouts`), and count the call. Return None if there is
-        none.
+        """Return the `Known` for this signature (`weft.runtime.layouts`), and count the call. Return None if the
+        signature is unknown.
         """
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)

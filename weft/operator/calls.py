@@ -48,7 +48,7 @@ TABLES: dict[str, Table[CompiledOperator]] = {}
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
 """The wanted gradients of a call inside a dispatch mode, where autograd is not visible.
 
-They are determined before the mode, because peers may have no such mode, for example if only one rank counts its FLOPs.
+They are determined outside the mode, because peers may have no such mode, for example if only one rank counts FLOPs.
 """
 
 
@@ -132,7 +132,7 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if `call`, made inside another call, overlaps, or if calls of this shape have no chosen schedule yet."""
+    """True if `call`, made inside another call, overlaps, or if no schedule has been chosen for its shape yet."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())

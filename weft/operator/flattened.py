@@ -65,8 +65,8 @@ def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
 def rows_of_ranks(
     rows: Sequence[int] | None, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | str | None
 ) -> list[int] | None:
-    """Return the number of matrix rows on each rank; None if all ranks have the same number. Traced calls are checked
-    when they run.
+    """Return the number of matrix rows on each rank; None if all ranks have the same number. rows: the size of
+    `gather_dim` on each rank, or None. It is checked here, or for a traced call when it runs.
     """
     if rows is None:
         return None
@@ -121,10 +121,8 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """Reshape results of the matrix form back to the caller's dimensions.
-
-    [gathered rows x others, N] becomes [gathered, others ..., N], and then dimensions are permuted to the caller's
-    order.
+    """Reshape each result [gathered * others, N] to [gathered, others ..., N], and move the gathered dimension to
+    `gather_dim`.
 
     shape: the shape of a shard. rows: the sizes of `gather_dim` on all ranks, if they differ.
     """

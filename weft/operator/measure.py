@@ -24,7 +24,7 @@ from weft.symm import Communicator
 from weft.symm.device import synchronize
 
 _REPETITIONS = 5
-_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls to time: 3 ms of them, 3 to 20 calls
+_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # time 3 ms of queued calls, but at least 3 and at most 20 calls
 _CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
 
@@ -60,8 +60,8 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time GEMMs with these weights for several numbers of rows, if the weights or this number of rows are new. All
-    ranks must make this call.
+    """Time GEMMs with the call's weights for several numbers of rows. Do nothing if a size of at least half of this
+    call's size has been timed for the problem family. All ranks must make this call.
 
     timed: the largest size that has been timed, by problem family.
     """
@@ -78,8 +78,8 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the wanted GEMMs, and store the slowest rank's times. Return the remaining budget in us. All ranks must make
-    this call.
+    """Time the GEMMs that `wanted` returns, and store the slowest rank's times. Return the rest of the budget in us.
+    All ranks must make this call.
     """
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
@@ -114,7 +114,8 @@ def measured(
     """Return the slowest rank's time of each schedule, {name: microseconds}, measured now or cached on disk
     (`weft.plan.autotune`).
 
-    Times between hosts are cached for these hosts only. The times of one host would be far too short there.
+    For a group on several hosts, times are cached for these hosts only: times of a group on one host would be far too
+    short.
     """
 
     def run(candidate: Candidate) -> float:

@@ -73,8 +73,8 @@ def run_schedule(
     compiled function.
 
     Memory: the schedule's symmetric and scratch buffers, kept until the group is destroyed. On CPU all schedules of a
-        group share the memory of the largest schedule. On GPUs each schedule has its own memory. A group keeps at most
-        64 schedules, and drops the least recently used.
+        group share the memory of the largest schedule. On GPUs each schedule has its own memory, so a group keeps at
+        most 64 schedules, and drops the least recently used.
 
     Raises:
 

@@ -54,8 +54,8 @@ _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
 """The smallest gain over serial that counts, by type of device: as a fraction of serial's time, and in microseconds.
 
-A few runs cannot resolve a smaller gain. Threads that have slept for long wake more slowly than in these runs. If ranks
-share cores, times vary by a tenth from run to run.
+A few timed runs cannot resolve a smaller gain. In a user's program, threads that have slept for long wake more slowly
+than in these runs. If ranks share cores, times vary by a tenth from run to run.
 """
 
 
@@ -123,7 +123,7 @@ def choose(
 
     tensors: the tensors of the first call, on which candidates are measured and warmed up.
     pinned: a schedule's name, "autotune", "heuristic" or None.
-    serial: a function that runs the operator unfused, if no executor does.
+    serial: a function that runs the operator unfused, to be timed. None: an executor runs the serial schedule.
     remembered: True if any rank has cached times of exactly this problem.
     what: the call, for messages.
     """

@@ -113,7 +113,7 @@ class Operator(ABC, Generic[C]):
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return the other arguments that must be equal on all ranks, as part of a sentence; "" for defaults.
+        """Return the other arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
 
         The public function applies these arguments before or after the operator: dimensions, shapes before flattening,
         the kind of reduction.
@@ -201,7 +201,7 @@ class Operator(ABC, Generic[C]):
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call to measure schedules with, if the first call is not typical."""
+        """Return the call on which schedules are measured: `call`, the first one, or a more typical call."""
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
@@ -220,8 +220,8 @@ class Operator(ABC, Generic[C]):
     # --- gradients ---
 
     def tracked(self, call: C) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Each tensor takes
-        time in every call.
+        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Each tracked tensor
+        adds CPU time to every call.
         """
         return self.tensors(call)
 

@@ -1,4 +1,4 @@
-"""Embedding calls in CUDA graphs. A call cannot set up memory or kernels while a graph is being captured."""
+"""Calls while a CUDA graph is being captured. They cannot allocate symmetric memory or load kernels."""
 
 from __future__ import annotations
 

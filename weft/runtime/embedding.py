@@ -13,15 +13,15 @@ _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
 
 
 def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
-    """Return the executors that have been made on `communicator`, by plan. Some may be closed."""
+    """Return the executors that have been made on `comm`, by plan. Some may be closed."""
     return of_communicator(_executors, comm, lambda _: {})
 
 
 def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
-    """Return the executor of `plan`, whose transport is fixed, on `communicator`. All ranks must make the first call
-    together, which makes the executor.
+    """Return the executor of `plan`, whose transport is not "auto", on `comm`. The first call makes the executor, so
+    all ranks must make it together.
 
-    The caller has compared the plans of all ranks.
+    The caller must have compared the plans of all ranks.
     """
     executors = executors_on(comm)
     executor = executors.get(plan)

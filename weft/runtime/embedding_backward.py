@@ -2,7 +2,7 @@
 by row.
 
     grad       [local batch, all columns], for this rank's samples
-    received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
+    received   [global batch, columns of this rank's tables], from all ranks, by all_to_all_single
     rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
 Before the exchange, each rank reorders `grad` by owner. CPU ranks also synchronise, and compare the number of the
@@ -49,8 +49,8 @@ def gradients(
     """Return the gradients of tables and of per-sample weights. With an optimizer, update the tables, and return None
     in place of their gradients.
 
-    weights: the tables, for gradients of per-sample weights. wanted: (True for gradients of tables or an update, True
-        for gradients of per-sample weights).
+    weights: the tables, for gradients of per-sample weights. wanted: two flags. True, True means that gradients of
+        tables (or an update) and gradients of per-sample weights are wanted.
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -87,11 +87,11 @@ def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Yield (the gradients of the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`;
-    None).
+    """Yield two values. The first is the gradients of the vectors that this rank pooled, [global batch, columns of its
+    tables], as `dtype`. The second is None without `WEFT_PUSH_GRADIENTS`.
 
-    With `WEFT_PUSH_GRADIENTS`, the gradients are in memory that peers write, and are valid only inside the context. The
-    second value is then a tensor on the device: 1 if all gradients have arrived, else 0.
+    With it, the gradients are in memory that peers write, and are valid only inside the context. The second value is
+    then a tensor on the device: 1 if all gradients have arrived, else 0.
     """
     pushes = grad.device.type == "cuda" and sharding.world_size > 1 and env.push_gradients()
     if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
@@ -108,7 +108,9 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Collect the gradients of all backward calls in a list, instead of updating the tables. Yield the list."""
+    """Inside this context, backward does not update the tables of `update`, but appends its gradients to the yielded
+    list.
+    """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(

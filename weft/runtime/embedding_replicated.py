@@ -35,7 +35,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Spans:
-    """For each slot, the start and the end of its ids, on the CPU."""
+    """The positions of each slot's ids in `JaggedInput.values`: (start, end), as numbers on the CPU."""
 
     of_slot: tuple[tuple[int, int], ...]
 
@@ -120,8 +120,8 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[tor
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
-    """Update each row that any rank has read. flat: the sum of all ranks' gradients. The caller has counted this
-    update.
+    """Update each row that any rank has read. flat: the sum of all ranks' gradients. The caller must already have added
+    1 to the number of updates (`tables.step`).
     """
     tables = of.tables
     assert tables is not None

@@ -99,8 +99,8 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Return a call in which slot t has a bag for each id of `given[t]`, the call's input, and its gradients [most ids,
-    all columns].
+    """Return a call in which slot t has a bag for each id of `given[t]`, the call's input, and its gradients [largest
+    number of ids, columns of all tables].
     """
     counts, device = [one.ids.numel() for one in given], given[0].ids.device
     most, grads = max(counts), given[0].grads
@@ -122,8 +122,8 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return some of the tables. For a single table, add its index to the seed, because its index in the call is always
-    0.
+    """Return the tables at `places`. A call with a single table numbers it 0. So that its random bits still differ from
+    those of other tables, add its own number to the optimizer's seed.
     """
     optimizer = tables.optimizer
     if len(places) == 1:

@@ -69,7 +69,7 @@ class EmbeddingAllToAllUnfused(Executor):
     ) -> dict[str, Any]:
         """Run one call. Return the output [batch_sizes[rank], total_dim] as "out". On GPUs it is valid in stream order.
 
-        tensors: as for the executors of the other transports.
+        tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         comm, rank = self.comm, self.comm.rank
@@ -143,8 +143,8 @@ def pool_alone(
     """Pool all tables of `plan`, whose world size is 1, into `out` [global batch, columns], of `plan.output_dtype`.
 
     Return a function that warns of bad indices. On GPUs return None: there each call warns of bad indices in earlier
-    calls. rank: the rank to name in warnings. widest: the largest number of columns of a feature block that another
-    kernel pools. It affects the choice of the kernel, so that sums have the same bits for any placement of tables.
+    calls. rank: the rank to name in warnings. widest: the columns of the widest feature block of all ranks. The GPU
+    kernel's block size depends on it, so that sums have the same bits for any placement of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

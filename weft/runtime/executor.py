@@ -67,7 +67,7 @@ class Executor(ABC):
 
     @property
     def stale(self) -> bool:
-        """True if the shared memory has grown since, so that a new executor should be made in the larger memory."""
+        """True if the group's memory has grown after this executor was made, so that a new one should replace it."""
         return False
 
     @property

@@ -22,7 +22,7 @@ the given number of rows.
 def executor(
     schedule: Schedule, comm: Communicator, p: Problem | None = None, name: str = "", what: str = ""
 ) -> Executor:
-    """Make an executor for `schedule`, a candidate for `p`. All ranks must make this call.
+    """Make an executor for `schedule`, a candidate for `p` (None for a user's schedule). All ranks must make this call.
 
     name: the candidate's name if weft's own builder made it, "" otherwise. On GPUs, executors of one problem family
         with the same name share memory, and ranks compare only the first of their schedules. On CPU, all executors of a

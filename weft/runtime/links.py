@@ -6,9 +6,9 @@ memory.
     exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
     copies      all ranks copy at the same time, to mapped memory and to memory that is not mapped yet
 
-Everything together takes about `BUDGET_S`. For a rate, the second rank answers with one byte, and the first rank's clock counts.
-So it does not matter when the second rank starts. The round trip is twice the time of the fastest exchange of one byte,
-including gloo's own time. The numbers are equal on all ranks.
+All measurements together take about `BUDGET_S` seconds. For the rate of a link, the first rank sends, the second rank answers with
+one byte, and the first rank takes the time. So it does not matter when the second rank starts. The round trip is twice the time of
+the fastest exchange of one byte, including gloo's own time. The numbers are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -127,10 +127,11 @@ class _Probe:
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
-        """Send more and more bytes, and then the same number again until `until_s`.
+        """Send more and more bytes. Then repeat the largest size until `elapsed_s` reaches `until_s`.
 
-        Return the last two numbers of bytes, and each rank's time for them. The last time is that of the fastest transfer,
-        since other work of the machine only slows transfers. parts: the number of pairs in which a rank sends.
+        Return (bytes, each rank's time in seconds) for the last two sizes. For the largest size, these are the times of its
+        fastest transfer, since other work of the machine only slows transfers. parts: the number of ranks to which a rank
+        sends at once.
         """
         size = _FIRST_BYTES // parts
         before, found = (size, send_s(size)), [send_s(size)]

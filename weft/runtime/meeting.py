@@ -5,8 +5,8 @@ This is a small all-gather through shared memory, which takes microseconds. No r
 ranks are known to make the same call:
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
-    topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group ends
-    a rank does not arrive    `DeadlineError` or `PeerLostError`. The group ends
+    topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group fails
+    a rank does not arrive    `DeadlineError` or `PeerLostError`. The group fails
 
 All operators of a group use the same rendezvous. So the n-th call of one rank is compared with the n-th call of every
 peer.
@@ -75,7 +75,7 @@ class Topic:
 
 
 class Meeting:
-    """The rendezvous of all calls on `communicator`, which is on CPU. All ranks must construct it.
+    """The rendezvous of all calls on `comm`, a communicator of CPU ranks. All ranks must construct it.
 
     Only one thread at a time may make calls.
     """
@@ -103,7 +103,7 @@ class Meeting:
     ) -> list[bytes]:
         """Wait until every rank is about to make the same call. Return the 16 bytes `extra` of each rank, by rank.
 
-        cargo: the collective that rides with this rendezvous, only if there are `rails`. It is complete at the end.
+        cargo: a collective whose data travel with this rendezvous, only if there are `rails`. This call completes it.
         """
         noted = self._layers.take()
         of_topic = topic.compared
@@ -218,7 +218,9 @@ def _difference(comm: Communicator, details: str) -> str:
 
 
 def refuse(comm: Communicator, text: str, *, deadline_s: float | None) -> NoReturn:
-    """Take part in a call whose input is bad on this rank. Raise `RefusedError` with `text`, on CPU on every rank."""
+    """Refuse a call whose input is bad on this rank: raise `RefusedError` with `text`. On CPU every rank raises it. On
+    GPUs the group fails.
+    """
     if comm.device.type == "cpu":
         raise RefusedError(meeting_of(comm).refuse(text, deadline_s=deadline_s))
     comm.check()

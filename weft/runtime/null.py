@@ -1,4 +1,4 @@
-"""The null executor: runs any schedule on any machine without effect, and returns the order of its steps.
+"""The null executor: runs any schedule on any machine without effect, and records the order of its steps.
 
 The null executor is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch
 and no memory. It finds schedules that would hang. Its timeline shows the order that signals impose; timelines of other
@@ -50,8 +50,8 @@ class NullSchedule(Executor):
         """Check the tensors' shapes, and append this rank's steps to `timeline`.
 
         tensors: every input and output buffer by name. Only their shapes are used. deadline_s: must be positive;
-            otherwise unused. timeline: receives the rank's steps in order. A step lasts from one integer to the next,
-            and the next run continues from the last integer.
+            otherwise unused. timeline: receives the rank's steps in order. Step n, counted over all runs, lasts from
+            time n to n + 1.
         """
         if deadline_s is not None and deadline_s <= 0:
             raise ValueError(f"deadline_s={deadline_s} must be positive")

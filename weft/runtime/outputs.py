@@ -63,8 +63,8 @@ class OutputPool:
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
         """Make each buffer at least `slot_bytes` large. Return True if the pool grew.
 
-        All ranks must make this call. If the pool has to grow, call `quiesce` first. deadline_s: the longest wait for a
-        peer in this case.
+        All ranks must make this call. quiesce: called before the pool grows; it waits until earlier calls have ended on
+        all ranks. deadline_s: the longest wait for a peer while the pool grows.
         """
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False

@@ -34,20 +34,20 @@ from weft.runtime.two_levels import levels_on, ranks_per_host
 from weft.runtime.within_host import WithinHost
 from weft.symm import Communicator
 
-_SMALL_BYTES = 64 << 10  # of the whole matrix. Below it, bytes take less time than one more step within the hosts
-MOST_BYTES = 4 << 20  # of the whole matrix. Larger collectives take so long that a rendezvous costs them little
+_SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
+MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separate rendezvous costs them little
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class Cargo(Protocol):
-    """The data of a collective that rides with a rendezvous. All tensors are bytes."""
+    """The data of a collective that travel with a rendezvous. All tensors are bytes."""
 
     near_bytes: int
     """The number of bytes for the ranks of this host."""
     far_bytes: int
-    """The number of bytes for this rail's rank on another host."""
+    """The number of bytes for this rail's rank on each other host."""
 
     def load(self, memory: torch.Tensor) -> None:
         """Write the data for the ranks of this host into this rank's shared memory."""
@@ -215,7 +215,7 @@ class _Gather(_Still):
 
 
 class _GatherSmall(_Still):
-    """The same for few bytes: each rank gets the rows of all ranks of another host from its rail."""
+    """An all-gather of few bytes: a rank gets the rows of a whole host from this rail's rank on that host."""
 
     def __init__(self, rails: Rails, src: torch.Tensor, whole: torch.Tensor) -> None:
         self._rails, self._src, self.near_bytes = rails, src, src.nbytes
@@ -262,7 +262,7 @@ class _Sum(_Still):
         return _like(part, memory[begin:end], part.shape)
 
     def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the part of this rail, of each rank of this host."""
+        """Return the part that this rail sums, from each rank of this host."""
         index = self.rails.levels.index
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 
@@ -337,7 +337,7 @@ class _AllReduce(_Sum):
 
 
 class _AllReduceSmall(_Sum):
-    """The same for few bytes: each rank adds the whole sums of all hosts."""
+    """An all-reduce of few bytes: each rank gets every host's sum of the whole matrix, and adds them."""
 
     def __init__(self, rails: Rails, whole: torch.Tensor) -> None:
         super().__init__(rails, [whole])
@@ -358,7 +358,7 @@ class _AllReduceSmall(_Sum):
 
 
 def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the all-gather of src [n, columns] into whole [W n, columns]. Both are contiguous."""
+    """Return the cargo that gathers src [n, columns] into whole [W n, columns]. Both are contiguous."""
     return (
         _GatherSmall(rails, src, whole)
         if whole.nbytes <= _SMALL_BYTES
@@ -367,7 +367,7 @@ def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: flo
 
 
 def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the sum of `whole`, which is contiguous, over all ranks, in place. All ranks get the same bits."""
+    """Return the cargo that replaces `whole`, which is contiguous, by its sum over all ranks. All get the same bits."""
     return _AllReduceSmall(rails, whole) if whole.nbytes <= _SMALL_BYTES else _AllReduce(rails, whole, deadline_s, name)
 
 

@@ -4,9 +4,9 @@ The second implementation sends the data of other hosts first, and computes this
 (`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So the first
 calls of each size use both implementations, in blocks that take turns. The first call of a block does not count, since
 it allocates memory that the other implementation did not need. Later calls use the second implementation only if its
-fastest call was clearly faster, and its median call faster too, or its second fastest call clearly faster. (Other work of
-the machine slows single calls, and on a busy machine most calls.) If the measured links show that it cannot be clearly
-faster, no call uses it.
+fastest call was clearly faster, and either its median call was faster or its second fastest call clearly faster. (Other
+work of the machine slows single calls, and on a busy machine most calls.) If the measured links show that the second
+implementation cannot be clearly faster, no call uses it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Checked:
     setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
     rows: for each collective of this rank, in order, the number of rows of each rank.
     shared: the buffers to which peers or several lanes may add.
-    known: True if an equal schedule for other sizes has been checked.
+    known: True if a schedule that differs only in sizes has been checked.
     """
 
     def __init__(self, schedule: Schedule, rank: int, world_size: int, known: bool = False) -> None:

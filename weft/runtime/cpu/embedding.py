@@ -106,7 +106,9 @@ def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
 def meet(
     comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
 ) -> list[int]:
-    """Return every rank's output buffer for this call. Raise on every rank if a rank refuses or makes another call."""
+    """Return the index of every rank's output buffer for this call. Raise on every rank if a rank refuses the call or
+    makes another call. slot: the index of this rank's output buffer.
+    """
     meeting = meeting_of(comm)
     extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
     said = [_EXTRA.unpack(extra) for extra in extras]

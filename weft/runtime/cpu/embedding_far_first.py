@@ -142,8 +142,8 @@ class FarFirst:
     def _exchange(
         self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
     ) -> tuple[Pending | None, torch.Tensor, list[int]]:
-        """Begin the exchange of a phase. Return (its work, the received elements, the number of elements from each
-        rank).
+        """Begin the exchange of a phase. Return (its work handle or None, the received elements, the number of elements
+        from each rank).
         """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]

@@ -81,7 +81,7 @@ class MemoryUser(Protocol):
 
 
 class Memory:
-    """The resources that executors on `communicator`, a CPU communicator, share."""
+    """The resources that all executors on `comm`, a communicator of CPU ranks, share."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -171,7 +171,7 @@ class Worker(threading.Thread):
     def wait(self, run: Run) -> None:
         """Wait until the job is done, even after interrupts, because the job uses the caller's tensors.
 
-        An interrupt may arrive after the lock has been taken.
+        An interrupt may arrive just after this thread has taken the lock. So a flag says if the job is done.
         """
         while self._busy:
             try:

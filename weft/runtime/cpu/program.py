@@ -33,7 +33,7 @@ from weft.schedule.steps import substitute, variables_of
 class Bound:
     """A step, and the function that runs it.
 
-    rows: the number of rows of each rank, for a collective. late: True if the step has dynamic sizes.
+    rows: the number of rows of each rank, for a collective. dynamic: True if the step is evaluated in each run.
     """
 
     step: Step

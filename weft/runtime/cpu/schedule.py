@@ -34,7 +34,7 @@ from weft.timeline import Span, Timeline
 
 
 class CpuSchedule(Executor):
-    """The executor of `schedule` on this rank of `communicator`, until `close()` or until the communicator closes.
+    """The executor of `schedule` on this rank of `comm`, until `close()` or until the communicator closes.
 
     All ranks must construct it: they compare schedules, and the group's memory may grow. The constructor raises on
     every rank: `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not match its memory or

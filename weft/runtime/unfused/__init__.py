@@ -4,7 +4,7 @@ other.
     serial          the steps of a serial schedule as torch calls
     collectives     collectives of a matrix, for an operator's own `unfused` and `gradients`
     experts         exchanges of tokens, with `grouped_matmul`, `permutation` and `sizes`
-    unpack          concatenates rows of ranks by columns, and the inverse
+    unpack          puts the matrices of all ranks side by side, and the inverse
     turn            the rendezvous, deadlines and timelines of these calls
 
 Specs of operators import `all_gather`, `reduce_scatter`, `all_reduce`, `all_reduce_` and `Turn` from here.

@@ -57,7 +57,7 @@ def reduce_scatter(
 def all_reduce(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Return the sum over all ranks."""
+    """Return the sum of `x` over all ranks."""
     return all_reduce_(x.clone(memory_format=torch.contiguous_format), rows, rank, group, turn, name)
 
 
@@ -76,5 +76,5 @@ def all_reduce_(
 
 
 def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
-    """Return the rails that can carry a sum of `x`, the same on all ranks; None if there are none."""
+    """Return the rails that can carry a sum of `x`; None if there are none. The answer is the same on all ranks."""
     return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None

@@ -60,8 +60,8 @@ def all_to_all_matmul(
     """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
     tokens too.
 
-    most: a limit on the tokens of a rank, the same on all ranks. It replaces the largest number of tokens of a rank if
-    ranks have synchronised already.
+    most: an upper bound on the tokens of any rank, the same on all ranks. Between hosts, it decides between two
+        implementations if ranks have already synchronised. Otherwise ranks exchange their numbers of tokens for this.
 
     The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
     """
@@ -85,8 +85,8 @@ def matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT, *,
     most: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return y [rows, N]: this rank's tokens, each multiplied on the rank of its expert. h may have more rows than
-    arrived.
+    """Return y [rows, N]: this rank's tokens, each multiplied on the rank of its expert. h: the rows of this rank's
+    experts, sorted by expert. Further rows are ignored.
 
     most: as for `all_to_all_matmul`.
     """
@@ -125,7 +125,7 @@ def _faster(
 def begin_in_expert_order(
     rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Begin to send `rows`, which are in the order of tokens, to their experts' ranks.
+    """Begin to send `rows`, which are in the order of this rank's tokens, to their experts' ranks.
 
     Return a function that waits for the rows and returns them sorted by expert.
     """
@@ -146,7 +146,9 @@ def begin_in_expert_order(
 def send(
     rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Any:  # fmt: skip
-    """Begin the exchange. Return the work handle to wait for before reading `out`."""
+    """Begin to exchange rows. Return the work handle to wait for before reading `out`. sent, came: the numbers of rows
+    to and from each rank.
+    """
     return turn.begin(name, all_to_all_single, out, rows, came, sent, group=group)
 
 

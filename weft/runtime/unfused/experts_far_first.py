@@ -5,7 +5,7 @@
     combine    Rows for other hosts are multiplied first, and sent in pieces by expert. Meanwhile, rows for this host are
                multiplied and exchanged through shared memory
 
-A cell consists of the rows between one rank and one expert. Rows are sent ordered by rank, then by expert. They are
+A cell consists of the rows that one rank dispatches to one expert. Rows are sent ordered by rank, then by expert. They are
 multiplied ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
 rounding.
 
@@ -144,7 +144,7 @@ class FarFirst:
         return y
 
     def _of_far(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of a piece for each rank."""
+        """Return, for each rank, its number of rows in `table` for the experts in `part`; 0 for ranks of this host."""
         rows = np.zeros(len(table), dtype=np.int64)
         rows[self._far] = table[np.ix_(self._far, part)].sum(1)
         return rows.tolist()  # type: ignore[no-any-return]
@@ -185,7 +185,7 @@ def _by_expert(table: Cells) -> Cells:
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the rows of cells, one cell after the other: a slice if the cells are adjacent."""
+    """Return the indices of the rows of cells, one cell after the other: a slice if the cells are adjacent."""
     has = counts > 0
     starts, counts = starts[has], counts[has]
     if not len(starts):
@@ -216,8 +216,8 @@ def _multiply(
 ) -> None:  # fmt: skip
     """Multiply the rows of each expert by its weights.
 
-    A cell is the rows between one rank and one expert. counts: the number of rows of each cell, [ranks, experts]. x_at,
-    out_at: the first row of each cell in x and in `out`.
+    A cell is the rows that one rank dispatches to one expert. counts: the number of rows of each cell, [ranks,
+    experts]. x_at, out_at: the first row of each cell in x and in `out`.
     """
     for expert, weights in enumerate(w):
         of = counts[:, expert]

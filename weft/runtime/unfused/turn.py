@@ -52,8 +52,8 @@ class Turns:
         self._topics: dict[str, Topic] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for collectives of matrices with `nbytes` bytes that ride with a rendezvous, if they can. All ranks
-        must make this call.
+        """Reserve memory for collectives of matrices with `nbytes` bytes whose data travel with a rendezvous, if there
+        are rails. All ranks must make this call.
         """
         if self.rails is not None and nbytes <= MOST_BYTES:
             with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
@@ -87,7 +87,7 @@ class Turns:
 
     @opaque
     def ride(self, collective: str, cargo: Cargo, deadline_s: float) -> None:
-        """Run a collective that rides with the rendezvous."""
+        """Run a collective whose data travel with the rendezvous."""
         topic = self._topic(collective)
         try:
             self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo)
@@ -147,7 +147,7 @@ class Turn:
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
 
     def ride(self, collective: str, cargo: Cargo) -> None:
-        """Run a collective that rides with the rendezvous."""
+        """Run a collective whose data travel with the rendezvous."""
         assert self._turns is not None
         self._turns.ride(collective, cargo, self.wait_s)
 
@@ -157,8 +157,8 @@ class Turn:
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Return the largest `number` of all CPU ranks, once all ranks have reached a collective. Then begin the
-        collective on `met`.
+        """Return the largest `number` of all CPU ranks, once all ranks have reached a collective. Begin this collective
+        by the turn `met`, which does not synchronise again.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)
