@@ -136,7 +136,7 @@ def test_arguments_of_attention(pool: Pool, sequence_dim: int | None) -> None:
             "mask of a part": f"mask has shape (4, 3): pass a mask for the whole sequence and this rank's heads, which {mask}",
             "mask of all heads": "mask has shape (2, 4, 4, 4)",
             "mask of one dimension": "mask has shape (4,)",
-            "mask of integers": "mask is torch.int64 on cpu: pass one of torch.bool or torch.float32 on cpu, as x is",
+            "mask of integers": "mask is torch.int64 on cpu: pass torch.bool or torch.float32, on the device of x, cpu",
             "mask in fp16": "mask is torch.float16 on cpu",
             "mask elsewhere": "mask is torch.bool on meta",
             "no mask": "mask is a list: pass a torch.Tensor",

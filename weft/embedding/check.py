@@ -47,14 +47,15 @@ def check_jagged(
     weights: Sequence[torch.Tensor] | torch.device,
     tables: Hashable = None,
 ) -> CheckedInput:
-    """Check one rank's input of the global batch, and its tables, without reading their contents. Raise `ValueError`.
+    """Check one rank's input of the global batch, and its tables, without reading their contents. Raise `ValueError` if
+    they do not match the sharding.
 
-    jagged: has a block of offsets for each key, or without keys for each local slot in column order. Keys of other
+    jagged: contains a block of offsets for each key; without keys, for each local slot in column order. Keys of other
         ranks' tables are skipped.
     batch_sizes: None to divide the global batch evenly; the first ranks get the remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
-    tables: stored in the result.
+    tables: the value of `CheckedInput.tables` in the result.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)
@@ -70,9 +71,9 @@ def check_jagged(
         sizes = (each + 1,) * odd + (each,) * (sharding.world_size - odd)
     elif sum(sizes) != global_batch:
         raise ValueError(
-            f"batch_sizes={sizes} sum to {sum(sizes)}, but the features have {counted(global_batch, 'sample')}: "
-            "pass the bags of all ranks' samples for this rank's features, and batch sizes that sum to their "
-            "number"
+            f"batch_sizes={sizes} sum to {sum(sizes)}, but the features have {counted(global_batch, 'sample')}: pass "
+            "the bags of all ranks' samples for this rank's features, and batch sizes that sum to the number of "
+            "samples"
         )
     return CheckedInput(key_of_slot, sizes, global_batch, tables)
 
@@ -125,8 +126,8 @@ def no_tables_on(device: torch.device) -> str:
     """Return the error text for tables on a `device` that cannot pool them."""
     if device.type == "meta":
         return (
-            f"the weight is on meta and holds no values: pass one on {' or '.join(DEVICE_TYPES)}; a module that was made on meta "
-            "gets its tables by module.to_empty(device=...) and load_full_weights or load_state_dict"
+            f"the weight is on meta and holds no values: pass a weight on {' or '.join(DEVICE_TYPES)}. For a module made on meta, "
+            "call module.to_empty(device=...), and then load_full_weights or load_state_dict"
         )
     return f"the weight is on {device}: move it to {' or '.join(DEVICE_TYPES)}"
 
@@ -176,7 +177,7 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
         raise ValueError(wrong_sum(last, count))
     if last > count:
         at = int((offsets > count).nonzero()[0])
-        cut = f": offsets begin at {first}, so if only the values before were cut off, pass offsets - {first}"
+        cut = f": offsets begin at {first}, so if you cut off the values before it, pass offsets - {first}"
         fail(
             max(at - 1, 0),
             f"begins a bag that ends at {int(offsets[at])}, beyond the {counted(count, 'value')}{cut if first else ''}",
@@ -186,9 +187,8 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
 def check_contents(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, options: EmbeddingOptions
 ) -> None:
-    """Check the contents before anything is written: all offsets of a CPU input, and all ids if bad ids are refused.
-
-    The check of ids waits for a GPU. Raise `ValueError`.
+    """Raise `ValueError` for invalid offsets of a CPU input, and, if the options refuse bad ids, for ids out of range.
+    The check of ids waits for a GPU.
     """
     if jagged.values.device.type == "cpu":
         check_offsets(jagged, sharding, rank, checked)
@@ -275,7 +275,7 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
 
 
 def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
-    """Return the global batch size: the number of offsets per feature, for `blocks` features. Raise `ValueError` if the
+    """Return the global batch size: the number of bags per feature, for `blocks` features. Raise `ValueError` if the
     numbers do not match.
     """
     bags = jagged.offsets.numel() - 1

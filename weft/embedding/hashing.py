@@ -1,4 +1,4 @@
-"""Hashing of 64-bit ids to rows, without a dictionary. The kernels compute the same with `hash=True`.
+"""Hashing of 64-bit ids to rows, without a dictionary. With `hash=True`, kernels compute the same function.
 
     row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
     z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31

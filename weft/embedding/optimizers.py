@@ -1,4 +1,4 @@
-"""Optimizers that update embedding tables during backward: names, hyperparameters and states of the rules.
+"""Optimizers that update embedding tables during backward: their formulas, hyperparameters and states.
 
 A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates
 that row at once. No gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w

@@ -1,6 +1,6 @@
 """Shardings of tables. A collection may mix table-wise, column-wise, row-wise and data-parallel tables.
 
-Each part of a table is a table for `EmbeddingSharding` and its operator, so both handle all shardings alike.
+For `EmbeddingSharding` and the operator, each part is a table of its own, so neither depends on the kind of sharding.
 
     TableWise      one part with the whole table
     ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output
@@ -241,7 +241,9 @@ class Partition:
 
     @property
     def fuses_replicated(self) -> bool:
-        """False if data-parallel tables get gradients although the collection may have an optimizer."""
+        """False if data-parallel tables have `fused=False`, and so get gradients even if the collection has an
+        optimizer.
+        """
         return DataParallel(fused=False) not in self.shardings
 
     @cached_property

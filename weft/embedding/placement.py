@@ -5,8 +5,9 @@ The slowest rank determines the time. So the placement minimises the largest sum
 each table, the most expensive first, to the least loaded rank. The result is within 4/3 of the optimum (Graham, "Bounds
 on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank.
 
-Adjacent tables have adjacent output columns, which are sent in longer slices with fewer signals. So a contiguous split
-is used if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
+Adjacent tables have adjacent output columns, which are sent in longer slices with fewer signals. So a contiguous split,
+in which each rank owns adjacent tables, is used if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of
+equal cost are assigned in order.
 """
 
 from __future__ import annotations

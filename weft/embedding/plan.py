@@ -1,6 +1,7 @@
 """The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
 
-A **unit** is the work that a program or thread takes at a time: some vectors of one sample. For `put` a unit is a
+A **unit** is the work that a Triton program or CPU thread takes at a time: some vectors of one sample. For `put` a unit
+is a
 **slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one flag.
 For `direct` a unit only determines how much work is taken at once. On GPUs its size follows from the bytes of a bag,
 not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
@@ -158,7 +159,8 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embed
 
     For example, pass it to `weft.builders.embedding_all_to_all.direct`.
 
-    batch_sizes: the number of samples of each rank. A bag reads `rows_read` rows of the sharding (default: one row).
+    batch_sizes: the number of samples of each rank. The mean number of rows per bag follows from `sharding.rows_read`
+        (default: one row).
     """
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()
@@ -170,7 +172,9 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embed
 
 
 def kernel_of(schedule: Schedule) -> PooledSlices:
-    """Return the kernel of a schedule's tiles. Raise `ScheduleError` unless it is one `PooledSlices` for all tiles."""
+    """Return the kernel of a schedule's tiles. Raise `ScheduleError` unless all tiles have the same `PooledSlices`
+    kernel.
+    """
     kernels = dict.fromkeys(kernel for step in schedule.walk() if (kernel := step.tile_kernel))
     match [*kernels]:
         case [PooledSlices() as kernel]:

@@ -195,8 +195,8 @@ def _is_uniform(init_fn: Any, bounds: tuple[float, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One block of output columns: `feature` pooled in table number `table` of `rank`, with `dim` columns from `column`
-    on.
+    """One block of output columns: `feature`, pooled from table number `table` by `rank`, with `dim` columns from
+    `column` on.
 
     `key` is the block's name in the output: the feature, or "feature@table" if several tables use the feature.
     """
@@ -379,7 +379,9 @@ def sharding_of(written: str) -> EmbeddingSharding:
 
 @functools.lru_cache(maxsize=64)
 def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
-    """Return runs (rank, first, end) of adjacent output columns that the same rank pooled, in column order."""
+    """Return the runs of adjacent output columns that one rank pooled, in column order, as (rank, first, end): columns
+    [first, end) of the vectors that `rank` pooled.
+    """
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []
     for slot in sharding.slots:

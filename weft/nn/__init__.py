@@ -44,8 +44,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need torch.distributed.checkpoint at their first use, because that import takes most of a
-    second.
+    """Import `ModelState` and `LoadPlanner` when they are first used: they import torch.distributed.checkpoint, which
+    takes most of a second.
     """
     if name == "ModelState":
         from weft.nn.parts_state import ModelState

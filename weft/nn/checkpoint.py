@@ -6,8 +6,8 @@
     param_groups.<path>.lr, .step                                     learning rate, number of updates
 
 <path> is the module's path in the model. Tables and states have TorchRec's names, so weft and TorchRec can load each
-other's files. Each value is stored as a whole table, to which every rank contributes its part. So a job with another
-number of ranks or another placement can load the checkpoint.
+other's files. Tables and states are stored whole; every rank writes its own part. So a job with another number of ranks
+or another placement can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from weft.embedding.update import FusedUpdate
 from weft.nn.fused_optimizer import FusedOptimizer
 
 OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
-"""Entries that TorchRec's checkpoints lack. They keep their values when a TorchRec checkpoint is loaded."""
+"""A pattern for entries that TorchRec's checkpoints lack. When a TorchRec checkpoint is loaded, the model keeps its
+values of these entries.
+"""
 
 
 class FusedOptimizers:

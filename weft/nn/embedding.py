@@ -3,7 +3,7 @@
     local_batch:  all features of this rank's samples -> InputDist -> this rank's features of all samples -> fused operator
     global_batch: this rank's features of all samples ------------------------------------------------> fused operator
 
-With both inputs a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
+With either `input`, a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     or dead, the other ranks raise `DeadlineError` or `PeerLostError`.
 
     All ranks must also run the backward of the same calls, in the same order. Gradients are reduced in a fixed order,
-    so equal inputs give equal bits, unless `deterministic=False`. Call `weft.nn.ignore_tables(model)` before
-    DistributedDataParallel. Under torch.compile, a call with gradients breaks the graph.
+    so equal inputs give equal bits, unless `deterministic=False`. Call `weft.nn.ignore_tables(model)` before you wrap
+    the model in DistributedDataParallel. Under torch.compile, a call with gradients breaks the graph.
 
     With an `optimizer`, backward updates the tables and returns no gradients of tables. Set the learning rate in
     `fused_optimizer`. A second backward of the same call raises `WeftError`. Calls in `torch.no_grad()` update nothing.
@@ -110,7 +110,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         sent. A limit costs an exchange of these numbers in each call.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
         `weft.embedding_all_to_all`. The input distribution uses `deadline_s` on CPU, and the process group's timeout on
-        GPUs. `output_dtype` supports only whole tables.
+        GPUs. `output_dtype` is refused if a table is sharded or data-parallel.
     """
 
     _container = "embedding_bags"
@@ -408,7 +408,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         for name, weight in local.items():
             if name not in weights:
                 raise ValueError(
-                    f"weights has {', '.join(weights)}, but not table {name!r} of rank {self.rank}: pass all of its tables"
+                    f"weights has {', '.join(weights)}, but not table {name!r} of rank {self.rank}: pass all tables of "
+                    "this rank"
                 )
             check_tensor(f"weights[{name!r}]", weights[name])
             if weights[name].shape != weight.shape:

@@ -58,12 +58,12 @@ class ShardedEmbeddingCollection(TrainedTables):
     """Embedding tables that are sharded over `group`. A call returns a row for each id of each rank's own samples.
 
     All ranks must construct the module, make every call, and run every backward. A call sends ids to the owners of
-    their rows, and returns the rows. Backward sends the gradient of each row to its owner, which sums the gradients of
-    equal rows in a fixed order, in float32. So equal inputs give equal bits. With an `optimizer`, backward updates the
-    tables. Set the learning rate in `fused_optimizer`.
+    their rows, and returns the rows. Backward sends the gradient of each returned row to the owner of the row. The
+    owner sums all gradients of a row in a fixed order, in float32. So equal inputs give equal bits. With an
+    `optimizer`, backward updates the tables. Set the learning rate in `fused_optimizer`.
 
     The parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part. A rank has only its own
-    parts. Initial values depend only on the seed and the table.
+    parts. Initial values depend only on the first rank's default generator and on the table, not on the placement.
 
     tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, all with one dimension
         and one dtype.
@@ -280,7 +280,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             compare_ranks(symm.communicator(self.group, self.device), topic, of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
-        """Update the tables by the gradients of several calls."""
+        """Update the tables with the gradients that this rank received in several calls."""
         tables = of.tables
         assert tables is not None
         given = []

@@ -48,9 +48,9 @@ class Table(nn.EmbeddingBag):
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
     """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`.
 
-    Each block of a table has its own seed for uniform values. So a part gets the values of the same elements in the
-    whole table (on the same type of device), with temporary memory for one block only. An `init_fn` fills a temporary
-    whole table for each part.
+    Uniform values are drawn in blocks of rows, each with its own seed. So a part gets the values that its elements have
+    in the whole table (on the same type of device), with temporary memory for one block only. An `init_fn` fills a
+    temporary whole table for each part.
     """
     (rows, columns), dim = weight.shape, table.embedding_dim
     is_whole = (rows, columns) == (table.num_embeddings, dim)

@@ -38,10 +38,10 @@ class ExpertParallelMLP(nn.Module):
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Each rank passes its own tokens, and owns E of the W * E experts, from number rank * E on. The router is not part of
-    this module. If every rank has a copy of the router, reduce the gradients of the router's parameters over ranks, as
-    in data parallelism. Tokens are neither dropped nor padded. All ranks of `group` must run every forward and every
-    backward. Gradients of experts are already summed over the tokens of all ranks: do not reduce them again.
+    Each rank passes its own tokens, and owns E of the W * E experts, beginning with expert rank * E. The router is not
+    part of this module. If every rank has a copy of the router, reduce the gradients of the router's parameters over
+    ranks, as in data parallelism. Tokens are neither dropped nor padded. All ranks of `group` must run every forward
+    and every backward. Gradients of experts are already summed over the tokens of all ranks: do not reduce them again.
 
     hidden, intermediate: the sizes of an expert.
     num_experts: the number of experts of all ranks, divisible by the number of ranks.

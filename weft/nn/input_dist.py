@@ -42,7 +42,9 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The plan for input with these `keys`: the features to send, in order, and the header words to send with them."""
+    """The plan for input with these `keys`. blocks: for each feature to send, its index in `keys`, grouped by
+    destination. header_index: for each header word to send, its index in this rank's own header.
+    """
 
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -66,7 +68,7 @@ class _Route(NamedTuple):
     """The routing of one batch's ids. Gradients of weights follow it in reverse.
 
     blocks, counts, begin: piece i that this rank sent is block `blocks[i]` of the input. Block b has `counts[b]` ids.
-        The first block begins at `begin`.
+        The ids of block 0 begin at position `begin` of the values.
     ids_out, ids_in: the numbers of ids sent to, and received from, each rank.
     heads: the header from each rank.
     """
@@ -391,7 +393,8 @@ class InputDist:
     ) -> _Exchange:  # fmt: skip
         """Begin an all-to-all for each tensor in `send`, into `received` or new tensors.
 
-        out[i], into[i]: the numbers of elements per rank that `send[i]` sends, and that arrive.
+        out[i]: the number of elements of `send[i]` for each rank. into[i]: the number of elements that arrive from each
+        rank.
         """
         if self.world_size == 1:
             if received is not None:
@@ -411,7 +414,7 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return the reason for a failed check on the device: a negative length, or lengths or offsets that do not
+        """Return the reason why the check on the device failed: a negative length, or lengths or offsets that do not
         match the values.
         """
         negative = (local.lengths < 0).nonzero()
@@ -428,7 +431,7 @@ class InputDist:
             return wrong_sum(total, count)
         begin, end = int(local.offsets[0]), int(local.offsets[-1])
         if end - begin != total:
-            return f"lengths sum to {total} but offsets go from {begin} to {end}: pass one of the two"
+            return f"lengths sum to {total} but offsets go from {begin} to {end}: pass lengths or offsets"
         return (
             f"offsets go from {begin} to {end} but there are {counted(count, 'value')}: offsets are positions in values, 0 or "
             f"more{f'. If you cut off the values before the first offset, pass offsets - {begin}' if begin > 0 else ''}"

@@ -72,7 +72,8 @@ def agree_on_module(
     """Return (the sharding, the first rank's seed) if all ranks have equal arguments. All ranks must make this call.
 
     Otherwise every rank raises `DisagreementError`, or, if a rank refused its arguments, `RefusedError` with the
-    reason. module: the name of the class, for error texts.
+    reason. said: further arguments to compare, by name. refusal: this rank's error about its own arguments. module: the
+    name of the class, for error texts.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     # Refused arguments may have any type, and may not pickle. An `init_fn` may not pickle either.

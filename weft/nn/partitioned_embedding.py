@@ -311,7 +311,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     # --- parameters, memory and conversions ---
 
     def memory(self) -> EmbeddingMemory:
-        """Return the memory in bytes, as for whole tables, without the reduced gradients of data-parallel tables."""
+        """Return the memory of this module on this rank, in bytes. The reduced gradients of data-parallel tables that
+        `accumulate()` keeps are not counted.
+        """
         weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
         parts, batches, rank = self._parts, BatchesInFlight(), 0
         buffers: list[int] = []
@@ -377,7 +379,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 class _Ahead(NamedTuple):
-    """A prefetched batch: its arranged input, or the reason why it is bad. `parts` distributes the ids."""
+    """A prefetched batch: its arranged input, or the reason why it is bad. The collection of the parts distributes its
+    ids.
+    """
 
     features: Any
     arranged: tuple[Arranged, CheckedInput | None] | None

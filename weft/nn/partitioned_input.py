@@ -76,8 +76,8 @@ class PartitionedInput:
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
-        """Return the arranged input. Raise `ValueError` for bad input. The CPU waits for the device to read the numbers
-        of ids.
+        """Return the arranged input. Raise `ValueError` for bad input. To read the numbers of ids, the CPU waits for
+        the device.
         """
         jagged = as_jagged(features)
         keys = jagged.keys

@@ -44,7 +44,9 @@ class Prefetched:
             self._begun = distribution.begin(features, refusal)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Send the ids. Return the results of a call of `InputDist`, valid in the order of the current stream."""
+        """Call `before_ids_leave`, then send the ids. Return the results of a call of `InputDist`, valid in the order
+        of the current stream.
+        """
         with self._aside():
             before_ids_leave()
             sent = self._distribution.send(self._begun)
@@ -83,7 +85,7 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
 
     - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, the ranks are
       out of step, and all raise an error. On CPU the error says that a rank may have run out of batches.
-    - If reading a batch raises, the steps before it run first.
+    - If reading a batch raises, the error is raised after the steps of all earlier batches.
     - If no rank calls a module in a step, this module skips the batch.
     - After a break or an exception out of the loop, the prefetched batch is discarded, and modules can be called with
       any batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself catches

@@ -55,7 +55,7 @@ class RowDist:
         self.partition = partition
         order = sorted(range(len(partition.parts)), key=lambda number: partition.parts[number].rank)
         self.place_of_part = {number: place for place, number in enumerate(order)}
-        """For each part, its index in the order of ranks."""
+        """For each part of `partition`, its index if parts are sorted by rank."""
         self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
         self._most_rows = max(part.rows for part in partition.parts)
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
@@ -66,8 +66,8 @@ class RowDist:
         """Send ids to their owners. Return the routing, the rows that peers request from each part of this rank, and
         `bad` as integers.
 
-        places: the index of each id's part. rows: the row in the part; rows out of range are sent unchanged. bad:
-            one-element tensors that the CPU must read.
+        places: for each id, its part, as an index in the order of ranks. rows: for each id, its row in the part. A row
+            out of range is sent too, and stays out of range. bad: one-element tensors that the CPU must read.
         """
         if self.dedup:
             # Rows out of range are clamped, so each part has one extra key at both ends. Keys of different parts stay

@@ -19,8 +19,8 @@ from weft.nn.row_dist import RowDist, starts
 class RowIds:
     """The ids of a batch, by output feature. Raises `ValueError` for bad input.
 
-    places, rows: for each id of a sharded table, the index of each part that has a piece of its row, and the row in
-        that part.
+    places, rows: for each id of a sharded table, each part that has a piece of its row (`RowDist.place_of_part`), and
+        the row in that part.
     of_replicated: for each feature of data-parallel tables, its row numbers.
     spans: for each output feature, the begin and the end of its ids. offsets, weights: offsets and weights of the
         feature's bags.

@@ -49,7 +49,7 @@ def sharded_tensor(
     """Return a ShardedTensor whose parts are on the ranks of `group`. Ranks do not communicate.
 
     own: this rank's parts, in the order of `parts`. device: this rank's device. Other ranks are assumed to use devices
-        of the same type, rank r device r.
+        of the same type: rank r uses device r.
     """
     rank = group.rank()
     metadata = [

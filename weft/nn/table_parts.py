@@ -35,7 +35,8 @@ def load_full(
         table = partition.tables[part.table]
         if table.name not in weights:
             raise ValueError(
-                f"weights has {', '.join(weights)}, but not table {table.name!r} of rank {rank}: pass all of its tables"
+                f"weights has {', '.join(weights)}, but not table {table.name!r} of rank {rank}: pass all tables of "
+                "this rank"
             )
         check_tensor(f"weights[{table.name!r}]", weights[table.name])
         given, wanted = list(weights[table.name].shape), [table.num_embeddings, table.embedding_dim]

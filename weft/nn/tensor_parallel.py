@@ -1,5 +1,5 @@
-"""Layers of a tensor-parallel transformer. Ranks share the weights; activations between layers are sharded along the
-sequence.
+"""Layers of a tensor-parallel transformer. Weights are sharded over ranks; activations between layers are sharded along
+the sequence.
 
 Every collective overlaps with the adjacent GEMM, in forward and in backward. Weights are [out, in]. Each rank has some
 rows of a column-parallel layer's weight, and some columns of a row-parallel layer's weight. A block needs two
@@ -13,7 +13,7 @@ sequence is not divisible by the number of ranks. A block then needs one collect
     x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
 
 Sources: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3. "Reducing
-    Activation Recomputation in Large Transformer Models", 4.2.2, for the sequence.
+    Activation Recomputation in Large Transformer Models", 4.2.2, for sequence parallelism.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _wrong_mask(mask: Any, shape: tuple[int, ...], x: torch.Tensor) -> str:
     converted = mask.is_floating_point() and torch.is_autocast_enabled(x.device.type)
     fits = converted or mask.dtype in (torch.bool, torch.float32, x.dtype)
     if not fits or mask.device != x.device:
-        return f"mask is {mask.dtype} on {mask.device}: pass one of torch.bool or {x.dtype} on {x.device}, as x is"
+        return f"mask is {mask.dtype} on {mask.device}: pass torch.bool or {x.dtype}, on the device of x, {x.device}"
     return ""
 
 

@@ -83,13 +83,13 @@ def all_gather_matmul(
     of K.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
-    to seconds. Make them before you capture a CUDA graph.
+    to seconds. Make the call and its backward before you capture a CUDA graph.
 
     Memory: the results, and symmetric memory of the size of A. On CPU all calls of a group share this memory until the
         group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
         A. When it has grown, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured.
         After it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has
-        memory. Backward needs up to three times as much; on GPUs this is separate memory.
+        its own memory. Backward needs up to three times the size of A; on GPUs this is separate memory.
 
     Differentiable once in A_shard and Bs. All ranks must enable gradients for the same inputs. Gradients are sums over
     ranks, not means.
@@ -138,9 +138,9 @@ class _AllGatherMatmul(Operator[_Call]):
 
         grad x_shard = reduce-scatter of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    If both are needed, `weft.ops.all_gather_matmul_gradients` computes them. Uneven rows, or a forward that returned x,
-    use torch and NCCL instead. NCCL gathers x during the GEMMs of grad x, and reduces grad x during the GEMMs of grad
-    w. If only grad x is needed, `matmul_reduce_scatter` fuses the reduce-scatter with the GEMMs.
+    If both are needed, `weft.ops.all_gather_matmul_gradients` computes them. For uneven rows, or after a forward that
+    returned x, torch and NCCL compute them. NCCL gathers x during the GEMMs of grad x, and reduces grad x during the
+    GEMMs of grad w. If only grad x is needed, `matmul_reduce_scatter` fuses the reduce-scatter with the GEMMs.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -237,8 +237,8 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return the gradient of x, computed by `matmul_reduce_scatter`; None if it is not predicted to be faster than
-    NCCL.
+    """Return the gradient of x, computed by `matmul_reduce_scatter`. Return None if `matmul_reduce_scatter` is not
+    predicted to be faster than a GEMM followed by NCCL.
     """
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)

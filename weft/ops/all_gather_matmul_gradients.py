@@ -96,8 +96,8 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's contribution to the gradient of x, which is the sum over ranks. gathered: a tensor to add to
-    it.
+    """Return this rank's contribution to the gradient of x. The gradient is the sum of all ranks' contributions.
+    gathered: a tensor to add to the contribution.
     """
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):
@@ -108,8 +108,8 @@ def partial_of(
 def reduce_scattered(
     partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn
 ) -> tuple[torch.Tensor, Any]:
-    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the work handle to wait on before
-    reading them.
+    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the work handle to wait for before
+    the rows are read.
 
     rows: the number of rows of each rank.
     """

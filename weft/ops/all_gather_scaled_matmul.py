@@ -73,13 +73,13 @@ def all_gather_scaled_matmul(
         - A_shard's shape with a last dimension of 1: a scale for each row of this shard. It is gathered with the rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - One element in any other shape, such as a scalar: one scale for all of A. Pass the same value on every rank;
-          weft does not check it.
-        - One element shaped like the scale of a single row, with uneven `rows` that include a 1: the scale of every row
-          of this shard.
+        - One element, shaped like the scale of a single row, if any rank has one row (with uneven `rows`): the scale of
+          every row of this shard.
+        - One element otherwise, such as a scalar: one scale for all of A. Pass the same value on every rank; weft does
+          not check it.
     B_scales: fp32, one element each. With row-wise A_scale also [1, N_i], a scale for each column.
-    biases: for each B, [N_i] or None, in the dtype of its result, which must be bf16 or fp16. For fp8 results the bias
-        is bf16. None: no bias.
+    biases: for each B, [N_i] or None. A bf16 or fp16 result needs a bias of its own dtype, an fp8 result needs a bf16
+        bias, and an fp32 result cannot have a bias. None: no biases.
     result_scales: None, or a list of None. Scale B_scales instead.
     out_dtypes: for each B, torch.bfloat16, float16 or float32. If A_scale and B_scales have one element each, also
         float8_e4m3fn (or None in the list, which means the same). fp8 results saturate at the largest fp8 number. If
@@ -190,7 +190,9 @@ def _check_rest(
     tensors: Sequence[torch.Tensor | None], count: int, B_scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for arguments that a `_Call` does not check."""
+    """Raise `ValueError` for lists of the wrong length, `result_scales`, unsupported `out_dtypes`, and inputs that
+    require gradients.
+    """
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": fast}).items():
         if given is not None and len(given) != count:

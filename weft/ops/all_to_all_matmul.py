@@ -68,10 +68,10 @@ def all_to_all_matmul(
         They must sum to T. The values are checked on CPU only. On GPUs a check would wait for the device, and wrong
         values give wrong results.
     group: a process group, or its name (default: the default group of torch.distributed).
-    max_rows: an upper bound on the number of rows that this rank receives. With None, y has exactly the received rows,
-        and the CPU waits once for the GPU to read their number, mostly while GEMMs run. With a number, y has that many
-        rows, and rows beyond the received ones are not written. The CPU then never waits, and a CUDA graph can capture
-        the call unless the schedule is "serial". The bound may differ between ranks and between calls.
+    max_rows: an upper bound on the number of rows that this rank receives. With None, y has exactly the received rows.
+        To read their number, the CPU then waits once for the GPU, mostly while GEMMs run. With a number, y has that
+        many rows, and rows beyond the received ones are not written. The CPU then never waits, and a CUDA graph can
+        capture the call unless the schedule is "serial". The number may differ between ranks and between calls.
     return_received: True to return `received` too.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. A rank may send all of its
         tokens to one peer. Default: slightly more than the largest T at the first call of this shape.
@@ -192,7 +192,7 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem with `capacity` tokens on each rank. If `capacity` is None, round up `most`."""
+        """Return the problem with `capacity` tokens on each rank. If the call has no capacity, use `most`, rounded up."""
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None

@@ -81,10 +81,10 @@ def embedding_all_to_all(
     weights: this rank's tables, each `[num_embeddings, embedding_dim]`, contiguous, in fp32, fp16 or bf16, in the order
         of `sharding.local_tables(rank)`. Sums are in fp32.
     features: the sparse input of the *global* batch for (at least) this rank's features. Pass a KeyedJaggedTensor
-        (weft's or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block per local feature in column
-        order. values: int32 or int64 row numbers. offsets: int32 or int64 `[features * global batch + 1]`,
-        feature-major. Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of
-        the bag, as FBGEMM does.
+        (weft's or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block for each feature of this
+        rank's tables, in column order. values: int32 or int64 row numbers. offsets: int32 or int64 `[features * global
+        batch + 1]`, feature-major. Samples are ordered by the rank that owns them. Weighted mean pooling divides by the
+        length of the bag, as FBGEMM does.
     sharding: the owner rank of each table (`weft.place_tables`), equal on all ranks.
     group: a process group that contains this rank.
     batch_sizes: the number of samples of each rank. Default: the global batch divided evenly; the first ranks get the
@@ -132,8 +132,8 @@ def embedding_all_to_all(
     rounded once. Out-of-range ids get no gradients. Second derivatives raise an error.
 
     Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs
-        one or two slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead.
-        Each combination of a sharding and options keeps this memory until the group is destroyed, or until
+        one or two slices per Triton program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers
+        instead. Each combination of a sharding and options keeps this memory until the group is destroyed, or until
         `weft.nn.ShardedEmbeddingBagCollection.close`. Backward needs the gradients of pooled vectors, sent and
         received, up to 40 bytes for each id, and, without `update`, the gradients of tables.
 
@@ -386,7 +386,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def beside(
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
-        """Return the other state that backward needs."""
+        """Return the state that backward needs besides the saved tensors."""
         number = 0 if inputs is None else next(self._numbers.setdefault(group, itertools.count(1)))
         tables = None
         if call.optimizer:

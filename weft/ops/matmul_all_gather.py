@@ -79,7 +79,8 @@ def matmul_all_gather(
     Memory: the result, and symmetric memory of the size of x @ w, which weft keeps for later calls. All calls that
         differ only in rows share the memory of the largest x, as in `weft.all_gather_matmul`. During a call the serial
         schedule also needs x @ w and, to concatenate columns, memory of the size of the result. Overlapped backward
-        keeps symmetric memory for the peers' parts of the result, and ordinary memory for this rank's part.
+        keeps symmetric memory of the size of the peers' parts of the result, and ordinary memory of the size of this
+        rank's part.
 
     Differentiable once in x and w. All ranks must enable gradients for the same inputs. Gradients are sums over ranks,
     as in the backward of an all-gather. If all ranks compute the same loss from y, as replicated layers do, divide the

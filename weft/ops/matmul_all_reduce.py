@@ -117,9 +117,9 @@ def matmul_all_reduce(
     bias, residual and norm are gradients of this rank's own loss, as if the rank had added and normalised after the
     all-reduce.
 
-    Backward is a reduce-scatter of the sum's gradient, followed by `all_gather_matmul`, which overlaps. If the number
-    of rows is not divisible by the number of ranks, backward is one all-reduce and two GEMMs. The gradient of the norm
-    is computed first.
+    Backward first computes the gradient of the norm. Then it is a reduce-scatter of the sum's gradient, followed by
+    `all_gather_matmul`. If x needs no gradient, or the number of rows is not divisible by the number of ranks, it is
+    one all-reduce, followed by one GEMM for each gradient.
 
     Raises:
 

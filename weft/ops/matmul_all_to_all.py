@@ -94,14 +94,14 @@ def matmul_all_to_all(
     `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
-    to seconds. A shape consists of K, N, E, dtype, capacity, and whether `rows` is given. Make them before you capture
-    a CUDA graph.
+    to seconds. A shape consists of K, N, E, dtype, capacity, and whether `rows` is given. Make the call and its
+    backward before you capture a CUDA graph.
 
     Memory: y, and symmetric memory of (W - 1) x capacity x N elements for each shape that weft keeps (as in
         `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs
         memory for twice the received rows, each N wide. Backward needs memory for the rows of y's gradient that this
-        rank receives, and twice as much with several experts. Overlapped backward also needs as much symmetric memory
-        as overlapped forward.
+        rank receives, and twice this memory if a rank has several experts. Overlapped backward also needs as much
+        symmetric memory as overlapped forward.
 
     Differentiable once in h and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums over
     rows, not means. Backward sends the gradient of y to the experts once. The transfer overlaps with GEMMs if
@@ -150,8 +150,8 @@ def _combine(
 
 
 _combined = replayed(_combine)
-"""`_combine` for calls with a known number of tokens. Replay requires it, since calls with equal arguments could differ
-in the number.
+"""`_combine` with replay (`weft.operator.replay`), for calls whose number of tokens is known. If the number is unknown,
+equal arguments do not imply equal calls.
 """
 
 
@@ -236,7 +236,7 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem with `capacity` tokens on each rank. If `capacity` is None, round up `most`."""
+        """Return the problem with `capacity` tokens on each rank. If the call has no capacity, use `most`, rounded up."""
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None

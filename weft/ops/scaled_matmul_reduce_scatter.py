@@ -66,13 +66,13 @@ def scaled_matmul_reduce_scatter(
         contiguous. For fp32, fp16 and bf16 use `weft.matmul_reduce_scatter`.
     B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
         warning.
-    A_scale: fp32. One element scales all of A. A's shape with a last dimension of 1 has a scale for each row.
+    A_scale: fp32. One element scales all of A. A tensor of A's shape with a last dimension of 1 scales each row of A.
     B_scale: fp32, one element. With row-wise A_scale it may also be [1, N], a scale for each column.
     reduce_op: "sum", or "avg" (the sum divided by the number of ranks). Each rank divides its own result. weft does not
         check that reduce_op is equal on all ranks.
     orig_scatter_dim: any dimension of output_shape except the last. Its size must be divisible by the number of ranks.
-    scatter_dim_after_maybe_reshape: the same dimension in A: orig_scatter_dim, or 0 if A is flattened to [rows, K] and
-        output_shape is not. None: weft determines it.
+    scatter_dim_after_maybe_reshape: the dimension of A that contains orig_scatter_dim: orig_scatter_dim itself, or 0 if
+        A is flattened to [rows, K] and output_shape has more dimensions. None: weft determines it.
     group: a process group, or its name.
     output_shape: the shape [..., N] of the whole product, if A is flattened. None: A's shape with N in place of K.
     bias: [N] in out_dtype, which must then be bfloat16 or float16. Each rank adds its bias to its product, so the sum

@@ -2,9 +2,11 @@
 
 A block needs one all-reduce in forward and one in backward. Each is fused with a GEMM (`weft.matmul_all_reduce`):
 
-    column-parallel    y_i = x @ w_i^T + b_i, this rank's output features    grad x = all-reduce(grad y @ w)
-    row-parallel       y = all-reduce(x @ w^T) + b + residual, optionally    no collective
-                       with its RMSNorm, from this rank's input features
+    column-parallel    forward     y_i = x @ w_i^T + b_i, this rank's output features
+                       backward    grad x = all-reduce(grad y @ w)
+    row-parallel       forward     y = all-reduce(x @ w^T) + b + residual, from this rank's input features;
+                                   optionally also RMSNorm(y)
+                       backward    no collective
 
 All ranks continue with the same y, so the incoming gradient is complete and equal on every rank, as for DTensor's
 replicated tensors. (weft's operators differ: they return gradients of the sum of the ranks' losses.)

@@ -36,7 +36,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
     Under torch.compile, do not change the input in place between linear layers.
 
-    If no linear layer inside the module uses `ColwiseParallel`, and with `use_local_output=True`, torch's code runs.
+    If no linear layer inside the module uses `ColwiseParallel`, or if `use_local_output=True`, torch's code runs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

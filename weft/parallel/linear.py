@@ -53,8 +53,8 @@ class ColwiseParallel(TorchColwiseParallel):
 
     A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. The all-reduce
     overlaps if the input is an ordinary tensor. If the input is a DTensor, torch adds the gradients of all layers that
-    use it, and all-reduces the sum without overlap. With a replicated input, `output_layouts=Replicate()` and no bias,
-    weft also gathers the output.
+    use it, and all-reduces the sum without overlap. If the input is a replicated ordinary tensor,
+    `output_layouts=Replicate()` and there is no bias, weft also gathers the output.
 
     torch's code runs
 

@@ -1,4 +1,5 @@
-"""Sharders for TorchRec's `DistributedModelParallel`. The sharded modules use weft to pool, exchange and update tables.
+"""Sharders for TorchRec's `DistributedModelParallel`. The sharded modules use weft to pool embeddings, send them
+between ranks, and update tables.
 
     model = DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])
 

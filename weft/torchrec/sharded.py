@@ -174,8 +174,8 @@ class ShardedEmbeddingBagCollection(
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """Enter one stage of the input distribution. It counts as one call across ranks, and has no gradients, as in
-        TorchRec.
+        """Enter one stage of the input distribution. Each stage counts as one call across ranks, and has no gradients,
+        as in TorchRec.
 
         Yield weft's input distribution, or None if all tables are data-parallel.
         """
