@@ -149,7 +149,7 @@ def test_messages_name_splits_that_are_not_even_only() -> None:
         (
             (4, 4),
             True,
-            "its chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
+            "chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
             "or use shard or gather",
         ),
     ],

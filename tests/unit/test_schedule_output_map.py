@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unwritten where it belongs": (
         lambda: scatter(ranks={2: lambda m: without(m, 3)}),
-        "chunk 3 of rank 2, its own rows: it belongs to this rank but stays nowhere: add local(3)",
+        "chunk 3 of rank 2, its own rows: it belongs to this rank, but the map does not keep it here: add local(3)",
     ),
     "written twice": (
         lambda: scatter(ranks={0: lambda m: m.remote_map(1, to=2, op="update")}),
@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a gather's chunk that is not kept": (
         lambda: gathered(lambda m: without(m, 3).dma_map(3, to=(RANK + 3) % 4)),
-        "chunk 3 of rank 0, its own rows: it belongs to this rank but stays nowhere: add local(3)",
+        "chunk 3 of rank 0, its own rows: it belongs to this rank, but the map does not keep it here: add local(3)",
     ),
     "a gather's chunk that never comes": (
         lambda: gathered(lambda m: without(m, 1)),

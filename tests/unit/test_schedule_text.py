@@ -209,7 +209,7 @@ def edited_json(path: str, new: Any) -> str:
         (
             "contents",
             [{"buffer": "x", "expected": [[1]]}],
-            r"schedule.contents\[0\].expected has an entry for 1 ranks, but the schedule has 3: give one for each",
+            r"schedule.contents\[0\].expected has entries for 1 ranks, but the schedule has 3 ranks: give one entry for each",
         ),
         ("signals.0.count", 10**30, r"signals\[0\].count is an integer of 100 bits: numbers must be finite"),
         ("signals.0.count", float("inf"), r"signals\[0\].count is inf: numbers must be finite"),

@@ -16,6 +16,8 @@ its time reading the weights.
     to peers: for each peer: wait until the peer has read the previous run's shard; put the shard into its `box`; set `arrived`
     compute:  the rows of y from this rank's shard; then for each other shard: wait for `arrived`; its rows of y; set `credit`
 
+A rank's `box` is the symmetric buffer into which its peers put their shards.
+
 Shards are sent by puts, not gets. A put reads the caller's tensor, so the shard is not first copied into symmetric
 memory, and needs no signal that it is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two
 ranks send to the same rank at once.
@@ -52,11 +54,11 @@ def serial(p: AllGatherMatmul) -> Schedule:
 
 @builder(AllGatherMatmul, by=("kernel", "dma"))
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
-    """Put this rank's shard into all peers' memory, then run one GEMM.
+    """Put this rank's shard into the `box` of every rank, then run one GEMM.
 
-    by="kernel": all steps are on one lane. The first launch of a run also signals to the peers that this rank's box is
-    free. by="dma": the copies to each peer are on a lane of their own, so that they run concurrently. The box is free
-    when the GEMM of the previous run has read it.
+    by="kernel": all steps are on one lane. The first launch of a run also tells the peers that they may overwrite this
+    rank's box. by="dma": each peer has its own lane of copies, so that these run concurrently. After the GEMM, this rank
+    tells the peers that they may overwrite its box in the next run.
     """
     world = p.world_size
     if world == 1:
@@ -99,7 +101,7 @@ def shard(
 ) -> Schedule:
     """Put this rank's shard into the peers' memory, and multiply their shards as they arrive.
 
-    chunks: the chunks of a shard, as a number or a proportion. Each chunk has a signal.
+    chunks: the number of chunks of a shard, or their proportions, such as "2:1:1". Each chunk has a signal.
     send: "in_turn" sends to one peer after the other. On a switch, the first shard then arrives earliest. "at_once"
         sends to all peers concurrently, which uses all links of a mesh.
     """

@@ -5,7 +5,7 @@
     counts   the splits of all ranks, [ranks, experts of all ranks]. Each rank puts its own row into every rank's counts
     inbox    a slot for each peer, large enough for the most tokens that the peer may send
 
-    to peers: read counts; put the tokens for each peer into a slot of its inbox; set `arrived` there
+    to peers: read counts; put the tokens for each peer into this rank's slot of the peer's inbox; set `arrived` there
     compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
 
 One kernel computes the GEMMs for the rows of all (source rank, expert) pairs. The kernel stores rows in the order of
@@ -84,10 +84,10 @@ def serial(p: AllToAllMatmul) -> Schedule:
 def dispatch(
     p: AllToAllMatmul, *, by: CopyBy, rest: Literal["each", "together"], send: SendOrder = "in_turn"
 ) -> Schedule:
-    """Multiply source by source.
+    """Multiply this rank's own tokens, then the tokens of peers.
 
-    rest: "each" launches GEMMs for each peer when its tokens arrive. "together" launches once, when all tokens have
-        arrived.
+    rest: "each" launches a GEMM for the tokens of each peer when they have arrived. "together" launches one GEMM for all
+        peers, when all tokens have arrived.
     """
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError(
@@ -109,7 +109,9 @@ def dispatch(
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=_SENDS)
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Multiply expert by expert. chunks: the number of parts into which the experts are cut. With 1 nothing overlaps."""
+    """Multiply the tokens of all ranks for one group of experts after the other. chunks: the number of groups; with 1,
+    nothing overlaps.
+    """
     pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
@@ -123,7 +125,7 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
 @builder(AllToAllMatmul, chunks=(1, 2, 4), send=_SENDS)
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Sort the tokens by expert, then multiply expert by expert. chunks: as in `dispatch_by_expert`."""
+    """Like `dispatch_by_expert`, but sort the tokens for a group of experts by expert before they are multiplied."""
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
         raise NotApplicableError(
             f"a rank sends an expert more than {FEW_ROWS} tokens on average, so sharing tiles would save too little "
@@ -142,7 +144,10 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
 
 
 class _Dispatch(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that `counts` determines."""
+    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that follow from the buffer `counts`.
+
+    counts: the role of this buffer.
+    """
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
         super().__init__(name, p.world_size)
@@ -160,7 +165,7 @@ class _Dispatch(Draft):
         self.x = self.buffer("x", self.arriving, p.k, p.dtype, "output") if p.return_x else None
 
     def rows(self, source: Index, expert: Index) -> Index:
-        """Return the number of rows from `source` for a local expert."""
+        """Return the number of tokens that rank `source` sends to this rank's local expert `expert`."""
         first = self._mine(source) + expert
         return total("counts", first, first + 1)
 
@@ -172,11 +177,11 @@ class _Dispatch(Draft):
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
-        """Return the first row of a local expert's tokens within the tokens from `source`."""
+        """Return the index of the first token for a local expert, among the tokens that `source` sends to this rank."""
         return total("counts", self._mine(source), self._mine(source) + expert)
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
-        """Return the first row in y of a local expert's tokens from `source`."""
+        """Return the first row of y with results for the tokens from `source` for a local expert."""
         if (experts_before := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
             self._before[expert] = experts_before
@@ -191,7 +196,7 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Append a copy of the number of tokens from each rank for each local expert to the caller's `received`."""
+        """Append a copy into the caller's `received`: the number of tokens from each rank for each local expert."""
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 
@@ -276,7 +281,7 @@ class Sending(_Dispatch):
                 self._arrive(distance, chunk)
 
     def _arrive(self, distance: int, chunk: int) -> None:
-        """Append the signal to the peer at `distance` that its tokens of part `chunk` are in its inbox."""
+        """Append the signal to the peer at `distance` that this rank's tokens of part `chunk` are in the peer's inbox."""
         number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
         self._senders[distance - 1].set(self._arrived, number, at=to)
 
@@ -286,7 +291,7 @@ class Sending(_Dispatch):
     def multiply(
         self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
     ) -> None:
-        """Multiply the tokens for `count` experts, starting with local expert `first`.
+        """Append a GEMM of the tokens for local experts first .. first + count - 1.
 
         distances: the source ranks, as distances before this rank in the ring; 0 is this rank. columns: multiply only
             these columns of the tokens. adds: True to accumulate into y.
@@ -299,7 +304,7 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def sort_and_multiply(self, ordered: Buffer, first: int, count: int) -> None:
-        """Append the copy of all sources' tokens for `count` experts into `ordered`, and the GEMMs of these experts."""
+        """Append the copies of all ranks' tokens for local experts first .. first + count - 1 into `ordered`, and their GEMM."""
         expert = Expr(_TILE) + first
         copies = []
         for distance in range(self.world_size):
@@ -316,9 +321,9 @@ class Sending(_Dispatch):
     def done(self) -> Schedule:
         """Append the steps that release the buffers for the next run. Return the schedule.
 
-        `counts` is released only when all lanes have read it: a peer that has received tokens knows only that one lane
-        has read it. The received tokens (`return_x`) are copied after all GEMMs: by then the CPU has read the sizes
-        (by="meanwhile").
+        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. When a peer has received
+        tokens, it knows this only of the lane that sent them. The received tokens (`return_x`) are copied after all
+        GEMMs, because by then the CPU has read the sizes (with by="meanwhile").
         """
         if self.x:
             for distance in range(self.world_size):
@@ -342,9 +347,9 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region with `rows` tokens from one source rank. `first` is the index of the first token.
+        """Return the region with tokens first .. first + rows - 1 of the tokens that one source rank sends to this rank.
 
-        distance: the distance of the source rank before this rank in the ring; 0 is this rank.
+        distance: the source is `distance` places before this rank in the ring; 0 is this rank.
         """
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
@@ -359,7 +364,7 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of the slot for a source rank. In the ring, the source is `distance` places before the
-        rank that has the inbox.
+        """Return the first inbox row of the slot for a source rank, which is `distance` places before the inbox's rank in
+        the ring.
         """
         return (self.world_size - 1 - distance) * self.p.most

@@ -173,7 +173,7 @@ class _Slices(Draft):
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """Return the step that pools the bags of tile `t` into `out`. first: the sample of tile 0."""
+        """Return the step that pools the bags of tile `t` into `out`. first: the sample of the first tile."""
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(
             "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
@@ -192,7 +192,7 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Signal to the ranks that will write to this rank's output that they may begin. Return the lane."""
+        """Append the sets of `ready`, which allow other ranks to write to this rank's output. Return the lane."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
@@ -209,7 +209,9 @@ class _Slices(Draft):
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the mean number of rows per bag, weighted by columns; at least 1, because empty regions are dropped."""
+        """Return the mean number of rows that a bag of slice `unit` reads, weighted by columns. Return at least 1, because
+        steps on empty regions are removed.
+        """
         if not self.p.rows_read:
             return 1
         slots = zip(self.p.slots[rank], self.p.rows_read[rank], strict=True)

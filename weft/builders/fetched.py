@@ -3,8 +3,8 @@
 The result is ordinary memory, into which peers cannot write. With puts, chunks would arrive in symmetric memory and
 need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once. A rank
 copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and so on
-around the ring, so that no two ranks read from the same rank at once. A copy of own rows takes a quarter of the time of
-a copy over NVLink. With `apart`, a second copy engine copies own rows concurrently.
+around the ring, so that no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter of the
+time of copying a peer's rows over NVLink. With `apart`, a second copy engine copies the own rows concurrently.
 
 A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. They wait for
 this signal before they write to that memory in the next run, even if other signals already order these accesses. The
@@ -43,7 +43,7 @@ class Fetched:
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
-        """Append a wait until peer `peers[number]` has copied all chunks of the previous run."""
+        """Append a wait until peer `peers[number]` has copied all of this rank's chunks of the previous run."""
         lane.wait(self._credit, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:
@@ -57,9 +57,9 @@ class Fetched:
         """Append a lane that copies all chunks of all ranks.
 
         Args:
-            source, target: the regions from which and into which a chunk is copied.
-            counts: for each chunk, the number of sets to wait for before copying it. Default: 1.
-            complete: `complete[c]` is set when chunk c of every rank has been copied.
+            source, target: functions that return the region from which, and into which, a chunk is copied.
+            counts: for each chunk, the number of sets of its signal to wait for. Default: 1.
+            complete: signals of this rank; `complete[c]` is set when chunk c of every rank has been copied.
             apart: True to copy this rank's own chunks on a second lane. Cannot be combined with `complete`.
         """
         assert not (apart and complete)

@@ -180,8 +180,8 @@ def _sources(world: int, start: Start) -> list[Index]:
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, rows) of each GEMM of a step. Its input has the chunks of all ranks in rank order, `rows` rows
-    each.
+    """Return (first row, number of rows) of each GEMM of a step, in the step's input. The input has the chunks of all
+    ranks in rank order. rows: the number of rows of a chunk.
     """
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
@@ -191,7 +191,10 @@ def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Ind
 
 
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
-    """Return (ranks, rows of a shard, chunks); raise NotApplicableError if FiCCO does not support the problem."""
+    """Return (world size, rows of a shard, chunks). Raise NotApplicableError if FiCCO does not support the problem.
+
+    extent: the rows or columns of a shard. A chunk is (first, count) of these rows or columns.
+    """
     if p.world_size == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1:
@@ -202,7 +205,7 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
         )
     if p.return_gathered:
         raise NotApplicableError(
-            "its chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
+            "chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
             "or use shard or gather"
         )
     return p.world_size, p.rows[0], split(extent, steps or p.world_size, what="a shard")

@@ -4,10 +4,10 @@
     direct    a GEMM for each chunk of rows; all ranks copy a chunk when its GEMM has ended
     tracked   one kernel for all rows; all ranks copy a chunk when all its tiles are stored, while the kernel continues
 
-Each rank's product is in symmetric memory. Every rank, including the producer, copies it into its result
-(`weft.builders.fetched`). Concatenation of rows and of columns needs the same copies. All ranks get the same bits. The
-GEMM does not store into peers' memory as in T3, because a GEMM has only one destination, and the product is needed on
-every rank.
+Each rank's product is in symmetric memory. Every rank copies every product, its own too, into its result
+(`weft.builders.fetched`). Concatenating rows takes as many copies as concatenating columns. All ranks get the same bits.
+The GEMM does not store into peers' memory as in T3, because a GEMM has only one destination, and every rank needs the
+product.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is
     configured like a reduce-scatter, without updates.
@@ -93,7 +93,7 @@ class _Sent(_Product):
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Run a GEMM for each chunk. by: copy the chunks with copy engines ("dma") or kernels."""
+    """Run a GEMM for each chunk of rows. by: copy the chunks with copy engines ("dma") or kernels."""
     o, pieces = _Sent("direct", p, chunks), split(p.m, chunks, what="rows of a product")
     for c, rows in enumerate(pieces):
         o.compute.matmul(o.made.part(rows=rows), o.x.part(rows=rows), o.w.part())
@@ -103,7 +103,7 @@ def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> 
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8))
 def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
-    """Run one tracked GEMM. Copy engines copy a chunk when all its tiles are stored."""
+    """Run one tracked GEMM. Copy engines copy a chunk of rows when all its tiles are stored. chunks: the number of chunks."""
     o, tiles = _Sent("tracked", p, chunks), TrackedTiles(p.m, p.n, chunks)
     product = Compute(
         "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))

@@ -48,7 +48,7 @@ class _ProductGradients:
         self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
 
     def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
-        """Return a part of the result's gradient: `rows` and `cols` of the block that belongs to rank `owner`'s product."""
+        """Return a part of g, the gradient of the result: `rows` and `cols` of the block for the product of rank `owner`."""
         if self.p.columns:
             return self.g.part(rows=rows, cols=(owner * self.p.n + cols[0], cols[1]))
         return self.g.part(rows=(owner * self.p.m + rows[0], rows[1]), cols=cols)
@@ -72,7 +72,7 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 
 @builder(MatmulAllGatherGradients, chunks=(1, 2, 4, 8), last=("rows", "columns"))
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
-    """Reduce and multiply chunk by chunk.
+    """Reduce this rank's part of the gradient, and multiply it, chunk by chunk.
 
     chunks: the number of chunks of rows. last: "columns" cuts the last chunk into `chunks` blocks of columns; "rows" does not."""
     if p.world_size == 1:

@@ -61,7 +61,7 @@ class _Result:
         self, fetched: Fetched, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"],
         pieces: Callable[[int], list[Region]],
     ) -> Schedule:  # fmt: skip
-        """Copy all ranks' sums into y, and compute the norm of each chunk when it is complete.
+        """Append the copies of all ranks' sums into y, and the norm of each chunk. Return the schedule.
 
         pieces: a function that returns the regions of y that chunk c covers, as few as possible."""
         if self._eps is None:
@@ -147,7 +147,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4))
 def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
-    """Reduce each chunk with one collective, concurrently with the GEMMs of later chunks."""
+    """Reduce each chunk of rows with one all-reduce, concurrently with the GEMMs of later chunks."""
     o = PartialProducts.overlapped("collective", p)
     d, result, pieces = o.d, _Result(o, p), split(p.m, chunks, what="rows of a product")
     made, summed = d.signals("made", len(pieces)), d.signals("summed", len(pieces))

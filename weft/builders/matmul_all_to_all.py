@@ -70,7 +70,9 @@ def serial(p: MatmulAllToAll) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
 def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
-    """Multiply source by source. chunks: the number of parts into which the experts are cut for each source."""
+    """Multiply and send back the rows of one rank after the other. chunks: the number of groups of experts, each of which
+    is multiplied and sent separately.
+    """
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
         for c, piece in enumerate(d.pieces):
@@ -82,7 +84,10 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Multiply expert by expert. chunks: the number of parts into which the experts are cut. With 1 nothing overlaps."""
+    """Multiply the rows of all ranks for one group of experts after the other, and send back the group's results.
+
+    chunks: the number of groups; with 1, nothing overlaps.
+    """
     d = _Sending("combine_by_expert", p, by, chunks)
     for c, piece in enumerate(d.pieces):
         d.multiply(0, p.world_size, *piece)
@@ -91,7 +96,7 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
 
 
 class _Combine(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that `counts` determines."""
+    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that follow from the buffer `counts`."""
 
     def __init__(self, name: str, p: MatmulAllToAll) -> None:
         super().__init__(name, p.world_size)
@@ -201,9 +206,9 @@ class _Sending(_Combine):
             lane.wait(self._credit, i, previous=True)
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
-        """Append the GEMMs of the rows from `n_sources` ranks for experts first .. first + count - 1.
+        """Append a GEMM of the rows from `n_sources` ranks for local experts first .. first + count - 1.
 
-        first_source: the distance from this rank to the first source rank, in the ring."""
+        first_source: the first of these ranks, as the distance after this rank in the ring."""
         p, expert = self.p, Expr(_TILE) + first
         at = peer(p.world_size, first_source) if self._by == "store" else RANK
         kernel = ReturningMatmul(
@@ -248,8 +253,8 @@ class _Sending(_Combine):
                 self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """Append the copies of arrived rows into y, the comparison of sizes, and the release of the slots. Return the
-        schedule.
+        """Append the copies of arrived results into y, the comparison of tables (`Agree`), and the signals that slots are
+        free. Return the schedule.
         """
         chunks, world = len(self.pieces), self.world_size
         if self._by == "dma":
@@ -267,9 +272,7 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Append a copy of results into y. They come from experts `piece` of the rank `distance` places before this
-        rank.
-        """
+        """Append a copy into y of the results from experts `piece` of the rank `distance` places before this rank."""
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK

@@ -71,8 +71,8 @@ def serial(p: MatmulReduceScatter) -> Schedule:
 
 @_builder()
 def scatter(p: MatmulReduceScatter) -> Schedule:
-    """Run all steps on one lane. With up to `_TOGETHER` ranks, one launch stores rows in the memory of all peers. The first
-    launch that stores rows first signals that this rank's slots are free.
+    """Run the GEMM, then store each peer's rows in a slot on the peer, all on one lane. With up to `_TOGETHER` ranks, one
+    launch stores the rows of all peers. The first launch that stores rows also signals that this rank's slots are free.
     """
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)

@@ -77,7 +77,7 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """Append a GEMM for each weight: rows `rows` of ys[i] = x @ ws[i]. rows: None for all rows."""
+        """Append a GEMM for each weight: ys[i][rows] = x @ ws[i]. rows: (first, count); None for all rows."""
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 

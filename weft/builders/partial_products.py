@@ -3,12 +3,13 @@ reduces them.
 
 A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer
 rows, or none. Rank r computes the rows of rank r + 1 first, then the rows of rank r + 2, and so on, and its own rows
-last. So no two ranks send to the same rank at once, and the last rows for peers travel while the rank computes its own
-rows.
+last. (In the schedules ring and pulled, the order is r - 1, r - 2 and so on.) So no two ranks send to the same rank at
+once, and the last rows for peers travel while the rank computes its own rows.
 
-Peers' products are reduced in fp32 and rounded once, in ring order, starting with the rank before the owner. The
-owner's product is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A slot is reused only after
-its reader has signaled that all chunks are read, because the next run may have other sizes and other chunks.
+Except in these two schedules, peers' products are reduced in fp32 and rounded once, in ring order, starting with the
+rank before the owner. The owner's product is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A
+slot is reused only after its reader has signaled that all chunks are read, because the next run may have other sizes
+and other chunks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
@@ -79,8 +80,8 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows of `chunk` that rank `owner` owns. If `chunk` is None, return the number of all its
-        rows.
+        """Return the number of rows of `chunk` that rank `owner` owns; if `chunk` is None, the number of all rows that it
+        owns.
         """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
@@ -94,8 +95,8 @@ class PartialProducts:
         return first if self._own_rows else owner * self.m + first
 
     def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
-        """Return the region of `chunk` in part `number` of a buffer on rank `at`. chunk: None for the whole part.
-        owner: the rank that owns the rows.
+        """Return the region of `chunk` (None: of all rows) in part `number` of the buffer `parts` on rank `at`. owner: the
+        rank that owns the rows, and so determines their number.
         """
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
@@ -114,7 +115,7 @@ class PartialProducts:
     ) -> LaneDraft:  # fmt: skip
         """Append the GEMM that computes this rank's contribution to rows of rank `owner`.
 
-        chunk: the rows; None for all. add: True to accumulate into `out`. to: another region to add.
+        chunk: the rows; None for all. add: True to accumulate into `out`. to: a region that the GEMM adds to the product.
         """
         return self._multiply(lane, out, (self.first_row(owner, chunk), self.rows(owner, chunk)), add, to)
 

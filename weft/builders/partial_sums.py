@@ -28,7 +28,7 @@ def mapped_sums(
 def direct_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, by: By, add: Add, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Append a direct reduce-scatter with one GEMM per chunk. `y` gets this rank's rows of the sum. Return the chunks."""
+    """Append a direct reduce-scatter with one GEMM per chunk. Return the chunks. y: the buffer of this rank's rows of the sum."""
     sender: Sender = "store" if by == "store" else "dma"
     out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
     return mapped_sums(o, out, y, add=add, by="kernel" if by == "kernel" else "dma", fetched=fetched)
@@ -37,7 +37,7 @@ def direct_sums(
 def tracked_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, to: Sender, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Append a direct reduce-scatter with one tracked GEMM. `y` gets this rank's rows of the sum. Return the chunks."""
+    """Append a direct reduce-scatter with one tracked GEMM. Return the chunks. y: the buffer of this rank's rows of the sum."""
     if o.scaled is not None:
         raise NotApplicableError("the tracked GEMM does not support fp8: use direct[...] or scatter")
     if to == "store" and chunks > 1:

@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def operator(self) -> str:
-        """The name of the operator that users call for this problem. Two operators may share a problem class."""
+        """The name of the operator in plans and records. Two operators may share a problem class, and then override this."""
         return self.name
 
     @property
@@ -118,10 +118,10 @@ class Problem:
 
 
 NEARLY = 1.02
-"""`Problem.evened` may have at most this many times as many rows: the difference in time is then neglected."""
+"""The limit of the ratio in `Problem.evened`. Below it, the simulator neglects the difference in time."""
 
 _MOST = 1 << 40
-"""The largest size of `described`. The product of two sizes and a small number then fits into 64 bits."""
+"""The largest size that `described` accepts. The product of two sizes and a small number then fits into 64 bits."""
 PROBLEMS: dict[str, type[Problem]] = {}
 """{name of an operator: its problem class}"""
 

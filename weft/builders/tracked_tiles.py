@@ -17,7 +17,7 @@ class TrackedTiles:
 
     The GEMM computes one or more parts of shape [m, n]. Each part is cut into `chunks` chunks of whole row tiles.
 
-    order: for each chunk in the order of computation, the index in its part. Default: one part, chunk by chunk.
+    order: for each chunk in the order of computation, its index within its part. Default: the chunks of one part, in order.
 
     pieces: (first row, number of rows) of each chunk of a part. counts: the number of tiles of each chunk of a part.
     extent: the number of tiles of all parts. rows, cols: (first, count) of the rows and columns of tile t within its part.

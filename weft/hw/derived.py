@@ -5,12 +5,12 @@
     fp32 elementwise kernels                compute.fp32_vector if given, otherwise the bf16 rate
     copies within memory                    the datasheet's memory bandwidth
     links, collectives, copies to peers     the bandwidth of a GPU's links
-    late stores of compute units            the number of compute units
+    memory capacity, L2, link.stored_late   the number of compute units
     latencies, fractions, all others        not scaled
 
-With numbers derived from an H200's, the planner predicts recorded calls on two H100s with a mean error of 4% above 100
-us and 12% below (`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these
-numbers.
+With numbers derived from an H200's, the planner predicts recorded calls on two H100s (`tests/unit/test_hw_derived.py`).
+The mean error is 4% for calls above 100 us, and 12% for shorter calls. A calibration (`weft plan calibrate`) replaces
+most of these numbers.
 """
 
 from __future__ import annotations

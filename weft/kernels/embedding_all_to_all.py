@@ -12,9 +12,9 @@ by a fence and the slice's flag. One program pools a whole slice, so it needs no
 program waits to fence and to set a slice's flag until it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
-  1. The first program grants every peer credit for its output `slot`. It stores the fingerprint of its call, then, with release,
-     ready = epoch * 256 + slot. No rank stores into a peer before it has acquired that word: the reads of the slot's old contents
-     precede the grant in the peer's stream.
+  1. The first program grants every peer credit for output buffer number `slot` of this rank. At each peer it stores the
+     fingerprint of its call, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired
+     the peer's word: in the peer's stream, reads of the buffer's old contents precede the grant.
   2. Programs take units (slices) from a counter: remote samples first (rotated by rank), local samples last.
   3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
      system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer. put: each
@@ -166,9 +166,10 @@ def embedding_all_to_all_kernel(
     """Run the pooling and the exchange that the module docstring describes.
 
     slots `[n, SLOT_FIELDS]`, values `[n_values]`, offsets `[keys * batch + 1]` (int32 or int64). timeline `[n_units,
-    3]`: start ns, end ns, bytes sent to peers. units `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if each rank has
-    `batch // WORLD` samples, and the first ranks one more. batch_starts `[WORLD + 1]`: the first sample of each rank,
-    and the end; not read if is_even. first_sample: the sample with which work begins. out_addresses, signal_addresses,
+    3]`: start ns, end ns, bytes sent to peers. units `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if the first `batch %
+    WORLD` ranks have `batch // WORLD + 1` samples, and the others `batch // WORLD`. batch_starts `[WORLD + 1]`: the first
+    sample of each rank, and the end; not read if is_even. first_sample: the sample with which work begins. flags_before,
+    flags_total_per_sample: the slices of a sample from lower ranks, and from all ranks. out_addresses, signal_addresses,
     flag_addresses `[WORLD]`: every rank's memory as mapped on this device. staging `[programs, STAGE_WIDTH]`, state
     `[STATE_WORDS]`. record `[RECORD_WORDS]`: pinned memory.
 
@@ -185,7 +186,7 @@ def embedding_all_to_all_kernel(
     safe_rank = tl.where(is_rank, ranks, RANK)
     mine = tl.load(signal_addresses + RANK)
 
-    # 1. Grant peers credit for this rank's output slot; read which slots the peers granted.
+    # 1. Grant peers credit for this rank's output buffer; read for which buffers the peers granted credit.
     if WORLD > 1:
         theirs = tl.load(signal_addresses + safe_rank)
         wanted = epoch << _SLOT_BITS

@@ -56,8 +56,8 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _table_of(tables, count, row, STEPS: tl.constexpr):
-    """Return the entry of the table that contains a linear row: the last of `count` tables whose first row is at most
-    `row`.
+    """Return the line in `tables` of the embedding table that contains the linear row `row`: the last of `count` tables
+    whose first row is at most `row`.
 
     STEPS: the number of halvings from `count` to 1.
     """

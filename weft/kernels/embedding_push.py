@@ -2,8 +2,8 @@
 an all-to-all.
 
     inbox      of each rank, in symmetric memory: [global batch, columns of its tables]
-    signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer no longer
-               needs), then for each peer `arrived` (the last call whose gradients from that peer have arrived)
+    signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer has used),
+               then for each peer `arrived` (the last call whose gradients have arrived here from the peer)
 
 1. A program waits until every peer's inbox is free for this call.
 2. It stores pieces (columns of a block of samples) at their owners, remote owners first.

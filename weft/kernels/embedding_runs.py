@@ -7,7 +7,7 @@ in elements.
     occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of
                          its first and its last id. It searches only between these two bags for the bags of its other
                          ids.
-    (a stable sort)      of keys, together with the numbers of occurrences
+    (a stable sort)      of keys, together with the indices of the occurrences
     count_runs_kernel    the number of runs that begin in each block of sorted keys
     sum_runs_kernel      the prefix sums of these numbers
     runs_kernel          start and key of each run; places and scales in sorted order

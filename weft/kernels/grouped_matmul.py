@@ -205,8 +205,8 @@ def _of_expert(
     first, end: the number of row tiles of the launch before this expert, and including it.
     The other results are vectors with one entry per source. segment_first, segment_end: the source's first row tile,
     and the end of its row tiles. by_source, in_whole: added to row_tile * BLOCK_M, they give the tile's first row in
-    the source's block, and in `whole`. left_of: minus row_tile * BLOCK_M, the number of rows from the tile's first row
-    on. row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
+    the source's block, and in `whole`. left_of: subtract row_tile * BLOCK_M to get the number of rows from the tile's first
+    row on. row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)

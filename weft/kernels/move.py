@@ -55,7 +55,7 @@ def _extent(
 ):  # fmt: skip
     """Return (source, target, rows, width) of a copy: its addresses, and its numbers of rows and of items in a row.
 
-    With `sizes`, the rows are those that the module's `move_kernel` describes.
+    sizes: see `move_kernel`.
     """
     if sizes != 0:
         first, to = tl.load(words(sizes)), tl.load(words(sizes) + 1)

@@ -106,9 +106,9 @@ class SortedMatmul(TileKernel):
 class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
 
-    It reverses `GroupedMatmul` (`weft.kernels.grouped_matmul`), but always multiplies over all of k, and never
-    accumulates. If a launch multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of
-    several source ranks share a tile.
+    It is the way back for rows of `GroupedMatmul` (`weft.kernels.grouped_matmul`), but always multiplies over all of k,
+    and never accumulates. If a launch multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`),
+    rows of several source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
         local expert. Its second half has the number of this rank's rows for each expert of each rank.

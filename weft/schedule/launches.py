@@ -181,9 +181,9 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
 
     The copies must read the same columns of one buffer and have equal row pitches. Their sizes are all fixed and equal, or all
     depend on `held`. In the second case, the buffers that they write have equal numbers of rows, because the kernel clamps all
-    sizes to one number. The copies write memory of the schedule, or one tensor of the caller, but not the buffer that they
-    read. They do not accumulate, because the kernel's copies run in no particular order. For the same reason they must not
-    write the same place.
+    sizes to one number. The copies write symmetric or scratch buffers, or one tensor of the caller, but not the buffer that
+    they read. They do not accumulate, because the kernel's copies run in no particular order. For the same reason they must
+    not write the same place, which `verify` checks.
     """
     if step.copies_by != "kernel":
         return False

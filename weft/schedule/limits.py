@@ -5,7 +5,7 @@
 | size, offset, extent, count | 0 to 2^40 |
 | ranks | at most 4096 |
 | steps of one rank after unrolling loops; a `Tiles` step of any extent is one step | at most 100,000 |
-| if ranks differ: steps of all ranks together, plus all ranks' copies of buffers whose rows depend on the rank | at most 2^19 |
+| if ranks differ: the steps of all ranks together, plus ranks x buffers whose rows are an expression | at most 2^19 |
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_sizes(schedule: Schedule) -> None:
     for i, held in enumerate(schedule.contents):
         if len(held.expected) != schedule.world_size:
             raise ValueError(
-                f"schedule.contents[{i}].expected has an entry for {len(held.expected)} ranks, but the schedule has "
-                f"{schedule.world_size}: give one for each"
+                f"schedule.contents[{i}].expected has entries for {len(held.expected)} ranks, but the schedule has "
+                f"{schedule.world_size} ranks: give one entry for each"
             )
     alike = all(isinstance(step.extent, int) for step in schedule.walk() if isinstance(step, For | Tiles))
     formulas = [(i, buffer.rows) for i, buffer in enumerate(schedule.buffers) if isinstance(buffer.rows, Expr)]

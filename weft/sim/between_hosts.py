@@ -17,8 +17,9 @@ For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
 crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather
-and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all has a stream for each
-pair of ranks, and these streams together have another rate than one stream. So the link has two rates.
+and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all, and the reduce-scatter
+in two levels, have a stream for each pair of ranks. These streams together have another rate than one stream, so the
+link has two rates.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
@@ -47,12 +48,12 @@ class LinkFound:
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """The rates between hosts, in bytes per microsecond, and their ranks.
+    """The measured rates of the hosts of a group, in bytes per microsecond.
 
     hosts: the host of each rank. bytes_per_us: the rate of one stream between two hosts, in one direction. exchange_bytes_per_us:
-        the bytes that leave a host in an all-to-all of all ranks. copy_bytes_per_us, fresh_bytes_per_us: the rates at
-        which one rank copies while all ranks copy, to mapped memory and to memory that is not mapped yet. Each number
-        is the rate of the slowest host, or of the slowest pair of hosts.
+        the rate at which bytes leave a host in an all-to-all of all ranks. copy_bytes_per_us: the rate at which one rank
+        copies while all ranks copy. fresh_bytes_per_us: the same to new memory, whose pages the kernel has to map first.
+        Each rate is the rate of the slowest host, or of the slowest pair of hosts.
     """
 
     hosts: tuple[str, ...]
@@ -122,7 +123,7 @@ class HostNetwork:
 
 
 _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 1e6)}
-"""Plausible values, in bytes per microsecond and microseconds."""
+"""(smallest, largest) plausible value, in bytes per microsecond and microseconds."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Algorithm:
     """The cost of an algorithm on a topology whose links are otherwise idle. Bytes count all shards together.
 
     latency_us: the sum of the latencies of all rounds. us_per_byte: the time per byte. links: for each rank of the
-        topology's period, the links that its data uses, as (kind, distance of the link's rank, time per byte). sent:
-        the bytes that a rank sends per byte of all shards.
+        topology's period, the links that its data uses, as (kind, distance to the rank that has the link, time per
+        byte). sent: the bytes that a rank sends per byte of all shards.
     """
 
     name: str

@@ -159,13 +159,14 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
 
 HBM, COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
-"""The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles and of pooling: both overlap only partly.
-Measured on an H200 with 128 experts of 128 rows: 2.24 ms, with a memory time of 1.9 ms and a compute time of 2.0 ms."""
+"""The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles and of pooling, because memory time and compute
+time overlap only partly. On an H200, 128 experts of 128 rows took 2.24 ms, with a memory time of 1.9 ms and a compute time of
+2.0 ms."""
 
 _BAG_UNIT_US, _ELEMENT_UNIT_US = 0.076, 5e-5
 """The time that a compute unit needs for a bag besides reading its rows (offsets, then ids, then the store), and for each
-element of a row that it adds. They come from the recorded times of pgas-weak and pgas-strong in fp16 on two H200s, which have
-64 and 16 rows a bag. No other record was used (tests/unit/test_plan_embedding.py)."""
+element of a row that it adds. They are fitted to the recorded times of the benchmark presets pgas-weak and pgas-strong in fp16
+on two H200s, with 64 and 16 rows a bag. No other record was used (tests/unit/test_plan_embedding.py)."""
 
 
 def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:

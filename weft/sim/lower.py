@@ -344,8 +344,8 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return when `tiles` end, as two fractions of the kernel's work: when the wave begins in which their first tile
-        ends, and when the wave is complete in which their last tile ends. A wave has one tile per compute unit.
+        """Return two fractions of the kernel's work: when the wave of the first of `tiles` begins, and when the wave of
+        the last of `tiles` is complete. A wave has one tile per compute unit.
 
         count: the number of the kernel's tiles. If waves are not known, return the fractions of `tiles` itself.
         """

@@ -28,6 +28,8 @@ contention.kernel_copy_slowdown         the same, while .kernel_copy_units progr
 signal.tile                             (if known) additional time of a kernel for each signal of a tile
 signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
 graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs
+
+`weft.sim.model.Model` describes the times of signals and hosts (`signal_local_us`, `host_step_us` and so on).
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
         )
     columns = int(wiring.numbers[2])
     if problem.world_size % columns or problem.world_size < 3:
-        raise ValueError(f"a torus with rows of {columns} cannot have {problem.world_size} ranks")
+        raise ValueError(
+            f"a torus with rows of {columns} ranks cannot have {problem.world_size} ranks: use at least 3, and a multiple of "
+            f"{columns}"
+        )
     needed = 3 * problem.batch_sizes[0] * problem.columns * ITEM_BYTES[problem.dtype]  # pooled, received, out
     if needed > model.memory_bytes:
         raise ScheduleError(

@@ -54,8 +54,8 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if a number in the body depends on both tile and rank. For a rank that depends on the tile, use its
-    distance.
+    """True if a number in the body depends on both tile and rank. A rank counts as its distance from the step's rank, so
+    a rank that depends on the tile depends on both.
     """
 
     def depends(number: Index, name: str) -> bool:

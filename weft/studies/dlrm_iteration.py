@@ -142,9 +142,9 @@ def exchange_us(count: float, numbers: Numbers) -> float:
     """Return the time in us of an all-to-all on the torus, from the load of the fullest link. count: bytes that each
     node sends.
 
-    Every node sends equal amounts, first along its row and then along the column, in both directions of each ring. A
-    ring of n nodes has 2n directed links, so a link carries half of one node's bytes times hops. `weft.sim.collectives`
-    computes the same from all routes.
+    Every node sends equal amounts, first along its row and then along the column, in both directions of each ring. The
+    bytes of n nodes share the 2n directed links of their ring. So a link carries half of the sum of (bytes x hops) of one
+    node's messages. `weft.sim.collectives` computes the same from all routes.
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2

@@ -86,9 +86,10 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 
 
 class Swept(NamedTuple):
-    """The best thresholds found for one form of heuristic.
+    """The best thresholds found for one form of heuristic, which selects from the schedules `among`.
 
-    near: {table: the number of GEMMs whose pick is within `NEAR` of the fastest schedule}.
+    near: {table: the number of GEMMs whose pick is within `NEAR` of the fastest schedule}. thresholds: {table: the best
+        thresholds as text}.
     """
 
     form: str

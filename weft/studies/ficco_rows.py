@@ -66,8 +66,8 @@ class GemmRows(list["GemmRow"]):
 class GemmRow:
     """The results for one GEMM, with the sizes that were run: N divided by the ranks, M possibly reduced.
 
-    pick: the heuristic's choice, with the threshold of this machine, or of the paper's machine. ms: {variant:
-        milliseconds}, including serial. closed: the closed form's choice, if it was recorded.
+    pick: the heuristic's choice, with the threshold of this machine (of the paper's machine, if this one has no file).
+        ms: {variant: milliseconds}, including serial. closed: the closed form's choice, if it was recorded.
     """
 
     config: str

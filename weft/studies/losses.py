@@ -75,8 +75,8 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 class LossRow:
     """All measurements of one GEMM.
 
-    ms, overlap: by variant; records may lack some variants. varies: the spread of the whole GEMM's times without the shortest
-    and longest fifths, and the spread over ranks, both relative to the median.
+    ms, overlap: by variant; records may lack some variants. varies: two spreads of the time of the whole GEMM, relative to its
+    median: of the repetitions without the shortest and longest fifths, and of the ranks.
     """
 
     gemm: GatheredGemm

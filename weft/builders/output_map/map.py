@@ -111,7 +111,7 @@ class OutputMap:
             )
 
     def local(self, chunk: int) -> OutputMap:
-        """Keep the chunk on this rank: it is this rank's result, or an addend of it."""
+        """Keep the chunk on this rank, as a part of its result or as an addend. Return the extended map."""
         return self._with(Entry("local", chunk))
 
     def remote_map(self, chunk: int, *, to: Index, op: StoreOp = "store") -> OutputMap:
@@ -119,7 +119,7 @@ class OutputMap:
         return self._with(Entry("remote_map", chunk, to, op))
 
     def dma_map(self, chunk: int, *, to: Index, op: StoreOp = "store", after: int = 1) -> OutputMap:
-        """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times.
+        """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times. Return the extended map.
 
         `after` counts this rank's GEMM, if it computes the chunk, and each rank that sends the chunk to this rank."""
         if not isinstance(after, int) or after < 1:
@@ -169,7 +169,7 @@ def schedule_of(
     maps: Sequence[OutputMap], problem: Target, *, gemm: Gemm = "chunks",
     add: Add | None = None, by: CopyBy = "dma", engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
-    """Return the schedule of one map for each rank. The other arguments are those of `OutputMap.schedule`."""
+    """Return the schedule in which rank r follows `maps[r]`. The other arguments are those of `OutputMap.schedule`."""
     p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     add = add or ("reduce" if gemm == "tracked" else "gemm")
     for key, value, known in (("gemm", gemm, Gemm), ("add", add, Add), ("by", by, CopyBy)):
@@ -245,8 +245,9 @@ def ring_reduce_scatter(
     rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", to: Literal["left", "right"] = "left",
     rank: Index = RANK,
 ) -> OutputMap:  # fmt: skip
-    """Return the map of a ring reduce-scatter (figures 7, 11 and 12): sums travel to the left, and each rank adds its product.
+    """Return the map of a ring reduce-scatter (figures 7, 11 and 12): sums travel around the ring, and each rank adds its product.
 
+    to: the rank to which a rank sends sums. "left": rank - 1, as in the paper. "right": rank + 1.
     first: the sender of the first chunk, which gets no updates. "store": the GEMM stores it in the neighbour's memory.
         "dma": a copy engine sends it, like the other chunks.
     """

@@ -24,7 +24,7 @@ class SharedMemory:
 
     m: the number of rows that a rank owns. Buffers consist of parts of m rows.
     times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
-    slots: for each node, the first part of `box` that is reserved for its arriving updates.
+    slots: for each node, the first part of `box` that is reserved for what other ranks send to the node.
     made_slots: for each node, the part of `made` for its product.
     """
 
@@ -85,9 +85,9 @@ class SharedMemory:
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of the credit signal, lane) for each lane that signals to `rank` that slots are free.
+        """Return (index of the credit signal, lane) for each lane that tells `rank` that the slots which `rank` fills are free.
 
-        distance: the distance from `rank` to the rank that has the slots.
+        distance: the distance from `rank` to the rank that has these slots and lanes.
         """
         return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
@@ -114,7 +114,7 @@ class SharedMemory:
         return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
-        """Return the lane on which a rank's copy engines send to rank `to`. Targets are assigned to lanes round-robin."""
+        """Return the name of the lane on which copy engines of `rank` send to rank `to`. Targets take lanes round-robin."""
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:

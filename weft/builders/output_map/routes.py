@@ -141,7 +141,7 @@ class Routes:
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
-        """Return the sends of the chunk by `rank`: the senders and the target ranks."""
+        """Return the entries of the map by which `rank` sends the chunk: (map method, target rank) of each."""
         found = self._sends.get(self.representative(rank, place), ())
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
@@ -201,7 +201,9 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return ({node: nodes that it waits for}, {node: its index in its rank's order of computation})."""
+        """Return ({node: nodes that it waits for}, {node: its index in its rank's order of computation}). The index is 0 if the
+        rank does not compute the chunk.
+        """
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
         for rank in ranks:
@@ -318,7 +320,7 @@ class Routes:
         if twice:
             self._refuse(rank, place, f"it is written twice, by {said}: remove one of them")
         if own and not any(e.how == "local" for e in entries):
-            self._refuse(rank, place, f"it belongs to this rank but stays nowhere: add local({c})")
+            self._refuse(rank, place, f"it belongs to this rank, but the map does not keep it here: add local({c})")
         if not entries and self.computes(rank, place):
             self._refuse(
                 rank,
@@ -419,10 +421,10 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the offset of place `number` from the rank's first place, modulo `count`, if all ranks have the same
-    offset.
+    """Return the offset of `number` from the rank's first place, modulo `count`, if all ranks have the same offset.
 
-    Return None if the offset differs between ranks, or if `number` is not a place on some rank.
+    number: a place (`count` = chunks), or a rank (`count` = world). Return None if the offset differs between ranks, or if
+    `number` is not below `count` on some rank.
     """
     ranks = np.arange(world)
     try:

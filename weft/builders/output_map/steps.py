@@ -80,7 +80,7 @@ def _resource(lane: str) -> Resource:
 
 
 class _RankLanes:
-    """Append the steps of one rank.
+    """The lanes of one rank. `write` appends the steps of the rank to them.
 
     at: a function that returns the expression for a rank's number: a constant, or relative to this rank."""
 
@@ -221,9 +221,7 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Append the signal that a chunk of this rank's sums is complete. The signal goes to the ranks that copy the
-        chunk.
-        """
+        """Append the signal that a chunk of this rank's sums is complete, unless no other rank copies sums (`fetched`)."""
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
@@ -347,7 +345,7 @@ class _RankLanes:
             lane.wait(plan.signals("there"), number)
 
     def _after_gemm(self, name: str, place: int) -> LaneDraft:
-        """Append to lane `name` a wait for the GEMM of this chunk. Return the lane."""
+        """Append to lane `name` a wait until the GEMM has stored this chunk. Return the lane."""
         lane, plan = self.lane(name), self.plan
         if plan.tiles:
             count = plan.tiles.counts[place % self.routes.per_rank]
@@ -361,7 +359,7 @@ class _RankLanes:
         return self.routes.number[self.rank][place]
 
     def _rows(self, places: Sequence[int]) -> Chunk:
-        """Return the rows of adjacent chunks, relative to their owner's rows."""
+        """Return (first, count) of the rows of adjacent chunks. `first` counts from the first row of their owner."""
         pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
         return pieces[0][0], sum(count for _, count in pieces)
 

@@ -12,7 +12,7 @@ from weft.builders.problem import NEARLY, Problem
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
-_MOST_SAMPLES = 1024  # schedules are selected for at most this many samples per rank
+_MOST_SAMPLES = 1024  # larger batches use the schedule that is selected for this many samples per rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
-"""A part of a signal of `_core.StreamProgram`: (True to wait, number of the base, offset in bytes, value)."""
+"""A part of a signal of `_core.StreamProgram`: (True to wait, number of the base address, offset in bytes, value)."""
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
 

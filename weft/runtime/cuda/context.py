@@ -87,8 +87,8 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 class LastRun:
     """The state of the last issued run.
 
-    known: contents of buffers that the CPU has read. made: outputs that the caller passed as functions. caller: the
-        caller's stream, if the CPU reads sizes. failure: an error found since the run.
+    known: contents of buffers that the CPU has read. made: outputs that the caller passed as functions, once they are
+        allocated. caller: the caller's stream, if the CPU reads sizes. failure: an error found since the run.
     """
 
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -102,8 +102,9 @@ class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
-    side: the streams of all lanes except the first. begun_word: pinned memory. [0] is not 0 if a run has begun. [1]
-            is 1 + the rank that sent a different number of rows than expected, or 0.
+    side: the streams of all lanes except the first. begun_word: two numbers in pinned memory. A run stores 1 in the first
+            when it begins, and the watching thread clears it. The second is 0, or 1 + a rank that sent a different number
+            of rows than expected.
     """
 
     comm: Communicator

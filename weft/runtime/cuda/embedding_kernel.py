@@ -81,7 +81,9 @@ class _Work(NamedTuple):
 
 
 class VariantKey(NamedTuple):
-    """The parameters of a compiled kernel, besides the plan."""
+    """The parameters of a compiled kernel, besides the plan. values, offsets: dtypes. wide: True for positions of 64 bits. enter,
+    leave: see ENTER and EXIT of the kernel.
+    """
 
     values: torch.dtype
     offsets: torch.dtype

@@ -51,7 +51,8 @@ class _Slots(NamedTuple):
 class Shape:
     """Numbers that are the same for all calls of a plan.
 
-    split: the largest number of slots of a table. rows: the number of rows of all tables of this rank. block_d, lanes:
+    split: the largest number of slots of a table. rows: the number of rows of all tables of this rank. bases: the first
+        linear row of each table. block_d, lanes:
         the columns and rows of a tile, which follow from the slots of all ranks, so that sums do not depend on the
         placement of tables. align: a divisor of all widths, at most 16 bytes. uniform: True if all widths are block_d.
     """
@@ -93,7 +94,7 @@ class Occurrences(NamedTuple):
     """All ids of a batch, ordered by layer and position.
 
     keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
-    scales: None if all are 1.
+    scales: None if all are 1. over_length: 1 / length of the bag, or None if no slot has mean pooling.
     """
 
     keys: torch.Tensor

@@ -169,7 +169,7 @@ class ScheduleMemory:
         sender, self._begun[1] = int(self._begun[1]) - 1, 0
         text = (
             f"rank {self.rank}: schedule {self.name}: rank {sender} sent another number of rows than rank {self.rank} expected, "
-            "and its rows in the result are NaN: pass tables of the same exchange on all ranks (its received, this rank's splits); "
+            "and its rows in the result are NaN: on all ranks pass `received` and `splits` of the same exchange; "
             "WEFT_CHECK_CALLS=1 finds the call"
         )
         self.run.failure = DisagreementError(text)

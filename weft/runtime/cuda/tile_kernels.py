@@ -1,4 +1,4 @@
-"""Launches of weft's kernels for the tiles of a step, which describes their work (`weft.schedule.kernels`).
+"""Launches of weft's kernels for `Tiles` steps. The step's `kernel` (`weft.schedule.kernels`) describes the work.
 
 To run another kernel on GPUs, register a function with `tiles_call.register`.
 """
@@ -253,7 +253,8 @@ class TrackedMatmulCall(TilesCall):
         rows, cols = over(matmul.out.rows), over(matmul.out.cols)
         if rows.max(initial=0) > kernel.rows or cols.max(initial=0) > kernel.cols:
             raise ScheduleError(
-                f"{step}: tiles of up to {rows.max()} x {cols.max()} exceed the kernel's {kernel.rows} x {kernel.cols}"
+                f"{step}: tiles of up to {rows.max()} x {cols.max()} exceed the kernel's {kernel.rows} x {kernel.cols}: use "
+                "smaller tiles"
             )
         self._base, place, pitch = regions.places(
             matmul.out.buffer, over(matmul.out.at), over(matmul.out.row), over(matmul.out.col)

@@ -1,4 +1,4 @@
-"""The base class of steps. Each kind of step overrides its properties; checks, simulator, printing and storage read them.
+"""The base class of steps. Each kind of step overrides properties of the base; checks, simulator and printing read them.
 
 To add a kind, derive a frozen dataclass from `Step`, in a new file. Its fields are the regions that it accesses,
 numbers, and expressions. To run the new kind, add an entry to each executor: `weft.runtime.cpu.steps.bind` and

@@ -33,9 +33,8 @@ class Op:
 #     (a * scale_a) @ (b * scale_b) + bias. The scales are [1, 1] and [1, 1] (tensor-wise), or [m, 1] and [1, n]
 #     (row-wise).
 # scaled_matmul_fast: the same, with cuBLAS's fast accumulation.
-# embedding_bag: ids [m, bags], tables [rows, n] -> [m, n]. The tables are concatenated along columns. A bag sums `rows`
-# rows on
-#     average, selected by its ids.
+# embedding_bag: ids [m, bags], tables [rows, n] -> [m, n]. The tables are concatenated along columns. A bag sums `rows` rows
+#     on average, selected by its ids.
 # The other operations are elementwise.
 OPS = {
     "matmul": Op(2),

@@ -75,7 +75,7 @@ class TrackingGpu(Quantities):
 
 @cache
 def t3_gpu() -> TrackingGpu:
-    """Return the paper's GPU. The paper's 150 GB/s is interpreted as 75 GB/s in each direction."""
+    """Return the paper's GPU. The paper's link bandwidth, 150 GB/s, is interpreted as 75 GB/s in each direction."""
     data = tomllib.loads(files(__package__).joinpath("t3.toml").read_text())
     quantities = {
         f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()
@@ -89,6 +89,6 @@ def t3_gpu() -> TrackingGpu:
 
 
 def other_reading() -> TrackingGpu:
-    """Return the paper's GPU with 150 GB/s in each direction, and the memory bandwidth that section 6.1.1 then implies."""
+    """Return the paper's GPU with links of 150 GB/s in each direction, and the memory bandwidth that section 6.1.1 then implies."""
     gpu = t3_gpu()
     return gpu.with_values({"link.bandwidth": 150, "memory.effective": 2 * gpu["memory.effective"] / 1e12})

@@ -78,7 +78,8 @@ class ControllerRun:
     tracker_most: the maximum number of tracker entries in use. tracker_stall_us: the time in which a work-group waited
         for an entry.
     threshold: the queue length above which MCA (the paper's arbitration) held the ring back; 0 if it never did.
-    intensity: the fraction of the first stage in which memory served the GEMM.
+    intensity: the fraction of time in which memory served the GEMM, during the first stage (the first work-groups of all
+        compute units), in which the ring sends nothing.
     waiting_most: the maximum number of the ring's bytes that waited for the controller.
     bins: (GEMM reads, GEMM writes, ring reads, ring writes) in bytes for each time bin, if bin_us was given.
     """
