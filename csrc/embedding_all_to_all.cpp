@@ -196,12 +196,12 @@ class Worker {
         }
     }
 
-    // Returns where the slice of the block's first sample is written: at its destination, or in staging memory if the
-    // sample belongs to another rank and the transport is `put`.
+    // Returns the address, in the destination's output, of the slice of the block's first sample.
     char *target(const Block &block, const Slice &slice) const {
         return call_.outputs[block.destination] +
                (block.first - call_.batch_starts[block.destination]) * plan_.stride_bytes + slice.column * plan_.size;
     }
+    // The same in this thread's staging memory, where `put` sums slices for other ranks.
     char *staged(const Block &block) const { return staging_.get() + block.in_group * staged_stride(); }
 
     void find(int64_t s, const Block &block, char *out, int64_t out_stride, bool stream) {

@@ -28,7 +28,7 @@ void require(bool good, const std::string &what) {
 
 std::vector<Slot> slots_from(const Table &table) {
     require(table.shape(1) == 6, "slots has " + std::to_string(table.shape(1)) +
-                                     " columns, must have 6: address, rows, dim, key, column, mean");
+                                     " columns: pass 6, with address, rows, dim, key, column and mean");
     std::vector<Slot> slots;
     for (size_t i = 0; i < table.shape(0); ++i) {
         const int64_t *s = table.data() + 6 * i;
@@ -55,21 +55,22 @@ Counts run(const Table &slots, uintptr_t values, int values_bits, int64_t n_valu
     const size_t world = outputs.shape(0);
     require((values_bits == 32 || values_bits == 64) && (offsets_bits == 32 || offsets_bits == 64),
             "values_bits=" + std::to_string(values_bits) + ", offsets_bits=" + std::to_string(offsets_bits) +
-                ": 32 or 64");
-    require(dtype >= 0 && dtype <= 2, "dtype=" + std::to_string(dtype) + ": 0 (fp32), 1 (fp16) or 2 (bf16)");
-    require(transport == 0 || transport == 1, "transport=" + std::to_string(transport) + ": 0 (direct) or 1 (put)");
-    require(bounds >= 0 && bounds <= 2, "bounds=" + std::to_string(bounds) + ": 0 (ignore), 1 (warning) or 2 (fatal)");
+                ": pass 32 or 64 for each");
+    require(dtype >= 0 && dtype <= 2, "dtype=" + std::to_string(dtype) + ": pass 0 (fp32), 1 (fp16) or 2 (bf16)");
+    require(transport == 0 || transport == 1, "transport=" + std::to_string(transport) + ": pass 0 (direct) or 1 (put)");
+    require(bounds >= 0 && bounds <= 2,
+            "bounds=" + std::to_string(bounds) + ": pass 0 (ignore), 1 (warning) or 2 (fatal)");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     require_slice_size(slice_size);
     require(batch_starts.shape(0) == world + 1 && rank >= 0 && size_t(rank) < world,
-            "batch_starts has " + std::to_string(batch_starts.shape(0)) + " numbers and rank is " +
-                std::to_string(rank) + ", for " + std::to_string(world) +
-                " outputs there must be one more, and a rank below that");
+            "batch_starts has " + std::to_string(batch_starts.shape(0)) + " numbers, and rank=" + std::to_string(rank) +
+                ": for " + std::to_string(world) + " outputs, pass " + std::to_string(world + 1) +
+                " numbers, and a rank of at least 0 and below " + std::to_string(world));
     for (size_t i = 0; i < world; ++i)
         require(batch_starts.data()[i] <= batch_starts.data()[i + 1] && batch_starts.data()[0] == 0,
                 "batch_starts must start at 0 and ascend");
     require(transport == 0 || flags.shape(0) == world, "flags has " + std::to_string(flags.shape(0)) +
-                                                           " addresses, the put transport needs one for each of " +
+                                                           " addresses: the transport put needs one for each of " +
                                                            std::to_string(world) + " ranks");
     require(!timeline || timeline->shape(1) == 5,
             "timeline must have 5 columns: kind, thread, start_ns, end_ns, bytes");
@@ -128,7 +129,7 @@ void register_embedding_all_to_all(nb::module_ &m) {
               return runs;
           },
           "slots"_a, "slice_size"_a,
-          "The slices of every sample: (first slot, slots, first column, columns), in the order of their flags.");
+          "Return the slices of every sample, in the order of their flags: (first slot, slots, first column, columns).");
     m.def("wait_flags",
           [](uintptr_t address, int64_t count, int64_t epoch, double deadline_s, uintptr_t failed_address) {
               int64_t index = 0, found = 0;
@@ -141,15 +142,15 @@ void register_embedding_all_to_all(nb::module_ &m) {
               return std::make_tuple(int(how), index, found);
           },
           "address"_a, "count"_a, "epoch"_a, "deadline_s"_a, "failed_address"_a,
-          "Wait until all flags reached `epoch`: (0 reached | 1 deadline passed | 2 the failed word was set, index of "
-          "the first missing, its value).");
+          "Wait until all flags have reached `epoch`. Return (0 reached, 1 deadline passed or 2 the failed word was set; "
+          "the index of the first flag that has not reached it; its value).");
     m.def("isas",
           [] {
               std::vector<std::string> names;
               for (const Isa &isa : isas()) names.emplace_back(isa.name);
               return names;
           },
-          "The instruction sets that the CPU kernel can use on this machine, best first.");
+          "Return the instruction sets that the CPU kernel can use on this machine, best first.");
     m.def("isa", [] { return std::string(isas().front().name); },
-          "The instruction set that the CPU kernel uses by default.");
+          "Return the instruction set that the CPU kernel uses by default.");
 }

@@ -21,7 +21,7 @@ constexpr int64_t unit_occurrences = 2048;  // a thread takes short runs with ab
 constexpr int64_t bytes_at_once = 8 << 10;  // reduced gradients of the rows that are updated together
 constexpr int64_t bytes_ahead = 4 << 10;    // prefetch distance in bytes of gradients
 constexpr int digit_bits_of_few = 11;  // with few ids a larger table of counts would take longer than another pass
-constexpr int most_digit_bits = 14;    // whose counts, 64 KiB, fit into the second-level cache
+constexpr int most_digit_bits = 14;    // the counts of a digit, 64 KiB, then fit into the L2 cache
 constexpr size_t most_kept_words = size_t(1) << 27;
 constexpr int64_t sort_by_comparison = 64;
 constexpr int lanes = 8;  // partial sums of a product, so that it is summed in one order for any compiler
@@ -95,7 +95,7 @@ int bits_of(uint64_t most) {
     return bits;
 }
 
-// Memory that the next sort takes. Never destroyed: objects of Python may be destroyed after static ones.
+// Memory that the next sort takes. Never destroyed: Python objects may be destroyed after C++'s static objects.
 struct KeptWords {
     std::mutex mutex;
     std::unique_ptr<uint64_t[]> words;
@@ -152,8 +152,8 @@ void SortedRows::sort(int64_t table, const SparseInput &in) {
     return in.values_bits == 32 ? sort_as<int32_t>(table, in) : sort_as<int64_t>(table, in);
 }
 
-// A stable radix sort by row. Each pass visits occurrences in the order of payloads. The first pass also computes the
-// keys.
+// A radix sort by row. It is stable, so the occurrences of a row stay in the order of payloads. The first pass also
+// computes the keys.
 template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput &in) {
     OfTable &of = of_table_[table];
     const int64_t rows = tables_[table].rows;

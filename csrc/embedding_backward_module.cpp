@@ -23,7 +23,7 @@ void require(bool good, const std::string &what) {
 const int64_t *line(const Table &table, size_t i) { return table.data() + i * table.shape(1); }
 
 std::vector<BackwardTable> tables_from(const Table &given) {
-    require(given.shape(1) == 2, "tables has " + std::to_string(given.shape(1)) + " columns, must have 2: rows, dim");
+    require(given.shape(1) == 2, "tables has " + std::to_string(given.shape(1)) + " columns: pass 2, rows and dim");
     std::vector<BackwardTable> tables;
     for (size_t i = 0; i < given.shape(0); ++i) {
         const int64_t *t = line(given, i);
@@ -35,7 +35,7 @@ std::vector<BackwardTable> tables_from(const Table &given) {
 
 std::vector<BackwardSlot> slots_from(const Table &given, size_t tables) {
     require(given.shape(1) == 4,
-            "slots has " + std::to_string(given.shape(1)) + " columns, must have 4: table, key, column, mean");
+            "slots has " + std::to_string(given.shape(1)) + " columns: pass 4, with table, key, column and mean");
     std::vector<BackwardSlot> slots;
     for (size_t i = 0; i < given.shape(0); ++i) {
         const int64_t *s = line(given, i);
@@ -50,7 +50,7 @@ SparseInput input_from(uintptr_t values, int values_bits, int64_t n_values, uint
                        uintptr_t per_sample_weights, int64_t batch, bool hash, int n_threads) {
     require((values_bits == 32 || values_bits == 64) && (offsets_bits == 32 || offsets_bits == 64),
             "values_bits=" + std::to_string(values_bits) + ", offsets_bits=" + std::to_string(offsets_bits) +
-                ": 32 or 64");
+                ": pass 32 or 64 for each");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     require(batch >= 0 && n_values >= 0, "batch and n_values must not be negative");
     return {reinterpret_cast<const void *>(values), values_bits, n_values, reinterpret_cast<const void *>(offsets),
@@ -58,7 +58,7 @@ SparseInput input_from(uintptr_t values, int values_bits, int64_t n_values, uint
 }
 
 Dtype dtype_from(int dtype) {
-    require(dtype >= 0 && dtype <= 2, "dtype=" + std::to_string(dtype) + ": 0 (fp32), 1 (fp16) or 2 (bf16)");
+    require(dtype >= 0 && dtype <= 2, "dtype=" + std::to_string(dtype) + ": pass 0 (fp32), 1 (fp16) or 2 (bf16)");
     return Dtype(dtype);
 }
 
@@ -68,10 +68,10 @@ int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradient
     require(memory.shape(1) == 5 && int64_t(memory.shape(0)) == sorted.tables(),
             "memory must have a line of 4 addresses and a number for each of " + std::to_string(sorted.tables()) +
                 " tables");
-    require(rule >= 0 && rule <= 6, "rule=" + std::to_string(rule) + ": 0 to 6");
-    require(numbers.size() == 11, std::to_string(numbers.size()) +
-                                      " numbers: learning rate, factor, eps, weight decay, beta1, beta2, 1 - beta of "
-                                      "both, two corrections, bound of elements");
+    require(rule >= 0 && rule <= 6, "rule=" + std::to_string(rule) + ": pass a number from 0 to 6");
+    require(numbers.size() == 11, "numbers has " + std::to_string(numbers.size()) +
+                                      " entries: pass 11, learning rate, factor, eps, weight decay, beta1, beta2, "
+                                      "1 - beta1, 1 - beta2, two corrections, and the bound of gradient elements");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     Update u{};
     for (size_t i = 0; i < memory.shape(0); ++i) {

@@ -2,7 +2,8 @@
 // next completion. weft/sim/engine.py decides which steps exist and when they begin.
 //
 // Lanes that can slow each other down form a part (weft/sim/scarce.py). When work begins or ends, only the speeds in
-// its part change. Speeds are cached by the set of running steps, because the same sets recur.
+// its part change. Speeds are cached by the set of running steps, because the same sets recur. A pulse reports that a
+// step has done a given fraction of its work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -35,7 +36,7 @@ struct Working {
     int lane, load;
     double work_us, rest, speed;
     double mark;     // the remaining work at the next pulse
-    uint32_t after;  // the remaining pulses: bit i stands for the end of part i + 1 of the work
+    uint32_t after;  // the remaining pulses: bit i stands for the end of the (i + 1)-th of the equal parts of the work
     int step = -1;   // the step's index in the part's `in_flow`
 };
 
@@ -222,7 +223,7 @@ std::vector<double> max_min_speeds(const std::vector<weft::Load> &loads, const s
 void register_fluid(nb::module_ &m) {
     m.attr("MAX_MIN_LEAST") = weft::max_min_least;
     m.def("max_min_speeds", &max_min_speeds, nb::arg("loads"), nb::arg("counts"));
-    nb::class_<Fluid>(m, "Fluid", "Work that flows through shared resources.")
+    nb::class_<Fluid>(m, "Fluid", "The work of lanes on shared resources (see weft/_core.pyi).")
         .def(nb::init<const std::vector<weft::Load> &, std::vector<size_t>, int, size_t>(), nb::arg("loads"), nb::arg("parts"),
              nb::arg("pulses"), nb::arg("most_known"))
         .def("begin", &Fluid::begin, nb::arg("now"), nb::arg("lane"), nb::arg("load"), nb::arg("work_us"), nb::arg("pulses"))

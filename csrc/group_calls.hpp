@@ -48,7 +48,7 @@ struct CallCounts {
     bool has_layers = false;                    // options of layers wait for the next call
     nb::object refused_by_peers = nb::dict();  // {number of a call: reason}
 
-    // Returns true if a peer has refused call `number`.
+    // Returns true if a peer has refused the call with this number.
     bool is_refused(int64_t call) const {
         if (PyDict_Size(refused_by_peers.ptr()) == 0) return false;
         const nb::object key = nb::steal(PyLong_FromLongLong(call));
@@ -83,7 +83,7 @@ class CallDigest {
     nb::object what_ = nb::steal(PyUnicode_FromString(""));
 };
 
-// What the watchdog of a group knows about its state.
+// The state of a group, as its watchdog knows it.
 struct Health {
     explicit Health(double stale_s) : stale_s(stale_s) {}
     static double now() {

@@ -19,7 +19,8 @@ namespace {
 
 constexpr double never = std::numeric_limits<double>::infinity();
 
-// cached: through the LLC; added: memory adds; remote: into the peer's memory; stored: past the LLC
+// The destination of a chunk's output. cached: the LLC; added: memory, which adds it to its contents; remote: the peer's
+// memory; stored: memory, bypassing the LLC.
 enum Output { cached, added, remote, stored };
 
 struct Piece {  // a wavefront's part of a tile
@@ -224,7 +225,7 @@ class Run {
 
     void retire(int slot) {
         ++retired_;
-        // the first stage is done, which no traffic disturbs
+        // The first stage of work-groups has ended, which no traffic of the ring disturbs.
         if (!measured_ && retired_ >= std::min(n_tiles_, s_.units * s_.slots)) {
             measured_ = true;
             intensity_ = clock_.now > 0 ? gemm_busy_ns_ / clock_.now : 1.0;
@@ -381,7 +382,7 @@ class Run {
 
     // --- the memory controller ---
 
-    // Stores leave the work-groups as their queue has room.
+    // Moves stores from the work-groups into the write queue while it has room.
     void accept() {
         while (!waiting_.empty() && int(queues_.writes.size()) < s_.stores) {
             const int slot = waiting_.front().slot;

@@ -129,7 +129,7 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
             break;
         }
         }
-        // make the stream wait, because the backend has not
+        // Make the stream wait for the collective, for backends that have not done so.
         if (work.is_valid() && !work.is_none()) call_method(work, wait_);
     }
 }

@@ -96,5 +96,6 @@ void register_signal(nb::module_ &m) {
               }
               return std::make_tuple(int(how), found);
           }, nb::arg("address"), nb::arg("wanted"), nb::arg("deadline_s"), nb::arg("failed_address"),
-          "Wait until the counter is at least `wanted`: (0 reached | 1 deadline passed | 2 the failed word was set, value found).");
+          "Wait until the counter is at least `wanted`. Return (0 reached, 1 deadline passed or 2 the failed word was set; the "
+          "last value read).");
 }

@@ -261,7 +261,7 @@ class StreamProgram {
         return append({.kind = kind, .stream = stream, .number = event});
     }
 
-    // Launches the first of `calls` whose base addresses are all multiples of the alignment that it requires.
+    // Records a launch of the first of `calls` (alignment, kernel) whose addresses are all multiples of its alignment.
     size_t launch(int64_t stream, std::vector<std::pair<int64_t, KernelCall>> calls) {
         require(!calls.empty(), "a launch needs at least one kernel");
         for (const auto &[alignment, call] : calls) {
@@ -397,7 +397,7 @@ class StreamProgram {
         const bool listed = PyList_Check(from);
         if (!listed && !PyTuple_Check(from))
             throw nb::type_error(text(name, " must be a list or a tuple of int").c_str());
-        // nanobind's macros read items in place, or by a function where the stable ABI hides the place.
+        // nanobind's macros read items in place, or by a function if the stable ABI hides their place.
         const auto n = size_t(listed ? NB_LIST_GET_SIZE(from) : NB_TUPLE_GET_SIZE(from));
         require(n == into.size(), name, " has ", n, " numbers, but the program was made for ", into.size());
         for (size_t i = 0; i < n; ++i) {

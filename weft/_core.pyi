@@ -1,4 +1,4 @@
-"""Types of the compiled module (csrc/). Addresses are plain integers: the module knows no torch."""
+"""Types of the compiled module (csrc/). The module does not link to torch, so addresses are plain integers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 COUNTER_BYTES: int
 
 def signal_set(address: int, value: int) -> None:
-    """Store `value` with release order and wake all waiters."""
+    """Store `value` in the counter at `address` with release order, and wake all waiters."""
 
 def signal_add(address: int, amount: int) -> None:
-    """Add with release order and wake all waiters."""
+    """Add `amount` to the counter at `address` with release order, and wake all waiters."""
 
 def signal_read(address: int) -> int:
-    """The value now, with acquire order."""
+    """Return the value of the counter at `address`, read with acquire order."""
 
 def signal_wait(address: int, wanted: int, deadline_s: float, failed_address: int) -> tuple[int, int]:
-    """Wait until the counter is at least `wanted`.
+    """Wait until the counter at `address` is at least `wanted`. Return (outcome, the last value read).
 
-    Returns (0 reached | 1 deadline passed | 2 the failed word was set, the value last read).
+    The outcome is 0 if the counter has reached `wanted`, 1 if `deadline_s` seconds have passed, and 2 if the int64 at
+    `failed_address` is not 0.
     """
 
 # csrc/lease.cpp
@@ -34,30 +35,33 @@ def lease(
     device_id: int,
     owner: object,
 ) -> object:
-    """A DLPack capsule of a tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
+    """Return a DLPack capsule of a row-major tensor at `address`, which keeps `owner` alive. Codes are those of DLPack."""
 
 # csrc/layouts.cpp
 class LayoutReader:
     """A reader of tensors' addresses and layouts, by DLPack's C exchange API.
 
     Args:
-        tensor, parameter: the types of tensors. Not of others that derive from these, which may keep their values elsewhere.
+        tensor, parameter: the two types that it reads, `torch.Tensor` and `Parameter`. It refuses subclasses, which may
+            keep their values elsewhere.
 
     Raises:
-        AttributeError, RuntimeError: they offer no such API, or one of a version that is not known here.
+        AttributeError, RuntimeError: `tensor` does not offer version 1 of this API.
     """
 
     def __init__(self, tensor: type, parameter: type) -> None: ...
     def read(self, tensors: list[Any], gradients: bool) -> bytes | None:
-        """Address, device, dtype, sizes and strides of all: equal if all of these are. With `gradients` None, if one requires one.
+        """Return a key of the tensors' addresses, devices, dtypes, sizes and strides.
 
-        Raises RuntimeError for what has no memory.
+        Return None if an object is not of the two types, or with `gradients` if a tensor requires a gradient. Raise
+        RuntimeError for a tensor without memory.
         """
 
     def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
         """Return a key of a call's arguments: tensors without their addresses, numbers, flags, None, and lists of these.
 
-        None if there is anything else, if the storage of a tensor was freed, and, with `gradients`, if a tensor requires one.
+        Return None for any other argument, for a tensor whose storage was freed, and with `gradients` for a tensor that
+        requires a gradient.
         """
 
 # csrc/group_calls.cpp
@@ -70,8 +74,8 @@ class CallLock:
 class CallCounts:
     """The numbers of calls of a group that this rank has begun and ended, and refusals (`weft.symm.calls`).
 
-    running: held during a call; a nested call, such as one in a layer, takes it again. has_layers: options of layers wait for the
-        next call. refused_by_peers: by number of a call, why.
+    running: the lock that a call holds. A nested call, such as a call inside a layer, acquires it again. has_layers:
+        True if options of layers wait for the next call. refused_by_peers: {number of a call: the peer's reason}.
     """
 
     running: CallLock
@@ -83,9 +87,9 @@ class CallCounts:
     def refused_by_peers(self) -> dict[int, str]: ...
 
 class CallDigest:
-    """The digest of calls up to each of the last `kept` calls, each with the words of layers.
+    """The digest of all calls up to each of the last `kept` calls, with the digest words of layers (`weft.symm.layers`).
 
-    digest, what: up to the last `note`. last: the number of the last call that has ended.
+    digest, what: the digest after the last `note`, and its text. last: the number of the last call that has ended.
     """
 
     words: tuple[int, int]
@@ -102,10 +106,12 @@ class CallDigest:
     def words_at(self, number: int) -> tuple[int, int]: ...
 
 class Health:
-    """The failure state of a group, and the time of the watchdog's last look (`time.monotonic`), at most `stale_s` ago if all is
-    well.
+    """The failure state of a group, and the time of its watchdog's last check (`looked_at`, by `time.monotonic`). The state
+    is stale if the check is more than `stale_s` seconds old.
 
-    failed_address: of an int64, which is not 0 once the group has failed or is closed. looks: if there are any, only they know.
+    failed_address: the address of an int64, which is not 0 once the group has failed or is closed. looks: weak references
+        to methods that `is_well` calls first. They make the group fail if they know of a failure that the watchdog has not
+        seen yet.
     """
 
     looked_at: float
@@ -129,7 +135,7 @@ def scaled_mm(
     fast: bool,
     out: Any,
 ) -> Any:
-    """out = (a * scale_a) @ (b * scale_b) + bias, by `function`, which is torch's for GPUs. out: None for new memory."""
+    """Return out = (a * scale_a) @ (b * scale_b) + bias. function: `torch._scaled_mm`. out: None for new memory."""
 
 class TorchCalls:
     """The functions of torch that steps call. scaled_elsewhere: computes scaled products on devices other than GPUs."""
@@ -154,15 +160,15 @@ class PlainSteps:
     """GEMMs and collectives of equal parts over whole matrices, one after the other.
 
     Args:
-        buffers: names, inputs first.
-        steps: (kind, the buffer that it writes, the buffers that it reads, dtype); of kind "called", a function of these buffers in
-            place of the dtype.
-        world: ranks.
+        buffers: the names of all buffers, inputs first.
+        steps: (kind, the buffer that the step writes, the buffers that it reads, dtype) of each step. A step of kind
+            "called" has a function in place of the dtype, and calls it with the buffers that it reads.
+        world: the number of ranks.
     """
 
     def __init__(self, torch: TorchCalls, buffers: list[str], steps: list[Any], world: int) -> None: ...
     def run(self, inputs: dict[str, Any], group: object) -> dict[str, Any]:
-        """Run all steps. Return all buffers."""
+        """Run all steps. Return all buffers by name."""
 
 # csrc/replay.cpp
 class Recipe:
@@ -188,12 +194,12 @@ class KnownCall:
     """A recorded call, for replay with other tensors.
 
     Args:
-        of: its Python part (`weft.operator.replay`).
-        inputs: a recipe of a list, in the order of the first buffers of `steps`.
-        steps: None if Python runs the call.
-        results: names of the buffers that it returns.
-        returned: a recipe for the function's result, from the results.
-        usual, captured: True if `steps` runs calls, and captured calls.
+        of: the Python part of the call, a `Replay` or `Passing` (`weft.operator.replay`).
+        inputs: a recipe for the list of inputs, in the order of the first buffers of `steps`.
+        steps: the steps that run the call; None if Python runs it.
+        results: the names of the buffers that the steps return.
+        returned: a recipe that makes the function's return value from these buffers.
+        usual, captured: True if `steps` runs the call outside, and inside, the capture of a CUDA graph.
     """
 
     def __init__(
@@ -212,8 +218,8 @@ class KnownCall:
 class UnknownCall:
     """A call that cannot be replayed yet.
 
-    key: of equal calls; None if such calls are never replayed. family: of such calls with any number of rows, if their
-        sizes may pass.
+    key: the key that equal calls share; None if such calls are never replayed. family: the key that these calls share for
+        any number of rows; None if such calls cannot be replayed.
     """
 
     @property
@@ -225,9 +231,9 @@ class KnownCalls:
     """The known calls of a function.
 
     Args:
-        calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
+        calls, families: {key: `KnownCall`, or None for calls that take the slow path}.
         identified: types whose objects are compared by identity.
-        unusual: functions that return a true value if calls may mean something else.
+        unusual: functions that return a true value if a call must not be replayed now, such as inside a dispatch mode.
         forward_ad: the globals of torch.autograd.forward_ad.
     """
 
@@ -246,7 +252,7 @@ class KnownCalls:
 
 # csrc/mapping.cpp
 class Mapping:
-    """A sealed memfd mapped readable, writable and shared, pages in place; unmapped when the last reference goes."""
+    """A shared, writable mapping of a sealed memfd, with all pages allocated. It ends with the last reference."""
 
     def __init__(self, fd: int, nbytes: int) -> None: ...
     @property
@@ -255,25 +261,27 @@ class Mapping:
     def nbytes(self) -> int: ...
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask the kernel for huge pages in memory that is not touched yet. It may ignore it."""
+    """Ask the kernel for huge pages in memory that has not been touched yet. The kernel may ignore the request."""
 
 # csrc/accumulate.cpp
 def add_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, cols: int, rows: int, dtype: str) -> None:
-    """Add `rows` rows of `cols` elements at address `src` to those at `dst`, each element in one piece, rounded each time.
+    """Add `rows` rows of `cols` elements at address `src` to the elements at `dst`, by one atomic addition per element.
 
-    dtype: "fp32", "bf16", "fp16" or "fp64". Several processes and threads may add to the same elements at once. A row starts a
-    pitch (bytes) after the one before. Releases the GIL; ends with a release fence, as `copy_2d` does.
+    Several processes and threads may add to the same elements at once. Each addition is rounded to the dtype. dtype:
+    "fp32", "bf16", "fp16" or "fp64". Pitches are the bytes from the start of one row to the next. Releases the GIL, and
+    ends with a release fence, as `copy_2d` does.
     """
 
 # csrc/copy.cpp
 def copy_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, width_bytes: int, rows: int) -> None:
-    """Copy `rows` rows of `width_bytes` from address `src` to `dst`; the memory may not overlap.
+    """Copy `rows` rows of `width_bytes` from address `src` to `dst`. The two must not overlap.
 
-    A row starts a pitch (bytes) after the one before. Releases the GIL; one memcpy when nothing lies between the rows.
-    Ends with a release fence, so that whoever has waited for a signal set afterwards sees the bytes.
+    Pitches are the bytes from the start of one row to the next. If rows are adjacent on both sides, one memcpy copies
+    all of them. Releases the GIL. Ends with a release fence: a thread that waits for a signal which this thread sets
+    afterwards sees the bytes.
 
     Raises:
-        ValueError: a negative size, a pitch below the width, or more than 2^63 bytes; with the values.
+        ValueError: a size is negative, a pitch is less than the width, or there are more than 2^63 bytes.
     """
 
 # csrc/stream_program.cpp
@@ -281,9 +289,9 @@ class KernelCall:
     """A loaded kernel with its arguments, in the order of its parameters.
 
     Args:
-        function: the driver's handle of it (CUfunction), in the context that will be current.
-        programs, threads: how many blocks (along x), and threads in each.
-        shared_bytes: dynamic shared memory of a block.
+        function: the driver's handle of the kernel (CUfunction), in the context that is current at a launch.
+        programs, threads: the number of blocks (along x), and of threads in each block.
+        shared_bytes: the dynamic shared memory of a block.
     """
 
     def __init__(self, function: int, programs: int, threads: int, shared_bytes: int) -> None: ...
@@ -291,25 +299,27 @@ class KernelCall:
         """Set the next parameter to `value`, or to its low bytes if the parameter is shorter."""
 
     def base(self, base: int, offset: int) -> KernelCall:
-        """Set the next parameter to the address of base number `base` plus `offset` bytes."""
+        """Set the next parameter to an address: that of base number `base`, plus `offset` bytes."""
 
     def grid(self, x: int, y: int) -> KernelCall:
-        """Launch as many blocks along x and y as bases number `x` and `y` of a run say, in place of `programs`."""
+        """Read the number of blocks from the bases of each run, in place of `programs`: `bases[x]` blocks along x, and
+        `bases[y]` along y.
+        """
 
 class StreamProgram:
-    """Copies, signals, events and kernels on CUDA streams: recorded once, issued many times with other buffers.
+    """Copies, signals, events and kernels on CUDA streams, recorded once and issued many times with other buffers.
 
-    Buffers, streams and events are numbers; `run` says which addresses and stream handles they are. Methods that record
-    return the operation's index and raise ValueError, with the values, for a number, offset or size out of range.
-    Not for two threads at once.
+    Operations refer to buffers ("bases"), streams and events by number. `run` gets the addresses and the stream handles.
+    Methods that record an operation return its index. They raise ValueError for a number, offset or size out of range.
+    Only one thread at a time may use a program.
 
     Args:
-        n_bases, n_streams, n_events: the numbers of bases, streams and events. Events belong to the program; they
-            are made in the current context.
+        n_bases, n_streams, n_events: the numbers of bases, streams and events. Events belong to the program, which
+            makes them in the current context.
         library: the driver to load.
 
     Raises:
-        RuntimeError: the driver cannot be loaded or lacks a function, or an event cannot be made; says why.
+        RuntimeError: the driver cannot be loaded or lacks a function, or an event cannot be made.
     """
 
     def __init__(self, n_bases: int, n_streams: int, n_events: int, library: str = "libcuda.so.1") -> None: ...
@@ -325,33 +335,34 @@ class StreamProgram:
         width_bytes: int,
         rows: int,
     ) -> int:
-        """Copy `rows` rows of `width_bytes`: one plain copy if the rows are adjacent, else one 2D copy.
+        """Record a copy of `rows` rows of `width_bytes`: one plain copy if the rows are adjacent, otherwise one 2D copy.
 
-        Offsets and pitches in bytes. Peers' memory may be on either side. Without rows or bytes nothing is issued.
+        Offsets and pitches are in bytes. Source and destination may be in peers' memory. A copy of 0 bytes is not issued.
         """
 
     def signal(self, stream: int, parts: list[tuple[bool, int, int, int]]) -> int:
-        """Issue waits and writes in this order, in one call of the driver. Each is (True for a wait, base, offset, number).
+        """Record waits and writes, in this order, as one call of the driver. Each is (True for a wait, base, offset, number).
 
-        A wait holds the stream until the 64 bits at `base` + `offset` (a multiple of 8) and `number` have a bit in common.
-        A write stores the low 32 bits of `number` there (a multiple of 4), after all that the stream did. There is no
-        deadline: a stream whose signal never arrives waits until the word is written.
+        A wait blocks the stream until the 64-bit word at `base` + `offset` and `number` have a common bit; the offset must
+        be a multiple of 8. A write stores the low 32 bits of `number` after all earlier work of the stream; the offset must
+        be a multiple of 4. A wait has no deadline: it ends only when the word is written.
         """
 
     def record(self, stream: int, event: int) -> int:
-        """Record the event on the stream."""
+        """Record the operation that records the event on the stream."""
 
     def wait_event(self, stream: int, event: int) -> int:
-        """Make the stream wait for the event's last record before this call."""
+        """Record that the stream waits for the event's latest record."""
 
     def launch(self, stream: int, calls: list[tuple[int, KernelCall]]) -> int:
-        """Launch the first kernel whose bases, with their offsets, are all multiples of the number beside it.
+        """Record the launch of a kernel. calls: pairs (alignment in bytes, kernel). A run launches the first kernel whose
+        address parameters are all multiples of its alignment.
 
-        Raises ValueError if a kernel has other parameters than are given, as far as the driver can tell.
+        Raises ValueError if the driver reports that a kernel has a different number of parameters.
         """
 
     def parameters_of(self, function: int) -> list[int]:
-        """Return the bytes of each parameter of a kernel; empty if the driver cannot tell (before CUDA 12.4)."""
+        """Return the size of each parameter of a kernel in bytes; empty if the driver (before CUDA 12.4) cannot tell."""
 
     def __len__(self) -> int: ...
     def run(
@@ -361,16 +372,17 @@ class StreamProgram:
         bases: list[int] | tuple[int, ...],
         streams: list[int] | tuple[int, ...],
     ) -> None:
-        """Issue operations [first, last) in the order of their recording, without the GIL and without waiting for them.
+        """Issue operations [first, last) in the order in which they were recorded. Do not wait for them. Release the GIL.
 
         Args:
             bases: [n_bases] addresses.
             streams: [n_streams] handles (`torch.cuda.Stream.cuda_stream`); 0 is the legacy default stream.
 
         Raises:
-            ValueError: a range, or a length or number of `bases` or `streams`, that does not fit the program.
-            RuntimeError: the driver refused an operation: which, its sizes, the error's name and meaning. Those
-                before it have been issued. Or: another thread is running this program.
+            ValueError: the range, or the length of `bases` or `streams`, does not match the program, or a number is not
+                within 64 bits.
+            RuntimeError: the driver refused an operation, after all earlier operations have been issued; or another
+                thread is running this program.
         """
 
 # csrc/fluid.cpp
@@ -382,7 +394,7 @@ def max_min_speeds(
     loads: Sequence[_Load],
     counts: Sequence[int],
 ) -> list[float]:
-    """`weft.sim.max_min.speeds` of `counts[i]` steps with the load `loads[i]`, for each i."""
+    """Return, for each i, the speed (0 to 1) of each of `counts[i]` steps with the load `loads[i]` (`weft.sim.max_min`)."""
 
 class Fluid:
     """The work of lanes on shared resources, at speeds that depend on the concurrent work.
@@ -443,67 +455,70 @@ def embedding_all_to_all(
     timeline: NDArray[np.int64] | None,
     isa: str = "",
 ) -> tuple[int, int, int, int, int, int, int, int]:
-    """Pool this rank's slots for the global batch and store every vector where its sample's owner reads it.
+    """Pool this rank's slots for the global batch, and store each vector in the output of the rank that owns the sample.
 
-    Releases the GIL; uses no memory but buffers of the threads. Numerics are stated in csrc/pooling.hpp.
+    Releases the GIL. Allocates only buffers of its threads. csrc/pooling.hpp defines the order and rounding of sums.
 
     Args:
-        slots: [n, 6], this rank's slots in column order: address of the table's first row, rows, dim, key (which block
-            of `batch` offsets), first output column (elements), 1 for mean or 0 for sum. Tables are row-major.
-        values, values_bits, n_values: address of the indices, 32 or 64, how many.
-        offsets, offsets_bits: address of the offsets, feature-major (keys x batch + 1), 32 or 64. They are read as
-            ascending and clamped to [0, n_values], so that nothing outside `values` is ever read.
-        per_sample_weights: address of `n_values` float32, or 0.
-        batch_starts: [W + 1], first global sample of each rank, then the global batch.
-        rank: this rank.
-        outputs: [W], address of each rank's output [its batch, output_stride] as mapped here; 0: its samples are not pooled.
-        output_stride: elements from one output row to the next.
+        slots: [n, 6], a line for each slot of this rank, in column order: address of the table's first row, rows, dim, key
+            (the number of its block of `batch` offsets), first output column in elements, 1 for mean or 0 for sum. Tables
+            are row-major.
+        values, values_bits, n_values: the address of the indices, their size (32 or 64 bits), and their number.
+        offsets, offsets_bits: the address of the offsets, feature-major (keys x batch + 1), and their size (32 or 64 bits).
+            They are clamped to ascending numbers from 0 to n_values, so that nothing outside `values` is read.
+        per_sample_weights: the address of `n_values` float32 numbers, or 0.
+        batch_starts: [W + 1], the first global sample of each rank, then the global batch size.
+        outputs: [W], the address of each rank's output [its batch size, output_stride] in this process. 0 means that this
+            rank's samples are not pooled.
+        output_stride: the elements from one output row to the next.
         dtype: of tables and outputs: 0 fp32, 1 fp16, 2 bf16.
-        transport: 0 direct (no flags are raised), 1 put.
-        remote_first: work on the samples of rank + 1, rank + 2, ..., this rank; otherwise in batch order.
-        slice_size: most vectors of a slice (see `slice_runs`).
-        hash: the row is hash(index) mod rows (weft/embedding/hashing.py); no index is bad then.
-        bounds: 0 ignore (the caller promises), 1 warning (a bad index reads a row of zeros and is counted), 2 fatal
-            (all indices are looked at first; if any is bad nothing is written and no flag is raised).
-        n_threads: threads that share the work, the caller's included.
-        flags: [W] with put, the address of this rank's flags (int64) at each rank; otherwise ignored. The flag of
-            slice j of a sample is number (sample - batch_starts[destination]) * slices_per_sample + j.
-        epoch: what is stored to a flag, with release order, after its slice.
-        timeline: [capacity, 5] int64 to be filled, or None. A record is kind (0 computed, nothing left this rank;
-            1 stored or copied to another rank), thread, start_ns, end_ns (CLOCK_MONOTONIC), bytes that left. There is
-            one record, with put and another rank's samples two, for each slice of each block of samples: at most
-            2 x slices x (global batch / 32 + W) as long as a slice is below 128 KiB. Recording costs a few percent.
+        transport: 0 direct (sets no flags), 1 put.
+        remote_first: True to pool the samples of rank + 1, rank + 2, ... first and this rank's samples last; False for
+            batch order.
+        slice_size: the largest number of vectors in a slice (see `slice_runs`).
+        hash: True to read row hash(index) mod rows (weft/embedding/hashing.py). Then no index is bad.
+        bounds: 0 ignore (all indices must be in range), 1 warning (a bad index reads a row of zeros and is counted), 2
+            fatal (all indices are checked first; if any is bad, nothing is written and no flag is set).
+        n_threads: the number of threads that share the work, including the caller's thread.
+        flags: [W], for put: the address of this rank's int64 flags in each rank's memory. The flag of slice j of a sample is
+            number (sample - batch_starts[destination]) * slices_per_sample + j.
+        epoch: the value that is stored in a flag, with release order, after its slice.
+        timeline: [capacity, 5] int64 to be filled, or None. A record is: kind (0 if no bytes left this rank, 1 if bytes were
+            stored or copied to another rank), thread, start_ns and end_ns (CLOCK_MONOTONIC), bytes that left. Each slice of
+            each block of samples has one record, and with put a second one for another rank's samples. These are at most 2
+            x slices x (global batch / 32 + W) records if slices are smaller than 128 KiB. Recording costs a few percent.
         isa: one of `isas()`, or "" for the best.
 
     Returns:
-        (bad indices, slot, sample, position in the bag and value of the first of them (-1, -1, -1, 0 if none), slices
-        copied to other ranks, flags raised, records: more than the timeline's capacity if some did not fit). Slots
-        number the lines of `slots`.
+        Eight numbers: the number of bad indices; slot (line of `slots`), sample, position in the bag and value of the first
+        bad index (-1, -1, -1, 0 if there is none); the number of slices copied to other ranks; the number of flags set; the
+        number of records, which exceeds the timeline's capacity if some were not recorded.
 
     Raises:
-        ValueError: an argument that no caller may pass; names it and its value.
+        ValueError: an argument is invalid.
     """
 
 def slice_runs(slots: NDArray[np.int64], slice_size: int) -> list[tuple[int, int, int, int]]:
-    """The slices of every sample: (first slot, slots, first column, columns), in the order of their flags."""
+    """Return the slices of every sample, in the order of their flags: (first slot, slots, first column, columns)."""
 
 def wait_flags(address: int, count: int, epoch: int, deadline_s: float, failed_address: int) -> tuple[int, int, int]:
-    """Wait until each of `count` int64 flags has reached `epoch`, with acquire order.
+    """Wait, with acquire order, until each of the `count` int64 flags at `address` has reached `epoch`.
 
-    Returns (0 reached | 1 deadline passed | 2 the failed word was set, index of the first missing flag, its value).
+    Return (outcome, index of the first flag that has not, its value). The outcome is as in `signal_wait`.
     """
 
 def isas() -> list[str]:
-    """The instruction sets that the CPU kernel can use on this machine, best first."""
+    """Return the instruction sets that the CPU kernel can use on this machine, best first."""
 
 def isa() -> str:
-    """The instruction set that the CPU kernel uses by default."""
+    """Return the instruction set that the CPU kernel uses by default."""
 
 # csrc/embedding_backward_module.cpp
 class SortedRows:
-    """The ids of a batch, sorted by table, row, slot, sample and place in the bag. It keeps a copy of what it needs.
+    """The ids of a batch, sorted by table, row, slot, sample and place in the bag, without ids out of range. It keeps no
+    reference to the input.
 
-    Out-of-range ids are left out. Sums and orders are stated in csrc/embedding_backward.hpp.
+    csrc/embedding_backward.hpp defines the sums and their order.
     """
 
     def __init__(
@@ -521,25 +536,25 @@ class SortedRows:
         hash: bool,
         n_threads: int,
     ) -> None:
-        """Sort. Releases the GIL.
+        """Sort the ids. Releases the GIL.
 
         Args:
-            slots: [n, 4], this rank's slots in column order: number of the table, key (which block of `batch` offsets),
-                first column of the gradient (elements), 1 for mean or 0 for sum.
+            slots: [n, 4], a line for each slot of this rank, in column order: line of `tables`, key (the number of its block
+                of `batch` offsets), first column of the gradient in elements, 1 for mean or 0 for sum.
             tables: [t, 2], rows and dim of this rank's tables.
             values, values_bits, n_values, offsets, offsets_bits, per_sample_weights, hash, n_threads: as in
                 `embedding_all_to_all`.
-            batch: samples of the global batch.
+            batch: the number of samples in the global batch.
 
         Raises:
-            ValueError: an argument that no caller may pass, or 2**32 bags of one table or more.
+            ValueError: an argument is invalid, or a table has 2**32 bags or more.
         """
 
     def counts(self) -> list[int]:
-        """How many rows of each table occur."""
+        """Return, for each table, the number of distinct rows that occur."""
 
     def rows(self, table: int, out: int) -> None:
-        """Write the rows of a table that occur, ascending, as int64 to address `out`."""
+        """Write the distinct rows of a table that occur, ascending, as int64 to address `out`."""
 
     def update(
         self,
@@ -558,24 +573,25 @@ class SortedRows:
         n_threads: int,
         isa: str = "",
     ) -> int:
-        """Reduce the gradient of every row that occurs, and apply a rule to it. Releases the GIL.
+        """Reduce the gradient of each row that occurs, and apply a rule to it. Releases the GIL.
 
         Args:
-            memory: [t, 5], addresses of each table's weight, first state, second state and, for rules 0 and 6, output; the
-                number of the table for random bits.
-            gradients, stride: address of the gradients [batch, stride]; elements from row to row.
-            gradients_dtype, dtype: 0 fp32, 1 fp16, 2 bf16; of the gradients, and of tables and the output of rule 0.
+            memory: [t, 5], a line for each table: the addresses of weight, first state, second state and, for rules 0 and 6,
+                output; then the table's number, which seeds its random bits.
+            gradients, stride: the address of the gradients [batch, stride], and the elements from one row to the next.
+            gradients_dtype, dtype: the dtype of the gradients, and that of the tables and of the output of rule 0: 0 fp32, 1
+                fp16, 2 bf16.
             rule: 0 gradient (written to the output), 1 SGD, 2 rowwise Adagrad, 3 Adagrad, 4 Adam, 5 partial rowwise Adam, 6 sum
                 of squares of each occurring row's gradient (float32, written to the output).
-            sparse: of rule 0: the output has one row for each row that occurs, and not one for each row of the table.
+            sparse: for rule 0, True if the output has a row for each row that occurs, False for each row of the table.
             numbers: learning rate, factor of the gradients, eps, weight decay, beta1, beta2, 1 - beta1, 1 - beta2, Adam's
-                two corrections, and the largest element of a gradient.
-            is_stochastic, seed: round rows of 16 bits up or down at random.
-            skip_nonfinite: leave a row alone whose gradient is infinite or NaN.
-            isa: one of `isas()`, or "" for the best. Results have the same bits.
+                two corrections, and the bound to which gradient elements are clamped.
+            is_stochastic, seed: True to round 16-bit rows up or down at random, with this seed.
+            skip_nonfinite: True to skip rows whose gradient is infinite or NaN.
+            isa: one of `isas()`, or "" for the best. Results have the same bits for all.
 
         Returns:
-            How many rows were left alone.
+            The number of skipped rows.
         """
 
 def gradients_of_weights(
@@ -602,7 +618,9 @@ def gradients_of_weights(
     """
 
 class ControllerSetup:
-    """The numbers of a run of the memory controller: csrc/memory_controller.cpp. Times in ns, bytes of the whole GPU."""
+    """The parameters of a simulation of T3's memory controller (csrc/memory_controller.hpp). Times are in ns. Bytes are
+    those of the whole GPU.
+    """
 
     def __init__(self) -> None: ...
     read_ns: float
@@ -651,4 +669,6 @@ class ControllerSetup:
     bin_ns: float
 
 def run_controllers(setups: Sequence[ControllerSetup]) -> list[tuple[dict[str, float], list[list[float]]]]:
-    """Run all to the end, together. Return for each the totals by name, and the bytes of each kind in each bin of time."""
+    """Simulate all setups together, to the end. Return for each setup the totals by name, and for each time bin the bytes of
+    each kind of access.
+    """

@@ -18,8 +18,8 @@ class WeftError(RuntimeError):
 
 
 class DeadlineError(WeftError):
-    """A wait exceeded its deadline. The text gives the rank, the signal, and the expected and found values, or the rank
-    that did not set the signal.
+    """A wait exceeded its deadline. The text gives the waiting rank, the signal with its expected and found values, and
+    the ranks that are missing.
     """
 
 
@@ -43,7 +43,7 @@ class PoisonedGroupError(WeftError):
 
 
 class DisagreementError(WeftError, ValueError):
-    """Ranks called the same collective with different arguments, such as tables, dtypes or sizes."""
+    """Ranks made different calls: different operators, or different arguments, such as tables, dtypes or sizes."""
 
 
 class TooManyRowsError(WeftError, ValueError):
@@ -55,7 +55,7 @@ class OutOfSharedMemoryError(WeftError, MemoryError):
 
 
 class ScheduleError(WeftError, ValueError):
-    """A schedule would hang, race, or read data before it is written. The text names ranks, lanes and steps."""
+    """A schedule is not well-formed, would hang or race, or cannot run here. The text names ranks, lanes and steps."""
 
 
 class SimulationError(WeftError):

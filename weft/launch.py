@@ -60,7 +60,7 @@ def run_ranks(
     rank r uses CUDA device r modulo the number of devices. If there are fewer GPUs than ranks, ranks share GPUs.
     Results are then correct (NCCL uses sockets), but measured times mean nothing.
 
-    Raises, without waiting for the other ranks:
+    Raises at most 3 seconds after the first failure, even if other ranks still run:
 
     - the error of the first rank that failed, with its traceback as the cause,
     - `RankDiedError` if a process ended without a result,

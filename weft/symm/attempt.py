@@ -19,7 +19,7 @@ from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _heard: set[tuple[int, str]] = set()
-"""(rank, name of an attempt): errors of other ranks that this rank has already raised."""
+"""Errors of other ranks that this rank has already raised: (this rank, name of the attempt that failed first)."""
 
 
 class Attempt:
@@ -55,8 +55,9 @@ class Attempt:
     def last_words(self, error: BaseException) -> dict[str, Any]:
         """Return the store entry with the reason why this rank gave up.
 
-        With a `cause`, every other rank raises this error, even a rank that arrives later. Without a `cause`, this rank
-        was late or lost a peer, and may try again.
+        `cause` is the name of the attempt that failed first: every other rank raises this error once, even a rank that
+        arrives later. It is empty if this rank was late or lost a peer: then only the ranks of the attempts in `met`
+        raise this error, and all ranks may try again.
         """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
         _heard.add((self.rank, cause))  # other ranks will repeat this error

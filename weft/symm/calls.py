@@ -3,7 +3,7 @@
 A rank makes calls on a group from one thread at a time. Ranks with GPUs do not synchronise before calls, so:
 
 - Refusals. A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached the call
-  refuses it too, and the group stays usable. The group also stays usable if the peer refused the call independently. If
+  refuses it too, and the group stays usable. The group also stays usable if the peer has refused the call by itself. If
   a peer has already made the call, it would wait for this rank forever, so the group fails. The refusing rank makes no
   further call until all peers have answered: its next call could pair with the refused call of a peer.
 - Comparison. For each call, a rank computes a digest of all its calls so far. A few times per second, the watchdog

@@ -164,7 +164,7 @@ class Communicator:
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
-        """Wait until no peer can make the refused call any more. Raise the group's error if it fails.
+        """Wait until no peer can make the call that this rank has refused. Raise the group's error if it fails.
 
         Executors on GPUs call this after a refusal.
         """
@@ -241,7 +241,7 @@ class Communicator:
         self._control.rounds.begin()
 
     def absent_in_round(self) -> list[int]:
-        """Return the peers that are not known to have begun this rank's round, and let the peers know that it waits.
+        """Return the peers that are not known to have begun this rank's round, and tell them that this rank waits.
 
         Raise `PeerLostError` if one of these peers has left. The answers of peers arrive some time after the first call.
         """

@@ -18,7 +18,7 @@ _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank. All ranks must construct it. `communicator` must be on CPU.
+    """An all-gather of up to `nbytes` bytes per rank. All ranks must construct it. `comm` must be on CPU.
 
     All ranks must make the same calls, from one thread at a time. In a group on several hosts, payloads are sent over
     the communicator's connections, which takes a round trip.

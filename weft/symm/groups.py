@@ -93,7 +93,7 @@ _rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return the group's world size. Also works while torch traces, when it cannot look up a group by name."""
+    """Return the group's world size. Also works while torch traces, when torch cannot look up a group by name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()

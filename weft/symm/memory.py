@@ -1,4 +1,4 @@
-"""Two interfaces: symmetric memory on any type of device, and what allocators use of a communicator.
+"""Two interfaces: symmetric memory on any type of device, and the part of a communicator that allocators use.
 
 `weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They use these interfaces because
 they must not import the communicator, which is a layer above.

@@ -22,8 +22,8 @@ _VARIANT_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
     """Return (times in us, total bytes that `rank` has sent by then). rank: None for all ranks together.
 
-    A span is assumed to send its bytes at a constant rate. Bytes that a rank fetches from a peer count as bytes of the
-    rank. The curve covers the whole timeline, and starts with 0 bytes.
+    A span is assumed to send its bytes at a constant rate. Bytes that a rank fetches from a peer count as sent by the
+    fetching rank. The curve covers the whole timeline, and starts with 0 bytes.
     """
     spans = [s for s in timeline if rank is None or s.rank == rank]
     sending = [s for s in spans if s.bytes > 0]
