@@ -127,7 +127,7 @@ def test_sizes_are_short_on_slow_machines_too(factor: float) -> None:
 
 def test_the_best_source_counts() -> None:
     derived = calibrated(machine(), 2)
-    assert derived == (BASE, "not calibrated with 2 ranks, by derived numbers", False, "derived")
+    assert derived == (BASE, "not calibrated with 2 ranks, so derived numbers are used", False, "derived")
     save(made())
     model, note, refused, source = calibrated(machine(), 2)
     assert (model, refused, source) == (made().apply(BASE).model, False, "self-calibration")
@@ -178,7 +178,7 @@ def test_a_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     save(made())
     monkeypatch.setenv("WEFT_SELF_CALIBRATION", "0")
     assert calibrated(machine(), 2).model == BASE
-    assert "by derived numbers (WEFT_SELF_CALIBRATION=0)" in calibrated(machine(), 2).note
+    assert "derived numbers are used (WEFT_SELF_CALIBRATION=0)" in calibrated(machine(), 2).note
 
 
 def test_plans_of_this_machine_say_what_was_measured_and_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_the_doctor_says_which_source_is_used_how_old_and_what_was_dropped(monke
     found = _planning(monkeypatch, NAME, NAME)
     assert (found.state, found.fix) == ("missing", "weft plan calibrate")
     assert found.found.startswith(
-        "2 ranks: derived; not calibrated with 2 ranks, by derived numbers\nno machine file has"
+        "2 ranks: derived; not calibrated with 2 ranks, so derived numbers are used\nno machine file has"
     )
     save(made(date=(TODAY - timedelta(days=4)).isoformat(), host_step_us=SLOW_US))
     found = _planning(monkeypatch, NAME, NAME)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MODES = ("single", "queued", "graph")
 _ABOUT = """
-Measure an operator and its baselines. Every variant is first compared with float64.
+Measure an operator and its baselines. The result of every variant is first compared with a float64 reference.
 
 The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is this time
 divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be below 1.

@@ -14,7 +14,7 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
   operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty
   until the run's results are recorded.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
-  as the geometric mean over configurations. With ` worst` after the baseline, the mark shows the smallest of all
+  as the geometric mean over configurations. With ` worst` after the baseline, the mark shows the smallest speed of all
   configurations.
 
 A later run of a configuration in a mode replaces an earlier run. Variants of different runs are never mixed.

@@ -58,7 +58,7 @@ class GatheredGemm:
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:
-        """Return a piece of the GEMM, with A cut into this many blocks of rows and of columns."""
+        """Return the GEMM with one block of A, if A is cut into `rows` x `columns` equal blocks."""
         return replace(self, m=self.m // rows, k=self.k // columns)
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ class GroupReport:
     paths: dict[tuple[int, int], str]
     round_trip_us: float
     measured: Measured | None = None
-    """The numbers that were measured between hosts, as gloo uses them. None for one host."""
+    """The numbers measured between hosts, over gloo; None if all ranks are on one host."""
 
     @property
     def links(self) -> tuple[LinkFound, ...]:

@@ -61,7 +61,7 @@ def autotune(
     Args:
         run: a function that all ranks call together. It runs a candidate and returns the time on this rank in us.
         agree: a function that all ranks call together. It returns the maximum of each number over all ranks.
-        machine: the key of the cache, such as `weft.plan.machine.machine_name()` or the device's name.
+        machine: the name under which times are cached, such as `weft.plan.machine.machine_name()` or the device's name.
         rounds: how often each candidate runs.
     """
     if rounds < 1 or not candidates:

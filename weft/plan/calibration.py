@@ -60,7 +60,9 @@ class Measure(Protocol):
         """Return the CPU time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """Return the time of a copy of `count` bytes to a peer by copy engine, one of several in a row, while all ranks copy."""
+        """Return the time of one of several consecutive copies of `count` bytes to a peer by copy engine, while all
+        ranks copy.
+        """
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
         """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""

@@ -21,13 +21,15 @@ from weft.sim import Mode, Model
 from weft.words import counted, in_us
 
 CLEARLY, CLEARLY_US = 0.03, 3.0
-"""The margin by which a schedule must beat serial: a fraction of serial's time or a time in us, whichever is larger. Tuned on the
-times of about a hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
+"""The margin by which a schedule must beat serial: a fraction of serial's time or a time in us, whichever is larger.
+Tuned on the times of about a hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded when
+CLEARLY_US was 2).
+"""
 
 CLEARLY_OWN = 0.08
 """The same fraction for schedules whose GEMMs are weft's kernels. On H100s these kernels take 0.92 to 1.09 times as
-long as torch's. One schedule that was predicted to be 6% faster than serial was 7% slower (1152x49024x38784 with 8
-experts).
+long as torch's. One schedule that was predicted to be 6% faster than serial was 7% slower
+(MxNxK = 1152x49024x38784, 8 experts).
 """
 
 CLEARLY_CHUNKED = 0.35
@@ -239,8 +241,8 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return the microseconds by which `row` must beat serial.
 
     If only serial waits on the CPU for sizes, serial is not the safe choice: in a loop of calls the device waits for
-    the CPU. On H100s these waits took 7% (1204x14336x30336 with 32 experts). The margin is then smaller by serial's CPU
-    time.
+    the CPU. On H100s these waits took 7% of the time (MxNxK = 1204x14336x30336, 32 experts). The margin is then smaller
+    by serial's CPU time.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:

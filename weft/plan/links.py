@@ -17,7 +17,7 @@ from weft.plan.machine import versions
 from weft.sim.between_hosts import LinkFound, Measured
 
 _WHAT = "links"  # the first word of the file name
-_AGAIN = "the next first call of a group on these hosts measures again"
+_AGAIN = "the first call of the next group on these hosts measures again"
 
 
 def save(found: Measured) -> None:

@@ -23,7 +23,7 @@ from weft.sim import Mode, Model
 T = TypeVar("T")
 
 CONTENDERS = 2
-"""The number of schedules of the first size that are considered at other sizes: the fastest, for each mode."""
+"""For each mode, the number of the first size's fastest schedules that are also considered at other sizes."""
 LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256

@@ -4,8 +4,8 @@
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
 A pin applies to this thread (or asyncio task) until the block ends. It does not apply to autograd's backward, which
-runs in other threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names. Numbers in a name may
-be changed (`weft.builders.named`).
+runs in other threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names. You may change the
+numbers in a name (`weft.builders.named`).
 
 Two rules may replace a name: "autotune" uses the schedule that is measured to be the fastest, and "heuristic" uses the
 schedule of FiCCO's static heuristic.

@@ -383,7 +383,8 @@ def _times(
 ) -> dict[str, float | str]:
     """Return {name: time in us, or the reason for not simulating the candidate}.
 
-    Candidates are compared with the best. For a graph, capturable candidates are compared with the best of these.
+    A candidate is skipped if its lower bound is far above the best time so far. For a graph, capturable candidates are
+    compared only with capturable candidates.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}

@@ -27,7 +27,7 @@ _COPY_US, _GEMM_US = 3000.0, 2000.0  # the maximum time of a copy and of a GEMM,
 _COPIES = tuple(1 << i for i in range(26, 19, -1))  # 64 MiB to 1 MiB
 _CUBES = (8192, 4096, 2048, 1024)
 _SMALLER = 4  # the second GEMM is smaller by this factor in each dimension
-_AGAIN = "the next first call of a group measures again"
+_AGAIN = "the first call of the next group measures again"
 
 
 class ProbeSizes(NamedTuple):
@@ -56,7 +56,9 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """The measured numbers. None: not measured for lack of time. `apply` inserts the numbers into a model."""
+    """The measured numbers. A field is None if there was no time to measure it. `apply` inserts the numbers into a
+    model.
+    """
 
     machine: str
     world_size: int

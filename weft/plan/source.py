@@ -1,6 +1,7 @@
 """The choice of the source for a machine's model: the first in this list that exists and is usable.
 
-- calibration: by `weft plan calibrate`, with the same machine, number of ranks and installed versions
+- calibration: measured by `weft plan calibrate`, on this machine, with the same number of ranks and the installed
+  versions
 - machine file: `weft/hw/*.toml`
 - self-calibration: for GPUs without a calibration or machine file. Some numbers are measured at a group's first call, the others
   are derived
@@ -56,13 +57,13 @@ def calibrated(machine: Machine, ranks: int) -> Calibrated:
 
 def _self_calibrated(machine: Machine, base: Model, ranks: int) -> tuple[Model, str, Source]:
     if not env.self_calibration():
-        return base, "by derived numbers (WEFT_SELF_CALIBRATION=0)", "derived"
+        return base, "so derived numbers are used (WEFT_SELF_CALIBRATION=0)", "derived"
     try:
         found = self_calibration.find(machine.name, ranks)
     except ValueError as error:
-        return base, f"by derived numbers: {error}", "derived"
+        return base, f"so derived numbers are used: {error}", "derived"
     if found is None:
-        return base, "by derived numbers", "derived"
+        return base, "so derived numbers are used", "derived"
     model, used, dropped = found.apply(base)
     note = f"self-calibrated on {_dated(found.date)}: {', '.join(used) or 'nothing'} measured"
     return model, "; ".join([note, *dropped]), "self-calibration"

@@ -57,8 +57,8 @@ def measure_ceilings(
 ) -> list[Ceilings]:
     """Measure the peak rates of all ranks; return them on every rank. All ranks must make this call.
 
-    Each rank temporarily allocates 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU), and as much symmetric memory. The
-    matmul rate is measured only if `matmul_dtype` is given.
+    Each rank temporarily allocates 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU), and `buffer_bytes` of
+    symmetric memory. The matmul rate is measured only if `matmul_dtype` is given.
     """
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)

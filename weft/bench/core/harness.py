@@ -14,7 +14,7 @@ All variants run in each repetition, because clocks, temperature and the load of
 random, because a variant influences the clock rate of the next variant. If a difference that will be published is
 within twice its noise, repetitions increase, up to a limit.
 
-Timed results can be checked: in the last repetition, a callback receives the output of the last call of each row.
+Timed results can be checked: in the last repetition, a callback receives the output of each variant's last call.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def time_variants(
             variants are repeated more often, up to `_LONGER` times as often.
         advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition.
-        inspect: called in the last repetition after each variant's row, in the same order on all ranks. Its arguments are the
-            variant's name, the input set, and the output of the row's last call.
+        inspect: called in the last repetition after the calls of each variant, in the same order on all ranks. Its
+            arguments are the variant's name, and the input set and the output of the variant's last call.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in variants.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS

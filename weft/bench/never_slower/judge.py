@@ -25,7 +25,7 @@ BENCHMARK = "never-slower"
 SERIAL = "serial"
 """The schedule without overlap."""
 GAINS_BELOW = 0.9
-"""Overlap can gain if the ideal time is below this fraction of serial's."""
+"""Overlap can gain if the ideal time is below this fraction of serial's time."""
 OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
 """The most microseconds that weft may add to a single call. The key is True if weft's schedule overlaps."""

@@ -1,4 +1,5 @@
-"""A run of `weft bench never-slower`: measure all shapes of its part that the file lacks, then repeat suspects.
+"""A run of `weft bench never-slower`: measure all shapes of this part that are not in the file yet, then measure
+suspects again.
 
 Rank 0 draws the shapes, reads the file, decides what to measure, and broadcasts the decision. If all ranks fail at a
 shape with the same type of error, and the group is alive, the run records the error as a row and continues. Otherwise

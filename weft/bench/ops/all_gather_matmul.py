@@ -1,7 +1,8 @@
 """Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains shapes, variants and numbers.
 
-With --dtype fp8, variants are the scaled operators, with one scale per tensor and bf16 results. Shapes named "-symmetric" have
-inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of FiCCO's GEMMs. Variants in addition to weft's:
+With --dtype fp8, variants are the scaled operators, with one scale per tensor and bf16 results. Shapes whose names end
+in "-symmetric" have inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of FiCCO's GEMMs.
+Variants in addition to weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only

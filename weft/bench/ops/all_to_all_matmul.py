@@ -110,10 +110,12 @@ class MoeShape(GemmShape):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load of ranks and experts after routing. Skews are means over the input sets; the other fields are maxima.
+    """The load of ranks and experts after routing. Skews and busiest_bytes are means over the input sets; capacity and
+    max_rows are maxima.
 
-    capacity: rows per expert and source rank in `padded`. max_rows: the argument of bounded variants. rank_skew, expert_skew:
-    the largest number of rows of a rank (an expert), divided by the mean. busiest_bytes: bytes out of or into the busiest rank.
+    capacity: rows per expert and source rank in `padded`. max_rows: the argument of bounded variants. rank_skew,
+    expert_skew: the largest number of rows of a rank (an expert), divided by the mean. busiest_bytes: bytes out of or
+    into the busiest rank, whichever is more.
     """
 
     max_rows: int

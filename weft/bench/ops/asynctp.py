@@ -1,4 +1,4 @@
-"""The base of benchmarks with a counterpart in torch's AsyncTP (`torch.ops.symm_mem`).
+"""The base of benchmarks of operators that have a counterpart in torch's AsyncTP (`torch.ops.symm_mem`).
 
 The base adds AsyncTP's variant, remarks on AsyncTP, and the time of the peer copies that an overlap hides.
 """

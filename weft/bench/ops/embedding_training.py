@@ -88,8 +88,9 @@ class Expected(NamedTuple):
 class StepTraffic:
     """Bytes that one rank must move in a step.
 
-    rows: all occurrences of rows. distinct_rows: each row once. rest: other bytes in local memory. wire: bytes over the link, in
-    the direction with more bytes."""
+    rows: all occurrences of rows. distinct_rows: each row once. rest: other bytes in local memory. wire: bytes that
+        leave the rank in forward and in backward together, as many as arrive.
+    """
 
     rows: float
     distinct_rows: float

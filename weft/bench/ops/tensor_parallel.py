@@ -7,9 +7,9 @@ Presets are models; each has an MLP and an attention block, on one sequence. Var
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
 
-Also timed: `compute`, the same computation on one rank's part of the data, without communication. hidden = (serial - variant) /
-(serial - compute): 0 if all communication is exposed, 1 if none is exposed. For compiled variants `hidden` includes other gains of
-the compiler, so tables show it for `weft` alone.
+Also timed: `compute`, the computation of one rank without communication. hidden = (serial - variant) / (serial -
+compute): 0 if all communication is exposed, 1 if none is exposed. For compiled variants `hidden` includes other gains
+of the compiler, so tables show it for `weft` alone.
 
 Presets that end in -whole replicate activations between blocks, and run only if named. Their `serial` is torch's all-reduce, after
 the block in forward and before the block in backward.
