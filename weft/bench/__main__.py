@@ -50,7 +50,7 @@ _PRESETS = """presets (--preset):
                          MxNxK: any shape. N is the number of columns on each rank
                          NAME-symmetric: the inputs of preset or shape NAME are in symmetric memory (on GPUs)
   other GEMMs            as all_gather_matmul, without FiCCO's GEMMs. Operators that end in reduce_scatter have t3 in place of
-                         mixtral-8x7b
+                         mixtral-8x7b. matmul_reduce_scatter: append -rowmajor for row-major weights, as in backward
   all_to_all_matmul      mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu
                          TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew S
   matmul_all_to_all      the presets of all_to_all_matmul, with the down projections of these models
@@ -60,8 +60,8 @@ _PRESETS = """presets (--preset):
 _VARIANTS = """variants (--variants):
   embedding_all_to_all   baselines: batched, fbgemm. weft: direct, put, also with -natural and -sliceN, such as put-natural-slice8
   embedding_training     weft, weft-push, fbgemm-deterministic, fbgemm, torch. Default: weft and FBGEMM
-  all_gather_matmul      asynctp (a baseline); weft (the planner's choice); autotune; heuristic (FiCCO's); all (every schedule);
-                         the beginning of schedules' names, such as shard or 'shard[chunks=2'
+  all_gather_matmul      asynctp, prefetch (baselines); weft (the planner's choice); autotune; heuristic (FiCCO's); all (every
+                         schedule); the beginning of schedules' names, such as shard or 'shard[chunks=2'
   all_to_all_matmul      padded (a baseline, which always runs); weft; all; the beginning of names, such as dispatch.
                          NAME-bounded passes max_rows
   matmul_all_to_all      weft; all; the beginning of names, such as combine. NAME-bounded passes rows
@@ -115,6 +115,8 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         help="time to measure the slowest variant in each mode, in seconds. Default: 1; with --quick 0.1",
     )
     add("--pictures", type=Path, help="for inefficiency: draw the paper's figures 7 to 10 into this folder")
+    add("--counters", action="store_true", help="also record power and memory traffic of each variant, from the driver's counters "
+        "(about a second per variant). On NVIDIA GPUs; traffic on Hopper and later")  # fmt: skip
     # argparse takes -1,2,3 for an option, and would only say that --shape lacks an argument.
     joined = re.sub(r"(^|\0)--shape\0", r"\1--shape=", "\0".join(arguments))
     given = parser.parse_args(joined.split("\0"))

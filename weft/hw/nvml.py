@@ -41,7 +41,7 @@ class DriverFacts:
 @lru_cache(maxsize=8)
 def facts_of(name: str) -> DriverFacts | None:
     """Return the driver's numbers of the first GPU of this name; None without NVML or without such a GPU."""
-    with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
+    with contextlib.suppress(OSError, AttributeError, ValueError), library() as nvml:
         for handle in _devices(nvml):
             if _name(nvml, handle) == name:
                 return _facts(nvml, handle, name)
@@ -51,14 +51,14 @@ def facts_of(name: str) -> DriverFacts | None:
 @lru_cache(maxsize=1)
 def first_name() -> str:
     """Return the name of the first GPU; "" without NVML or without a GPU."""
-    with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
+    with contextlib.suppress(OSError, AttributeError, ValueError), library() as nvml:
         for handle in _devices(nvml):
             return _name(nvml, handle)
     return ""
 
 
 @contextlib.contextmanager
-def _library() -> Iterator[ctypes.CDLL]:
+def library() -> Iterator[ctypes.CDLL]:
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     if nvml.nvmlInit_v2():
         raise OSError("NVML cannot be initialised: check the driver with nvidia-smi")

@@ -420,6 +420,7 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
     refuses = {  # noqa: RUF012
         "option": OperatorBenchmark.refuses["option"],
         "variants": "compares all variants: do not pass it",
+        "counters": "reads no counters: do not pass it",
         "seconds": f"repeats each measurement {_REPETITIONS} times: do not pass it, or pass --quick",
     }
 

@@ -91,7 +91,12 @@ class Variants(Workload):
             repetitions=options.repetitions,
             step=step,
         )
+        counters = self._counted(variants, beside, found, options)
         rows = [row for mode in options.modes for row in self._records(mode, variants, found, options, ceilings)]
+        for row in rows:
+            if counters and row["mode"] == options.modes[0]:
+                row["counters"] = counters.get(row["variant"])
+                row["counters_beside"] = {name: of for name, of in counters.items() if name in beside}
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         notes = [*self.notes(rows, ceilings), *notes]
@@ -99,6 +104,17 @@ class Variants(Workload):
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
         title = f"{options.op} {self.name} ({self.about}), {where}"
         return Measured(rows, others, title, notes, tuple(found.wrong.values()))
+
+    def _counted(
+        self, variants: VariantCalls, beside: Mapping[str, Call], found: Results, options: BenchOptions
+    ) -> dict[str, Record]:
+        """Return the driver's counters of each call, in the first mode; empty unless the options ask for counters."""
+        if not options.counters:
+            return {}
+        from weft.bench.core.counted import count
+
+        calls: dict[str, Call] = {**variants, **beside}
+        return count(calls, self.ranks, self.input_sets, lambda name: found.ms(options.modes[0], name))
 
     def _records(
         self, mode: Mode, variants: VariantCalls, found: Results, options: BenchOptions, ceilings: list[Ceilings]

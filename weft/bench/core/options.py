@@ -30,6 +30,7 @@ class BenchOptions:
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.
     option: names and values of the operator's own options (`weft.builders.Problem.sized`).
+    counters: also read the driver's counters while each variant runs (`weft.bench.core.counted`).
     """
 
     op: str
@@ -45,6 +46,7 @@ class BenchOptions:
     seconds: float | None = None
     pictures: Path | None = None
     option: tuple[tuple[str, Any], ...] = ()
+    counters: bool = False
     read_mib: int = 512
 
     def __post_init__(self) -> None:
@@ -66,8 +68,12 @@ class BenchOptions:
                 f"seconds={self.seconds} must be above 0 and at most 3600: it is the time to measure the slowest variant in a mode"
             )
         for field, why in op.refuses.items():
-            if (value := getattr(self, field)) not in (None, ()):
+            if (value := getattr(self, field)) is not False and value not in (None, ()):
                 raise ValueError(f"{field}={value}: {self.op} {why}")
+        if self.counters and self.device != "cuda":
+            raise ValueError(
+                f"counters with device={self.device!r}: only GPUs have these counters: do not pass --counters"
+            )
         if self.scale is not None and not 0 < self.scale <= 1:
             raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks the configuration")
         op.check_options(self)

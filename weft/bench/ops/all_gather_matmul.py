@@ -6,6 +6,8 @@ Variants in addition to weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only
+    prefetch  as FSDP does if x is a weight's shard: NCCL gathers the next call's x on a second stream during the GEMM of this call.
+              The first gather of a timed row of calls precedes the row. GPUs only, if named
 
 Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
 overlap takes as long as the longer of the GEMM and the copies.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -38,12 +40,15 @@ from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 
+PREFETCH = "prefetch"
 _BLOCK = 4096  # rows of the reference per computation
 
 
 class GatherVariants(TorchVariants):
     """Variants on normally distributed x and w. Each input set has its own x; w is scaled so that outputs are about 1."""
 
+    baselines = (*TorchVariants.baselines, PREFETCH)
+    compared: ClassVar = {WEFT: baselines}
     rules = (plan.AUTOTUNE, plan.HEURISTIC)
 
     def draw(self) -> None:
@@ -122,6 +127,35 @@ class GatherVariants(TorchVariants):
         self.gather(which)
         return self.gemm(self.gathered)
 
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
+        variants, beside, notes = super().others(wanted)
+        return variants | ({PREFETCH: self.prefetched()} if PREFETCH in wanted else {}), beside, notes
+
+    def prefetched(self) -> Variant:
+        """Return the variant that gathers the operand of the next call during the GEMM of this call.
+
+        A call expects that the next call has the next input set. If not, it gathers first.
+        """
+        side = torch.cuda.Stream(self.ranks.device)
+        places = [torch.empty_like(self.gathered) for _ in range(self.input_sets)]
+        ready: dict[int, torch.cuda.Event] = {}
+
+        def gather(which: int) -> None:
+            side.wait_stream(torch.cuda.current_stream())  # the last GEMM that reads this place was launched before
+            with torch.cuda.stream(side):
+                all_gather_by_torch(sendable(places[which]), sendable(self.x_shards[which]), group=self.ranks.group)
+                ready[which] = torch.cuda.Event()
+                ready[which].record(side)
+
+        def call(which: int) -> torch.Tensor:
+            if which not in ready:
+                gather(which)
+            torch.cuda.current_stream().wait_event(ready.pop(which))
+            gather((which + 1) % self.input_sets)
+            return self.gemm(places[which])
+
+        return call
+
     def torchs(self) -> Variant:
         group_name, ops = self.ranks.group.group_name, torch.ops.symm_mem
 
@@ -182,6 +216,8 @@ class _AllGatherBenchmark(TorchOperator):
         for shape in self.presets(options):
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs")
+        if PREFETCH in options.variants and options.device != "cuda":
+            raise ValueError(f"variant {PREFETCH!r} cannot run here: it needs streams of a GPU")
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:

@@ -38,7 +38,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 class TorchVariants(HandVariants):
     """Variants of an operator with a counterpart in AsyncTP. The copies to the peers alone are also timed."""
 
-    baselines = (BASELINE, ASYNCTP)
+    baselines: ClassVar[tuple[str, ...]] = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
     beside = (GEMM, COMMUNICATION, COLLECTIVE)
 

@@ -8,12 +8,16 @@ operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor
 
 Also timed alone: the GEMM, the copies of all peers' rows to the peers, and NCCL's reduce-scatter. An ideal overlap
 takes as long as the longer of the GEMM and the copies.
+
+Shapes named "-rowmajor" have row-major weights, as the gradient of a layer's input does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -21,6 +25,7 @@ from weft.bench.core.harness import Call
 from weft.bench.core.options import BenchOptions
 from weft.bench.ops.any_operator import Variant
 from weft.bench.ops.asynctp import TorchOperator, TorchVariants
+from weft.bench.ops.gemms import GemmShape
 from weft.ops import matmul_reduce_scatter as plain
 from weft.ops import scaled_matmul_reduce_scatter as scaled
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -29,10 +34,34 @@ from weft.runtime.collectives import reduce_scatter_by_torch
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.unfused import STRAIGHT, reduce_scatter
 
+_ROW_MAJOR = "-rowmajor"
+
+
+@dataclass(frozen=True)
+class ScatterShape(GemmShape):
+    """A shape. row_major: B is row-major, as in the GEMM for the gradient of a layer's input. Otherwise B is the transpose of a
+    row-major weight, as in forward.
+    """
+
+    row_major: bool = False
+
+    written: ClassVar[str] = f"{GemmShape.written}; append {_ROW_MAJOR} for row-major weights, as in backward"
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}{_ROW_MAJOR * self.row_major}"
+
+    @classmethod
+    def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
+        plain = name.removesuffix(_ROW_MAJOR)
+        return [replace(shape, row_major=plain != name) for shape in super().named(plain, groups)]
+
 
 class ScatterVariants(TorchVariants):
     def draw(self) -> None:
         super().draw()
+        if getattr(self.config, "row_major", False):
+            self.calls = [call._replace(B=call.B.contiguous()) for call in self.calls]
         self.product = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=self.ranks.device)
 
     def cut_to(self, whole: Self) -> None:
@@ -117,6 +146,10 @@ class ScaledScatterVariants(ScatterVariants):
         return call
 
 
+class _ReduceScatterBenchmark(TorchOperator):
+    shape = ScatterShape
+
+
 class _ScaledReduceScatterBenchmark(TorchOperator):
     fp8, shapes_of = True, "matmul_reduce_scatter"
 
@@ -129,5 +162,5 @@ class _ScaledReduceScatterBenchmark(TorchOperator):
         super().check_options(options)
 
 
-OPERATOR = TorchOperator(plain.OPERATOR, ScatterVariants)
+OPERATOR = _ReduceScatterBenchmark(plain.OPERATOR, ScatterVariants)
 SCALED = _ScaledReduceScatterBenchmark(scaled.OPERATOR, ScaledScatterVariants)

@@ -1,0 +1,133 @@
+"""Power and traffic of each variant from the driver's counters, for `weft bench OP --counters`.
+
+A counter is read while a variant's calls run in a row for about a second. So its value is a mean over these calls, and the power of
+a single phase of a call is not visible. Reads and writes of memory are counted together.
+
+The traffic counters are checked with loads of known traffic in the same run: a copy, a read and a write of 1 GiB. `counted_known`
+is the counted traffic divided by the known traffic of each load. Records contain the driver's numbers without a correction.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from weft.bench.core.harness import Call, Ranks
+from weft.bench.core.tables import Record
+from weft.hw.counters import LONGEST_UPDATE_S, Counters, Rates, open_counters
+from weft.hw.nvml import facts_of
+
+_WARM_S, _WINDOW_S, _SPARE_S = 0.1, 0.4, 0.1
+_ATTEMPTS = 3
+_KNOWN_BYTES = 1 << 30
+
+
+def count(
+    calls: Mapping[str, Call], ranks: Ranks, input_sets: int, ms: Callable[[str], float | None]
+) -> dict[str, Record]:
+    """Return {name: fields of `calls[name]`}, means over ranks, equal on all ranks. All ranks must make this call.
+
+    ms: a function that returns the time of one call; calls without a time are omitted.
+
+    Fields: watts, and for one call call_ms, joules, memory_bytes, sent_bytes, received_bytes; also idle_watts and counted_known. A
+    field is None if a driver does not provide it.
+    """
+    shared, found = _known_loads(ranks), dict[str, Record]()
+    with open_counters(_uuid(ranks.device)) as counters:
+        for name, call in calls.items():
+            if (call_ms := ms(name)) is not None:
+                found[name] = _fields(*_rates(call, counters, ranks, input_sets, call_ms / 1e3), ranks) | shared
+    return found
+
+
+def _uuid(device: torch.device) -> str:
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+
+
+@lru_cache(maxsize=1)  # once per process
+def _known_loads(ranks: Ranks) -> Record:
+    """Return the power of the idle GPU, and the counted traffic of loads divided by their known traffic. All ranks must
+    make this call.
+    """
+    with open_counters(_uuid(ranks.device)) as counters:
+        ranks.meet()
+        idle = _mean(ranks, counters.rates(_WINDOW_S).watts)
+        return {"idle_watts": idle, "counted_known": _counted_known(counters, ranks)}
+
+
+def _counted_known(counters: Counters, ranks: Ranks) -> dict[str, float | None]:
+    a = torch.ones(_KNOWN_BYTES // 4, device=ranks.device)
+    b = torch.empty_like(a)
+    loads: dict[str, tuple[Callable[[], Any], int]] = {
+        "copy": (partial(b.copy_, a), 2 * _KNOWN_BYTES), "read": (a.sum, _KNOWN_BYTES), "write": (b.zero_, _KNOWN_BYTES),
+    }  # fmt: skip
+    found: dict[str, float | None] = {}
+    for name, (load, nbytes) in loads.items():
+        call = _without_number(load)
+        call(0)
+        ranks.synchronize()
+        begin = time.perf_counter()
+        for which in range(10):
+            call(which)
+        ranks.synchronize()
+        fields = _fields(*_rates(call, counters, ranks, 1, (time.perf_counter() - begin) / 10), ranks)
+        counted = fields["memory_bytes"]
+        found[name] = None if counted is None else counted / nbytes
+    return found
+
+
+def _without_number(load: Callable[[], Any]) -> Call:
+    return lambda which: load()
+
+
+def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates, float]:
+    """Run calls in a row, and return (rates while they ran, seconds of a call). All ranks must make this call."""
+    lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
+    calls = max(3, math.ceil(lasting / ranks.most(seconds)))
+    none = Rates(0.0, None, None, None, None)
+
+    def read() -> tuple[Rates, float]:
+        time.sleep(_WARM_S)
+        return counters.rates(_WINDOW_S), time.perf_counter()
+
+    for _ in range(_ATTEMPTS):
+        ranks.meet()
+        ranks.start_together()
+        with ThreadPoolExecutor(1) as thread:
+            begin, reading = time.perf_counter(), thread.submit(read)
+            for which in range(calls):
+                call(which % input_sets)
+            ranks.synchronize()
+            end = time.perf_counter()
+            rates, read_at = reading.result()
+        if not ranks.most(float(read_at > end)):
+            return rates, (end - begin) / calls
+        calls *= 2
+    return none, (end - begin) / calls  # the calls ended before the window did
+
+
+def _fields(rates: Rates, seconds: float, ranks: Ranks) -> Record:
+    facts = facts_of(torch.cuda.get_device_name(ranks.device))
+    peak = facts.memory_bytes_per_s if facts is not None else 0.0
+    return {
+        "call_ms": 1e3 * ranks.most(seconds),
+        "watts": _mean(ranks, rates.watts),
+        "joules": _mean(ranks, rates.watts, seconds),
+        "memory_bytes": _mean(ranks, rates.memory if peak else None, peak * seconds),
+        "sent_bytes": _mean(ranks, rates.sent, seconds),
+        "received_bytes": _mean(ranks, rates.received, seconds),
+    }
+
+
+def _mean(ranks: Ranks, value: float | None, factor: float = 1.0) -> float | None:
+    """Return the mean of `value * factor` over ranks; None if a rank has no value."""
+    each = [of[0] for of in ranks.gather([math.nan if value is None else value * factor])]
+    mean = sum(each) / len(each)
+    return None if math.isnan(mean) else mean
