@@ -45,7 +45,7 @@ _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "ker
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """Cut shards by rows. steps: the number of chunks of a shard; 0: the number of ranks. by: the kind of copy."""
+    """Cut shards by rows. steps: the number of chunks of a shard; 0: the number of ranks. by: copy by copy engine or kernel."""
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"

@@ -52,7 +52,7 @@ class _Result:
         self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
 
     def norm(self, part: Region) -> Norm | None:
-        """Return the norm of region `part` of y; None if the problem has no norm."""
+        """Return the `Norm` for region `part` of y, an argument of a reduce step; None if the problem has no norm."""
         if self._eps is None:
             return None
         return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)

@@ -58,12 +58,12 @@ class Launch(NamedTuple):
 
     @property
     def first_wait(self) -> int:
-        """The position of the first wait in the lane, or of the body if there is no wait."""
+        """The position in the lane of the launch's first wait, or of its body if it has no wait before the body."""
         return self.first + len(self.sets_before)
 
     @property
     def begin(self) -> int:
-        """The position of the body in the lane."""
+        """The position in the lane of the launch's body."""
         return self.first_wait + len(self.waits)
 
     @property
@@ -72,14 +72,14 @@ class Launch(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The position of the last step in the lane."""
+        """The position in the lane of the launch's last step."""
         return self.first + len(self.steps) - 1
 
     @property
     def anchor(self) -> int:
-        """The position at which the CPU issues the launch: the position of its last step that is not a set.
+        """The position in the lane at which the CPU issues the launch: the position of its last step that is not a set.
 
-        All steps that the launch waits for have earlier positions.
+        In the order of issue, all steps that the launch waits for are before this step.
         """
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first

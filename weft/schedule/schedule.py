@@ -249,8 +249,8 @@ class Draft:
         return made
 
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
-        """Return the lane `name`; create it at the first call. The CPU issues lanes in the order in which they were
-        created.
+        """Return the lane `name`; create it at the first call. The CPU issues steps of copy lanes before steps of compute
+        lanes, and among lanes of one resource takes lanes in the order of their creation (`weft.schedule.verify.issue_order`).
         """
         _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))

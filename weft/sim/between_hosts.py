@@ -81,7 +81,7 @@ class HostNetwork:
     def collective_us(self, op: str, nbytes: int, two_levels: bool = False) -> float:
         """Return the predicted time of a collective.
 
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: S of the table above; for an
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: the bytes of the whole matrix; for an
         all-to-all, the bytes that a rank sends, including the part that it keeps. two_levels: True if the collective
         runs within each host and along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
         """
@@ -128,7 +128,7 @@ _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Numbers that were measured between hosts, as in `HostNetwork`. None: not known.
+    """Numbers that were measured between hosts; see `HostNetwork` for their meaning. None: not measured.
 
     hosts: the host of each rank. links: the link between each pair of hosts.
     """
@@ -162,7 +162,7 @@ class Measured:
         return Measured(self.hosts, tuple(kept), **numbers), tuple(said)
 
     def network(self) -> HostNetwork | None:
-        """Return the network; None if no link is known."""
+        """Return the slowest of these rates as a `HostNetwork`, with other rates for unknown rates. None if no link is known."""
         if not self.links:
             return None
         rate = min(link.bytes_per_us for link in self.links)

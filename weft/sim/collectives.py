@@ -123,8 +123,8 @@ def _tree(world: int) -> Iterator[Phase]:
 
 
 def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
-    """Yield the phases of a reduce-scatter along each dimension. The last dimension, often the slowest, carries the
-    fewest bytes.
+    """Yield the phases of a reduce-scatter along each dimension: as a ring if `around`, otherwise direct. The last
+    dimension, often the slowest, carries the fewest bytes.
     """
     stride, left = 1, 1.0
     for size in dims:

@@ -221,7 +221,7 @@ def _all_gather(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
-    """Return the cost of an all-to-all with equal parts, or of an exchange. parts: the data for distances 0, 1, ...."""
+    """Return the cost of an all-to-all with equal parts, or of an exchange. parts: the data for the ranks at distances 0, 1, ..."""
     if not parts:
         kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
         us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)
@@ -331,9 +331,7 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
 
 
 def stored_per_us(model: Model, links: Links, out: Operand) -> float:
-    """Return the rate, in bytes/us, at which all compute units together store into a peer's memory, which contains
-    `out`.
-    """
+    """Return the rate in bytes/us at which all compute units together store into `out`, which is in a peer's memory."""
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 

@@ -12,7 +12,7 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """Lookup of equivalent distances from each of the `period` simulated ranks."""
+    """The latency of each distance from the `period` simulated ranks, and which distances are equivalent."""
 
     def __init__(self, topology: Topology, period: int) -> None:
         self._topology, self._period = topology, period
@@ -29,7 +29,7 @@ class Distances:
         return found
 
     def first_like(self, rank: int, distance: int) -> int:
-        """Return a representative distance that is equivalent to `distance`."""
+        """Return the distance that represents all distances from `rank` that are equivalent to `distance`."""
         if self._period == self._topology.ranks:
             return distance  # every rank has its own resources
         found = self._alike.get((rank, distance))

@@ -53,7 +53,7 @@ def simulate(
         late_us: the delay of each rank at the start of each run. Default: 0.
         trusted: True to skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for
             verified schedules and schedules of weft's own builders.
-        most_us: the longest first run. If it takes longer, the simulation stops, and all times of the result are infinite.
+        most_us: a limit for the first run. If the run takes longer, the simulation stops, and the result's runs end at infinity.
 
     Raise `ScheduleError` if a step is invalid, buffers do not fit in a GPU's memory, lanes wait forever, or no step
     takes time (on a model other than NULL). Raise `SimulationError` if a collective ends before its links could have
@@ -262,7 +262,7 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _least_us(self, lanes: list[_Lane]) -> float:
-        """Return a lower bound on the time of the collective that `lanes` begin: the longest time that a link needs."""
+        """Return a lower bound on the time of the collective that `lanes` begin: the time that the busiest link needs."""
         busy_us: dict[int, float] = {}
         least_us = 0.0
         for lane in lanes:

@@ -44,7 +44,7 @@ def _is_whole(program: LoweredSchedule) -> bool:
 
 
 class _Turns:
-    """The rounds of `weft.schedule.verify.issue_order` for one rank."""
+    """The rounds of `weft.schedule.verify.issue_order`, played with the lanes of one rank only."""
 
     def __init__(self, program: LoweredSchedule) -> None:
         copying = [lane.resource == "copy" for lane in program.schedule.lanes]

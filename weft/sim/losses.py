@@ -134,7 +134,9 @@ def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
 
 
 def _matmuls(result: Simulated) -> tuple[float, float]:
-    """Return (time of each matmul alone, time in the simulation), both summed, for the rank with the longest time alone."""
+    """Return the sum of all matmuls' times on one rank: (each alone, in the simulation). The rank is the one with the longest
+    sum alone.
+    """
     alone = _alone_us(result.program, launches=True)
     return max(
         (alone[rank], sum(end - start for start, end in ran)) for rank, ran in result.intervals_us("matmul").items()
@@ -142,7 +144,7 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
 
 
 def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
-    """Return {rank: sum of the times of its matmuls, each alone}."""
+    """Return {rank: sum of the times of its matmuls, each alone}. launches: True to include their launches."""
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:
         for task in lane.tasks:

@@ -39,8 +39,8 @@ PULSES = 16
 class Raising(NamedTuple):
     """The sets of one counter by a kernel: `times` sets, spread evenly between the fractions `first` and `last` of its work.
 
-    at_once: True if all waits for the counter need all its sets, so that all sets can be made together with the last
-        set.
+    delay_us: the time from a set to the end of a wait for it. at_once: True if all waits for the counter need all its sets,
+        so that all sets can be made together with the last set.
     """
 
     counter: int
@@ -130,8 +130,8 @@ class LoweredSchedule:
         return loads, parts_of(loads, of_lanes)
 
     def only_communication(self) -> LoweredSchedule:
-        """Return this lowered schedule without computation: only transfers between ranks, collectives, and signals.
-        Signals that tiles set take no time.
+        """Return this lowered schedule without computation: only transfers between ranks, collectives, and signals. Kernels
+        whose tiles set signals stay, but their work takes no time.
         """
         idle = len(self.loads)
         lanes = []
@@ -192,7 +192,7 @@ _lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
-    """Return the parts of a kernel's work, out of `PULSES`, after which it makes sets."""
+    """Return the numbers, from 1 to `PULSES`, of the parts of a kernel's work after which it makes sets."""
     found = set[int]()
     for one in raises:
         if one.at_once:
@@ -291,7 +291,7 @@ class _Lowering:
     # -- tasks
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
-        """Return the sets of an item on `rank`."""
+        """Return the sets that `item`, a step, makes on `rank`."""
         if item.distance is not None:
             to = at_rank(item.distance, rank)
             owner, setter = self._owner_and_setter(rank, to)
@@ -304,8 +304,8 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return (simulated rank that represents the peer at `distance`, rank whose signals to `rank` correspond to the
-        signals of `rank` to the peer).
+        """Return (owner, setter). owner: the simulated rank that represents the peer at `distance` after `rank`. setter: the
+        rank that is `distance` before the owner, and so sets the owner's counters as `rank` sets the peer's.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world

@@ -320,7 +320,7 @@ class Model:
         return self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
 
     def _start_us(self, how: Transfer) -> float:
-        """Return the time until the first byte moves."""
+        """Return the time in us until the first byte of a transfer moves: the latency, or the launch of a kernel."""
         if how in ("put", "get"):
             return self.launch_us
         return self.copy_latency_us if how == "copy" else self.collective_latency_us

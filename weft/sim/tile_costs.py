@@ -127,7 +127,7 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts`. If a pair (source rank, expert) has few rows, merge the segments of an expert for all source ranks."""
+    """Return `parts`, with an expert's segments for all source ranks merged if a pair (source rank, expert) has few rows."""
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
     if not gemms or rows > FEW_ROWS * segments:

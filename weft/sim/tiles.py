@@ -85,7 +85,7 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """Find representatives of a kernel's tiles for given numbers.
+    """Find tiles that represent all tiles of a kernel, as far as given expressions (`numbers`) are concerned.
 
     Most numbers are periodic in the tile's index, so one period represents all tiles. For other numbers, compare the
     values of subexpressions that do not depend on the rank: tiles with equal values are equal on every rank.
@@ -106,7 +106,7 @@ class DifferentTiles:
         return max((len(self.of(one).at) for one in numbers), default=1)
 
     def of(self, numbers: Sequence[Index]) -> _Tiles:
-        """Return representatives of the tiles with respect to these numbers."""
+        """Return representatives: every tile has the same values of the expressions `numbers` as one of them, on every rank."""
         key = tuple(map(text_of, numbers))
         if key not in self._found:
             self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])

@@ -17,7 +17,7 @@ POINTS, RATIO = 5.0, 0.1
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, and the result of this study.
+    """A claim of a paper, and the result of this study. where: the section or figure.
 
     unit: "%" (deviations in points), or "x", "us" and so on (deviations as fractions). limit: the allowed deviation; None: the
     default. held: True if the claim holds, for claims whose `paper` or `ours` is a text.

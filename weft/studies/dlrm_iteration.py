@@ -23,7 +23,7 @@ from weft.studies.numbers import Numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A task that occupies a resource for `us`.
+    """A task that occupies the resource `on` for `us`, when the tasks `after` have ended.
 
     beside: a concurrent task. This task starts together with `beside`, if the resource is free, and does not end before
         `beside`.
@@ -94,7 +94,7 @@ class Dlrm:
         return layers * max(n.us("gpu.launch"), 1e6 * flop / (n["gpu.fp32"] * n["gpu.fp32_share"])) * times
 
     def reduce_us(self, layers: float) -> float:
-        """Return the time in us of the all-reduce of the MLP layers' gradients."""
+        """Return the time in us of the all-reduce of the gradients of `layers` MLP layers."""
         n = self.numbers
         count = layers * n["scale.width"] ** 2 * FLOAT
         return n.us("nic.collective") + reduce_us(count, n)

@@ -19,14 +19,14 @@ NEAR = 0.03
 
 
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
-    """Return the name of the candidate with as many steps as ranks."""
+    """Return the name of the FiCCO candidate with these parameters, and with as many steps as ranks. shape: "1d" or "2d"."""
     if by == "collective":
         return f"ficco_{shape}_collective[start={start},gemms={gemms},steps=0]"
     return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
 
 
 def _all_of(*shapes: str, by: str = "dma") -> dict[str, str]:
-    """Return candidates by the paper's names, such as "hetero-fused-1D"."""
+    """Return {the paper's name of a schedule, such as "hetero-fused-1D": name of the candidate}."""
     return {
         f"{start}-{gemms}-{shape.upper()}": ficco(shape, start, gemms, by)
         for shape in shapes for start in ("uniform", "hetero") for gemms in ("fused", "unfused")

@@ -26,8 +26,8 @@ _PROBE, _EFFECT = ("g14",), 1e-3
 
 
 def simulate(machine: Machine, ranks: int, topology: str | None, step: Callable[[str, float], None]) -> Record:
-    """Return the means and counts for each assumed number of `machine`. step: a function that is called with each piece
-    of work and its fraction.
+    """Return a record with the means of speedups and the numbers of good picks, for each change of an assumed number of
+    `machine`. step: a function that is called with each piece of work and its fraction.
     """
     probe = _times(find_gemms(_PROBE), machine, ranks, topology)
     lines: list[list[Any]] = [["as it is", None, _summary(list(_rows(TABLE_1, machine, ranks, topology)))]]

@@ -131,8 +131,8 @@ def slice_us(numbers: Numbers) -> tuple[float, float]:
 
 
 def with_message(setting: Setting, numbers: Numbers) -> Numbers:
-    """Return the numbers with the NIC's time per message for which larger slices save as much as in figure 12 in this
-    setting.
+    """Return the numbers with another time per message of the NIC: the time with which larger slices save as much in this
+    setting as in figure 12.
     """
 
     def saving(us: float) -> float:

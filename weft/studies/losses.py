@@ -108,7 +108,7 @@ def rows_of(records: Sequence[Record]) -> list[LossRow]:
 
 
 def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
-    """Return the tables of decomposed GEMMs, decomposed all-gathers, and both concurrently.
+    """Return three tables of losses: GEMMs in pieces, all-gathers in pieces, and GEMMs concurrent with all-gathers.
 
     The last rows are geometric means, measured and in the paper. Columns that were not recorded are omitted.
     """
@@ -166,7 +166,9 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
-    """Return a table. losses: {column with means: variant}."""
+    """Return a table with a line for each row, and means. losses: {column: variant whose loss it shows}. first, last: the
+    columns before and after these.
+    """
 
     def loss(variant: str) -> Callable[[LossRow], str]:
         return lambda row: number(row.loss(variant), 2)
@@ -359,7 +361,7 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw the fractions for copy engines and a split by rows. 64 pieces use the contention loss of 8 pieces."""
+    """Draw `shares` of GEMMs cut by rows and of all-gathers by dma. For 64 pieces, use the contention loss of 8 pieces."""
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
         "GEMM in 8 by rows, dma": (cut_name("rows", 8), of_gemm),

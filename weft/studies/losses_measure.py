@@ -82,7 +82,7 @@ class Side(AbstractContextManager["Side"], ABC):
         self._box.close()
 
     def gather(self, by: By, pieces: int) -> Call:
-        """Return the all-gather of the shards in `pieces` equal pieces."""
+        """Return a call that gathers the shards of all ranks in `pieces` equal pieces."""
         size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
         moves: list[Call] = []
         for i, source in enumerate(self._shard.split(size)):
@@ -125,7 +125,7 @@ class Side(AbstractContextManager["Side"], ABC):
 
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
-        """Return one copy into a peer's memory, by `dma` or `kernel`."""
+        """Return a call that copies `source` to `place`, in a peer's memory, by "dma" or "kernel"."""
 
     @abstractmethod
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
@@ -135,7 +135,7 @@ class Side(AbstractContextManager["Side"], ABC):
 
 
 class CpuSide(Side):
-    """The implementation for CPU processes.
+    """The `Side` of a CPU process.
 
     A copy by `dma` runs in an additional thread. A copy by `kernel` runs in the compute threads, alternately with the GEMM, so
     that both complete the same fraction of their work.
@@ -176,8 +176,8 @@ class CpuSide(Side):
 
 
 class CudaSide(Side):
-    """The implementation for GPUs. GEMMs run on the current stream, copies on another stream of high priority. Copies
-    by `dma` use the CUDA runtime, and so a copy engine; copies by `kernel` use `weft.kernels.move`.
+    """The `Side` of a GPU. GEMMs run on the current stream, copies on another stream of high priority. Copies by `dma` use
+    the CUDA runtime, and so a copy engine; copies by `kernel` use `weft.kernels.move`.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -279,8 +279,7 @@ class Found:
     """The results of one GEMM by variant, equal on all ranks.
 
     timings: the times of a call, which is the sequence of all pieces. overlap: for concurrent lanes, the median
-        fraction of time in which both run, on the rank where it is smallest. errors: the error of each split, from
-        `check_cuts`.
+        fraction of time in which both run, on the rank where it is smallest. errors: see `check_cuts`.
     """
 
     timings: dict[str, Timing]
@@ -432,7 +431,7 @@ def _seconds(lane: StudyLane, side: Side) -> float:
 
 
 def _play_alone(lane: StudyLane, side: Side) -> list[float]:
-    """Return the seconds of a call."""
+    """Run one lane alone. Return [seconds of a call]."""
     (marks,) = side.start([lane])
     return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 

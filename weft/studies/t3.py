@@ -104,7 +104,7 @@ class SublayerRow:
 
     @property
     def ideal(self) -> float:
-        """The ideal speedup of a sub-layer."""
+        """The speedup of a sub-layer over serial if GEMM and reduce-scatter overlapped perfectly."""
         together = max(self.gemm_ms, self.scatter_ms) + self.gather_ms
         return (self.serial_ms + self.gather_ms) / together
 
@@ -280,7 +280,7 @@ def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), [" ".join(conclusions(rows))])
 

@@ -105,7 +105,7 @@ def simulate_ring(gpu: TrackingGpu) -> Record:
 
 
 def ring_bound_us(record: Record, mebibytes: float) -> float:
-    """Return a lower bound in us of the ring reduce-scatter: the time on its links."""
+    """Return a lower bound in us of a ring reduce-scatter of `mebibytes` MiB on four GPUs: the time on its links."""
     us: float = 3 * (mebibytes * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
     return us
 

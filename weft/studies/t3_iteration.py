@@ -54,8 +54,8 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The times of a layer's parts in us. rest: the operations estimated by the roofline. saved: the saved time, by
-    configuration."""
+    """The times of a layer's parts in us. gemms: all GEMMs. sliced: the GEMMs with a collective. rest: the operations estimated
+    by the roofline. saved: the saved time, by configuration."""
 
     name: str
     large: bool
@@ -92,7 +92,7 @@ def roofline_us(hidden: int, tokens: int, ranks: int, phase: Phase, gpu: Trackin
 
 
 def iterations(rows: Sequence[HardwareRow], phase: Phase) -> Iterator[Iteration]:
-    """Yield the iteration of each network and number of ranks."""
+    """Yield an `Iteration` for each network and number of ranks in `rows`."""
     for name, ranks in dict.fromkeys((row.network, row.ranks) for row in rows):
         of = {row.layer: row for row in rows if (row.network, row.ranks) == (name, ranks)}
         reduced = [of["OP"], of["FC-2"]] + [of["FC-1"], of["IP"]] * (phase == "training")

@@ -105,7 +105,7 @@ def sublayers(large: bool) -> Iterator[tuple[Network, int, str, HardwareGemm]]:
 def row_of(
     network: Network, layer: str, ranks: int, gemm: HardwareGemm, gpu: TrackingGpu, own_writes: OwnWrites = "watermarks"
 ) -> HardwareRow:
-    """Run a sub-layer in all configurations."""
+    """Simulate a sub-layer in all configurations, and return its row."""
     output = ring_reduce_scatter(gemm.tiles(gpu), ranks)
     single = alone(gemm, gpu)
     t3 = fused(gemm, output, ranks, gpu, "round_robin", own_writes=own_writes)

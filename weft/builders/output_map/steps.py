@@ -265,7 +265,7 @@ class _RankLanes:
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
 
     def _receive(self) -> None:
-        """Append the copies into the result of chunks that other ranks have computed."""
+        """Append the copies that move chunks from other ranks out of their slots into the result."""
         routes, rank, receiver = self.routes, self.rank, self.lane("to y")
         came = [(place, source) for place in routes.order[rank] for source in routes.sources(rank, place)]
 
@@ -325,7 +325,7 @@ class _RankLanes:
         lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
-        """Append waits until adjacent chunks have arrived. Return the region of their slots for each source."""
+        """Append waits until adjacent chunks have arrived. Return, for each source, the region of its slot with these chunks."""
         slots = range(len(self.routes.sources(self.rank, places[0])))
         for place in places:
             for nth in slots:

@@ -49,7 +49,9 @@ _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is kn
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile."""
+    """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile. timed: True to record time
+    stamps.
+    """
     return Compiler(context, timed).compile()
 
 
@@ -178,7 +180,7 @@ class Compiler:
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
-        """Record or wait for an event: a signal within the rank."""
+        """Issue a signal between streams of this rank: record an event for a `Set`, or wait for it for a `Wait`."""
         key = (step.signal, int(step.index))
         if isinstance(step, Set):
             self._event_of[key] = self._event()
@@ -187,7 +189,9 @@ class Compiler:
             self.program.wait_event(lane, self._event_of[key])
 
     def signals(self, launch: Launch) -> None:
-        """Issue the waits or signals of a stream, and clear the flags that are cleared at this step."""
+        """Issue a stream's waits or sets, which are signals between ranks, together with the clears of flags that they carry
+        (`weft.runtime.cuda.flags`).
+        """
         name, parts = self.context.lanes[launch.lane], list[SignalPart]()
         mine = self._flags_in(launch)
         if launch is self._telling:
@@ -225,7 +229,7 @@ class Compiler:
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
-        """Return the addresses of the flag words that a `Set` of `signal` writes in rank `at`."""
+        """Return the addresses of the flag words that a `Set` of `signal[index]` writes in the memory of rank `at`."""
         return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
 
     def _flags_in(self, launch: Launch) -> list[Flag]:
@@ -320,7 +324,7 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return the region with its first row and its number of rows set to 0."""
+    """Return the region without its rows, which are known only at run time: first row and number of rows are 0."""
     return replace(region, row=0, rows=0)
 
 

@@ -67,7 +67,9 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return (lane, step) of `schedule` in the given order; None if the kinds of steps or the signals differ."""
+    """Return the steps of `schedule` in the order of `order`, the order of another schedule. Return None if kinds of steps or
+    signals of the two schedules differ.
+    """
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):
         return None
@@ -131,8 +133,8 @@ class Context(RankSchedule):
         self.comm.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """Raise `ScheduleError` if a copy of this run would exceed its buffer. Poison the group, since peers wait for
-        this run.
+        """Raise `ScheduleError` if, with the sizes of this run, rows first .. first + count - 1 are outside `buffer`. Then
+        also poison the group, because peers wait for this run.
         """
         rows = self.buffers[buffer].rows
         rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]

@@ -58,7 +58,8 @@ def update(
 ) -> torch.Tensor:
     """Update each row whose id occurs in the batch. Return the number of skipped rows, as a device tensor.
 
-    scale: a device tensor that multiplies every gradient.
+    received: the gradients of the vectors that this rank pooled, [global batch, columns of this rank's tables]. scale: a
+    device tensor that multiplies every gradient.
     """
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
     numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
@@ -107,7 +108,9 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
 
 
 def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
-    """Return the table of table addresses for an update, cached by layout so that tensors are not read one by one."""
+    """Return the device table with the addresses of the tables to update, from a cache, so that tensors are not read one by
+    one.
+    """
     key = device, of.plan, of.rank, of.layout
     if of.layout is not None and (known := _device_tables.get(key)) is not None:
         keep_for_graphs(known.lines)
@@ -255,8 +258,7 @@ def _launched(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradients for each rank's tables, [samples, columns of its tables], as one flat tensor of dtype
-    `dtype`.
+    """Return a flat tensor of dtype `dtype` with a block of gradients for each rank, [samples, columns of its tables].
 
     grad: [samples, columns of all tables]. One launch handles all tables.
     """
@@ -284,7 +286,7 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
 
 @functools.lru_cache(maxsize=64)
 def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Return the number of columns that move together, and the table for `by_owner_kernel`."""
+    """Return (WIDTH, table), two arguments of `by_owner_kernel`."""
     runs, counts = column_runs(sharding), sharding.columns_of_ranks
     width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
     before = [0, *itertools.accumulate(counts)]
@@ -316,8 +318,8 @@ def _steps(tables: int) -> int:
 def _fixed_numbers(
     numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the device tensor of a rule's numbers that are the same in all calls. If `numbers` is empty, the rule
-    updates nothing.
+    """Return the device tensor of a rule's numbers that are the same in all calls. numbers: the optimizer's numbers, by
+    name; missing numbers are 0.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 

@@ -288,7 +288,7 @@ class EmbeddingKernel:
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
-        """Return the tables for all slots, or for one slot."""
+        """Return the tables of units for this input. slot: the only slot that a launch pools; None for all slots."""
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)

@@ -116,7 +116,7 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
 
 
 class PushedGradients:
-    """The exchange on a communicator. All ranks must construct it and make every call."""
+    """The exchange of gradients on a communicator. All ranks must construct it and make every call."""
 
     deadline_s = math.inf  # kernels have their own deadlines
 
@@ -253,5 +253,5 @@ _exchanges: dict[Communicator, PushedGradients] = {}
 
 
 def pushed_on(comm: Communicator) -> PushedGradients:
-    """Return the exchange on `comm`. All ranks must make the first call together, which makes the exchange."""
+    """Return the `PushedGradients` of `comm`. The first call constructs it, so all ranks must make this call together."""
     return of_communicator(_exchanges, comm, PushedGradients)

@@ -251,7 +251,7 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
-    """Allocate the runs of a call."""
+    """Return new `Rows` for a call, uninitialized."""
     shape = shape_of(of.plan.sharding, of.rank)
     count = laid.layers * jagged.values.numel()
     is_scaled = shape.any_mean or jagged.weights is not None

@@ -24,7 +24,7 @@ class Base(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The grid's sizes in a run, as the numbers of the program's base addresses that hold them."""
+    """The two sizes of a grid that may differ in each run: the indices of the program's bases in which a run passes them."""
 
     x: int
     y: int

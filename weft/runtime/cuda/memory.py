@@ -95,8 +95,8 @@ class ScheduleMemory:
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Order a run of `executor` on the current stream after the previous run, even if the previous run was on
-        another stream.
+        """Order a run of `executor` on the current stream after the previous run, even if that was on another stream. Run the
+        barrier if it is needed (see the top of this file).
 
         While a graph is captured there is no such order, since a capture cannot depend on work outside of the graph.
         """
@@ -113,7 +113,7 @@ class ScheduleMemory:
         self._last, self.name = executor, schedule_name
 
     def leave(self, executor: object) -> None:
-        """Remove an executor. The last executor closes the memory."""
+        """Remove an executor. If it was the last, close the memory."""
         self.users.discard(executor)
         self._last = None if self._last is executor else self._last
         if not self.users:

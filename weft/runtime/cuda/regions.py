@@ -84,7 +84,7 @@ class Regions:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def whole(self, region: Region) -> torch.Tensor:
-        """Return the whole buffer of a region, if it is the schedule's own memory on this rank or a peer."""
+        """Return the whole buffer of a region as a tensor. Only for scratch buffers of this rank and symmetric buffers."""
         context, name = self._context, region.buffer
         own = context.own[name]
         if (at := int(region.at)) == context.rank:
@@ -92,7 +92,7 @@ class Regions:
         return context.region.tensor(at, tuple(own.shape), own.dtype, context.layout.buffers[name])
 
     def own_part(self, region: Region) -> torch.Tensor:
-        """Return a region of the schedule's own memory."""
+        """Return a region of a scratch or symmetric buffer as a tensor."""
         row, col = int(region.row), int(region.col)
         return self.whole(region)[row : row + int(region.rows), col : col + int(region.cols)]
 

@@ -85,8 +85,8 @@ class CudaSchedule(Executor):
 
         tensors: every input and output buffer by name, with the sizes in `buffers`. Weights may also be [count, rows,
             columns]. An output with a dynamic number of rows is a function that returns a tensor with the given number
-            of rows, or a tensor with at least so many rows. For reads with by="meanwhile", the function is called with
-            up to an eighth more rows, and the result is cut.
+            of rows, or a tensor with at least so many rows. For reads with by="meanwhile", the function is called before
+            the number is known, with rows to spare, and the result is cut.
         deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of
             the tensors differ from an earlier run. The tensors are then not checked.
         timeline: if given, wait for the device, and append the times of each step.

@@ -55,7 +55,7 @@ class Stand(MockTensor):
 
 @lru_cache(maxsize=16)
 def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Return (True if tensor maps work on the device or in the interpreter, the number of programs that run at once)."""
+    """Return (True if tensor maps work on the device, its number of multiprocessors). In the interpreter the number is 2."""
     if device.type != "cuda":
         return env.triton_interpreted(), 2
     properties = torch.cuda.get_device_properties(device)

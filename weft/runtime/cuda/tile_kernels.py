@@ -210,7 +210,7 @@ class PermuteCall(TilesCall):
 
 
 class TrackedMatmulCall(TilesCall):
-    """A launch of `TrackedMatmul`. words_set: returns the addresses of the words for (rank, signal, index)."""
+    """A launch of `TrackedMatmul`. words_set: see `TilesLane`."""
 
     def __init__(
         self,

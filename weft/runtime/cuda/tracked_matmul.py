@@ -49,7 +49,7 @@ class TrackedVariant(NamedTuple):
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
-        """Return the variant with k split into at most `most` parts, each of at least `Tracked.least_part`."""
+        """Return the variant with k split into at most `most` parts, each of at least `TrackedMatmul.least_part`."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
 

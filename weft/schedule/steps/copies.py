@@ -15,7 +15,7 @@ COPY_UNITS = 64
 """The largest number of compute units for a copy by kernel."""
 DYNAMIC_COPY_UNITS = 16
 """The number of compute units for copies by kernel of dynamic size, for all copy lanes together. These copies run
-concurrently with GEMMs. 16 units reach 80% of a port's bandwidth, and a GEMM on all units soon frees 16 of them.
+concurrently with GEMMs. 16 units reach 80% of the bandwidth of a GPU's links, and a GEMM on all units soon frees 16 of them.
 """
 
 

@@ -133,5 +133,5 @@ def update_ratio(count: int = 3000) -> float:
 
 
 def rate(accesses: list[Access], channels: int = 32) -> float:
-    """Return the bandwidth of all channels in bytes/s."""
+    """Return the bandwidth in bytes/s of `channels` channels, each of which serves `accesses`."""
     return len(accesses) * ATOM * channels / (cycles(accesses) * 1e-9)

@@ -58,8 +58,8 @@ class HardwareGemm:
         return rows * columns
 
     def order(self, gpu: TrackingGpu) -> list[tuple[int, int]]:
-        """Return (row, column) of each tile in the order of computation: blocks of columns, along the tokens in alternating
-        directions."""
+        """Return (row, column) of each tile in the order of computation: block by block of `gemm.raster_columns` columns. With
+        `gemm.raster_turns`, every second block is computed from the last row to the first."""
         (rows, columns), wide = self.grid(gpu), gpu.count("gemm.raster_columns")
         found = []
         for block, first in enumerate(range(0, columns, wide)):
