@@ -74,7 +74,7 @@ class Agreement:
     def exchange_sums(
         self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
-        """Return the two checksums of every rank. All ranks must make this call."""
+        """Exchange `sums`, the two checksums of this rank. Return those of every rank. All ranks must make this call."""
         return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
 
 
@@ -192,6 +192,6 @@ def _end(comm: symm.Communicator, text: str) -> NoReturn:
 
 def _set_up(deadline_s: float | None) -> float | None:
     """Return the deadline for the comparison of a first call: the caller's, or else `WEFT_SETUP_DEADLINE_S`. Ranks
-    compile only after this comparison, so it needs no longer deadline.
+    compile only after this comparison, so a short deadline is enough.
     """
     return env.setup_deadline_s() if deadline_s is None else deadline_s

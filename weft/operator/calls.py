@@ -230,7 +230,7 @@ def prepared_for(
                 return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
-        """Return the text that ranks compare, written for messages, then the details, and this rank's number.
+        """Return (text for messages, details, number), as `weft.operator.agreement.Check`.
 
         The number is twice the size of the call, plus one if this rank has cached times for the problem.
         """

@@ -132,8 +132,8 @@ class CompiledOperator:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """Raise `TypeError` if the spec's tensors do not match the buffers of the serial schedule, which all schedules
-        share.
+        """Raise `TypeError` if the spec's tensors do not match the buffers of the serial schedule. All schedules have the
+        same inputs and outputs.
         """
         buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
         if tensors.keys() != buffers.keys():
@@ -243,7 +243,7 @@ class CompiledOperator:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the `AcrossRanks` that compares this call. Ranks must have agreed on it before."""
+        """Return the `AcrossRanks` that compares this call. Ranks must already have agreed on calls with its options."""
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:

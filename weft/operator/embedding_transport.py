@@ -82,13 +82,13 @@ def _is_for_all(known: Mapping[int, Transport]) -> bool:
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
     """Return the first rank's choice: by cached times if every transport has one, otherwise by this machine's model.
 
-    A prediction takes milliseconds, many times as long as a call. So the second size bucket is planned together with
-    the smallest and the largest bucket. Most later buckets are between two buckets with the same choice, and use this
+    A prediction takes milliseconds, many times as long as a call. So when a second size bucket occurs, the smallest and
+    the largest bucket are planned too. Most later buckets are between two buckets with the same choice, and use this
     choice without a prediction.
 
-    The performance model omits some costs of each slice that "put" sends. For six recommendation models on H200s, and
-    for one table on H100s, it predicted equal times. Measured, "put" took 1.08 to 1.46 times, and 2.6 times, as long as
-    "direct". So "put" is chosen only if its prediction is much faster.
+    The performance model omits some costs of each slice that "put" sends. Where it predicted equal times, "put" took
+    longer than "direct": 1.08 to 1.46 times as long for six recommendation models on H200s, and 2.6 times as long for
+    one table on H100s. So "put" is chosen only if its prediction is much faster.
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:

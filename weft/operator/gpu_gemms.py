@@ -90,7 +90,7 @@ class GemmTimer:
         return self._gemm(which, a, wide[which][:k, :n], self.results[which][:m, :n])
 
     def _gemm(self, weight: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        """Return the GEMM of a part of `weight`."""
+        """Return a function that multiplies `a` by `b`, a part of the weight named `weight`, into `out`."""
         if self.scaled is None:
             return partial(torch.mm, a, b, out=out)
         i = weight[1:]  # index among several weights

@@ -199,7 +199,7 @@ def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch
     """Raise `ValueError` inside a torch.func transform or a forward-mode derivative, and notify peers.
 
     Call this before a layer applies an autograd Function, because torch's error would mention only autograd Functions.
-    In a traced call, the operators raise.
+    A traced call is not checked here: its operators raise.
     """
     if not torch.compiler.is_compiling() and is_transformed():
         with together(layer, group_of(group), tensors[0], None):

@@ -41,7 +41,7 @@ def _prepare_gpu(device: torch.device) -> None:
 
 
 _PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""Functions that compile kernels for schedules of later sizes, by type of device."""
+"""Functions that compile the kernels which schedules for other sizes will need, by type of device."""
 TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
 """Functions that make a GEMM timer, by type of device."""
 

@@ -112,7 +112,7 @@ def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
 
 
 class _Memory(NamedTuple):
-    """The memory of a matrix: `pieces` of `width` bytes each, whose starts are `pitch` bytes apart.
+    """The memory of a matrix: `pieces` pieces of `width` bytes each, whose starts are `pitch` bytes apart.
 
     begin, end: the addresses of its first byte and after its last byte. name: the buffer's name. written: True if the
         run writes it.

@@ -109,7 +109,9 @@ def _kinds(stands: Sequence[_Stand]) -> int:
 
 
 def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
-    """Measure. Return the first rank's numbers, which it saves, or None and the reason. All ranks must make this call."""
+    """Measure. Return (the first rank's numbers, "") or (None, the reason). All ranks must make this call. The first rank
+    saves its numbers.
+    """
     try:
         with MEASURES[comm.device.type](comm, sizes) as measure:
             mine = self_calibration.measure(measure, sizes)

@@ -49,8 +49,8 @@ def gradients(
     """Return the gradients of tables and of per-sample weights. With an optimizer, update the tables, and return None
     in place of their gradients.
 
-    weights: the tables, for gradients of per-sample weights. wanted: two flags. True, True means that gradients of
-        tables (or an update) and gradients of per-sample weights are wanted.
+    weights: the tables, for gradients of per-sample weights. wanted: (True if gradients of tables, or an update, are
+        wanted; True if gradients of per-sample weights are wanted).
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -227,7 +227,7 @@ def _require_finite(
 
 
 def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
-    """Return texts with the tables and features of `rank` whose gradients are infinite or NaN. The CPU waits for the
+    """Return a text for each feature of `rank`'s tables whose gradients are infinite or NaN. The CPU waits for the
     device.
     """
     column, bad = 0, list[str]()
@@ -252,7 +252,9 @@ def to_owners(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradients of the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`."""
+    """Send `grad` to the owners of its columns. Return the gradients of the vectors that this rank pooled, [global batch,
+    columns of its tables], as `dtype`.
+    """
     world = sharding.world_size
     if world == 1:
         return grad.to(dtype).contiguous()

@@ -153,7 +153,7 @@ class _Probe:
         return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
 
     def _timed(self, exchanges: Sequence[tuple[Sequence[tuple[int, int]], int]]) -> list[float]:
-        """Return the ranks' times of a sequence of exchanges: (pairs, bytes for each pair)."""
+        """Run exchanges one after the other. Return each rank's time in seconds. exchanges: (pairs, bytes for each pair)."""
         comm, ranks = self._comm, range(self._comm.world_size)
         sizes = [
             ([n * ((rank, comm.rank) in pairs) for rank in ranks], [n * ((comm.rank, rank) in pairs) for rank in ranks])
@@ -191,7 +191,7 @@ class _Probe:
             self._sent, self._received = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def _share(self, mine_s: float) -> list[float]:
-        """Return the times of all ranks, and update `elapsed_s`."""
+        """Send `mine_s`, this rank's time, to all ranks. Return the times of all ranks, and update `elapsed_s`."""
         mine = struct.pack("<2d", mine_s, time.perf_counter() - self._start)
         both = [struct.unpack("<2d", one) for one in self._comm.meet(mine, name=_WHAT, deadline_s=self._deadline_s)]
         self.elapsed_s = max(elapsed for _, elapsed in both)

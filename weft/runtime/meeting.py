@@ -140,7 +140,7 @@ class Meeting:
         self, payload: bytes, what: str, deadline_s: float | None,
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
-        """Return the payloads of all ranks, and the data that arrived for `cargo`."""
+        """Publish `payload`. Return the payloads of all ranks, and the data that arrived for `cargo`."""
         with self._publishing:
             self.comm.check()
             self.calls += 1
@@ -155,7 +155,7 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """Make the group fail on this rank. Every rank has read the same payloads, and so does the same."""
+        """Make the group fail on this rank. Every rank has read the same payloads, so every rank does the same."""
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:

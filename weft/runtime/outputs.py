@@ -107,7 +107,7 @@ class OutputPool:
         if not self._free:
             raise WeftError(
                 f"no result buffer is free (outputs={self.count}): delete the last result and every view of it "
-                f"before the next call, or pass outputs={self.count + 1}; threads must not call at the same time"
+                f"before the next call, or pass outputs={self.count + 1}"
             )
         return self._free.pop()
 

@@ -9,7 +9,7 @@ with the rendezvous:
     2   rank i of each host sends to rank i of each other host the payloads of its own host, and its data
     3   if all payloads agree, the ranks use the data
 
-Step 1 tells a rank what the ranks of its host do, and step 2 the same of all other hosts. In step 2 a rank can receive the
+Step 1 tells a rank what the ranks of its host do, and step 2 what all other ranks do. In step 2 a rank can receive the
 largest message that any rank may send. So the message of another call does no harm; its data are dropped. A rank whose host
 does not agree sends no data.
 
@@ -244,7 +244,7 @@ class _Sum(_Still):
     """
 
     _mine: torch.Tensor
-    """The sum of this host that this rank needs."""
+    """The sum, over the ranks of this host, of the part that this rank needs."""
 
     def __init__(self, rails: Rails, parts: Sequence[torch.Tensor]) -> None:
         self.rails, self._parts = rails, parts
@@ -294,7 +294,7 @@ class ReduceScatter(_Sum):
 
 
 class _AllReduce(_Sum):
-    """An all-reduce: each rail adds its part of the sums of all hosts, and the ranks of a host share the parts.
+    """An all-reduce: each rail sums one part of the matrix over all hosts, and the ranks of a host share the parts.
 
     A part is sent in two halves: ranks add one half while the other is on its way.
     """
@@ -314,7 +314,9 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Write the sum of a half over the ranks of this host to the memory of each other host. Return the first one."""
+        """Sum half `of` this rail's part over the ranks of this host. Write the sum into each message of `far`. Return the
+        first copy.
+        """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [_like(parts[0], memory, parts[0].shape) for memory in far]
         _add(parts, first)
@@ -391,7 +393,7 @@ def _split(data: memoryview, count: int) -> list[bytes]:
 
 
 def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of at least two parts to `out`, in fp32 or fp64, rounded once."""
+    """Write the sum of at least two parts to `out`. It is computed in fp32 or fp64, and rounded once."""
     wide = out if out.dtype in (torch.float32, torch.float64) else torch.empty(out.shape, dtype=torch.float32)
     if wide is out:
         torch.add(parts[0], parts[1], out=out)

@@ -115,7 +115,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective's name, its deadline in seconds, and objects that gloo's threads may use."""
+    """A collective's name, its deadline in seconds, and objects to keep alive because gloo's threads may use them."""
 
     what: str
     deadline_s: float

@@ -166,7 +166,7 @@ class Communicator:
     def await_answers(self) -> None:
         """Wait until no peer can make the call that this rank has refused. Raise the group's error if it fails.
 
-        Executors on GPUs call this after a refusal.
+        On GPUs, the next call after a refusal begins with this wait.
         """
         self._control.await_answers(setup_deadline_s(None))
 
@@ -405,7 +405,9 @@ def communicator(
 
 
 def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
-    """Return the open communicator of the group; None if there is none."""
+    """Return the group's open communicator on this type of device; None if there is none. Raise `ValueError` if it is on
+    another device of this type.
+    """
     for known in list(_cache):
         if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()

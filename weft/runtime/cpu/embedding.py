@@ -215,7 +215,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
         """Return the address of this rank's flags in the memory of each rank.
 
-        Flags are ordered by source rank, with `batch_sizes[rank] * slices_per_sample` flags each.
+        In the memory of rank r, flags are ordered by source rank s, with `batch_sizes[r] * slices_per_sample[s]` flags
+        for each s.
         """
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)

@@ -158,7 +158,7 @@ class Program:
 
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
         """Make the outputs that the caller passed as functions, once their numbers of rows are known. Raise
-        `ScheduleError` if an input has fewer rows. More rows are legal: experts return rows that are padded to a bound.
+        `ScheduleError` if an input has fewer rows than its dynamic number. It may have more, such as padding.
         """
         for given in self._given:
             if given.rows is None or not variables_of(given.rows) <= known.keys():

@@ -64,8 +64,8 @@ class FarFirst:
     ) -> T:  # fmt: skip
         """Run the faster implementation of a call, chosen by measurement. All ranks must have reached the call.
 
-        key: distinguishes calls with different times. size: at least the number of rows of any rank, the same on all ranks.
-        row_bytes: the bytes of a row that is exchanged.
+        key: calls with equal keys share one choice for each size. size: at least the number of rows of any rank, the same
+        on all ranks. row_bytes: the bytes of a row that is exchanged.
         """
         if self._memory is None:
             with ending_the_group(self._comm, name):
@@ -203,7 +203,7 @@ def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
-    """Copy rows, one cell after the other, to the first rows of the cells in `out`."""
+    """Copy `rows`, which are ordered by cell, into `out`. starts: the first row of each cell in `out`."""
     found = _runs(starts.ravel(), counts.ravel())
     if isinstance(found, slice):
         out[found].copy_(rows)
