@@ -15,7 +15,7 @@ PATTERN = -7
 @dataclass(frozen=True)
 class Case:
     """features: for each rank, the features that it receives, as indices of keys. bad: the kind of error in rank 0's
-    input.
+    input. sizes: the numbers of lengths that a program scans, reduces and counts at once.
     """
 
     keys: int
@@ -27,6 +27,7 @@ class Case:
     counts: torch.dtype = torch.int32
     longest: int = 5
     bad: str = ""
+    sizes: tuple[int, int, int] = (1024, 8192, 4096)
 
 
 TWO = ((0, 2), (1,))
@@ -40,6 +41,8 @@ CASES = {
     "an empty batch": Case(3, TWO, (0, 2), weighted=True),
     "no ids": Case(3, TWO, (3, 2), longest=0),
     "many ids": Case(2, ((1,), (0,)), (300, 2), longest=40),
+    "several blocks of lengths for a program": Case(2, ((1,), (0,)), (300, 41), sizes=(16, 32, 64)),
+    "a block of lengths for each program": Case(2, ((1,), (0,)), (63, 64), sizes=(16, 32, 16), weighted=True),
     "a negative length": Case(3, TWO, (4, 4), bad="negative"),
     "a length beyond all ids": Case(3, TWO, (4, 4), bad="huge"),
     "lengths with another sum": Case(3, TWO, (4, 4), bad="sum"),
@@ -58,6 +61,7 @@ def play(case: Case) -> None:
     from weft.runtime.cuda.input_dist import Pieces, header, pack, unpack
 
     input_dist._PROGRAMS = 8  # the interpreter runs programs one after the other
+    input_dist._BAGS, input_dist._SUM, input_dist._COUNT = case.sizes
     world = len(case.features)
     flat = [key for own in case.features for key in own]
     pieces = Pieces(*torch.tensor([flat, [rank for rank, own in enumerate(case.features) for _ in own]]))

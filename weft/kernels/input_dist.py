@@ -127,15 +127,40 @@ def pack_kernel(
         _copy(weight_words + first, message + ids * ID_WORDS + bags + ids_before, count, BLOCK)
 
 
+@triton.jit
+def _write_offsets(lengths, offsets, first, bags, BAGS: tl.constexpr, SUM: tl.constexpr):
+    """Write `first` plus the prefix sums of int32 lengths, together with the other programs of the grid's second
+    dimension.
+
+    Each program scans consecutive blocks of BAGS lengths. It first reduces all earlier lengths itself, because a
+    reduction is much faster than a scan, and needs no other program. A piece has fewer than 2^31 ids, so int32 suffices.
+    """
+    of_program = tl.cdiv(tl.cdiv(bags, BAGS), tl.num_programs(1)) * BAGS
+    begin = tl.program_id(1) * of_program
+    end = tl.minimum(begin + of_program, bags)
+    if begin < end:
+        total = tl.zeros([SUM], tl.int32)
+        for block in range(0, begin, SUM):
+            bag = block + tl.arange(0, SUM)
+            total += tl.load(lengths + bag, mask=bag < begin, other=0)
+        first += tl.sum(total, axis=0)
+        for block in range(begin, end, BAGS):
+            bag = block + tl.arange(0, BAGS)
+            ends = tl.cumsum(tl.load(lengths + bag, mask=bag < end, other=0), axis=0)
+            tl.store(offsets + bag, first + ends, mask=bag < end)
+            first += tl.max(ends, axis=0)
+
+
 @triton.jit(do_not_specialize=["sources", "features"])
 def unpack_kernel(
     messages, headers, values, weights, offsets, sources, features,
     PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, BAGS: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Write ids, offsets and weights by feature.
 
-    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS: lengths that are
-    summed at once. Grid: (sources * features, programs that share a piece). The last of these writes the offsets.
+    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS, SUM: lengths that
+    are scanned and reduced at once. Grid: (sources * features, programs that share a piece).
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)
@@ -162,11 +187,6 @@ def unpack_kernel(
     if WEIGHTED:
         weight_words = weights.to(tl.pointer_type(tl.int32))
         _copy(message + features * batch + ids_before, weight_words + to_id, count, BLOCK)
-    if tl.program_id(1) == tl.num_programs(1) - 1:
-        for begin in range(0, batch, BAGS):
-            bag = begin + tl.arange(0, BAGS)
-            length = tl.load(message + feature * batch + bag, mask=bag < batch, other=0).to(tl.int64)
-            tl.store(offsets + 1 + to_bag + bag, to_id + tl.cumsum(length, axis=0), mask=bag < batch)
-            to_id += tl.sum(length, axis=0)
-        if tl.program_id(0) == 0:
-            tl.store(offsets, tl.zeros([], tl.int64))
+    _write_offsets(message + feature * batch, offsets + 1 + to_bag, to_id, batch, BAGS, SUM)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(offsets, tl.zeros([], tl.int64))

@@ -12,7 +12,7 @@ from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 
 _BLOCK = 1024
 _PROGRAMS = 1024  # of a grid: enough to fill a GPU
-_BAGS = 2048  # lengths that a program sums at once
+_BAGS, _SUM, _COUNT = 1024, 8192, 4096  # lengths that a program scans, reduces and counts at once
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def header(
 
     def kernels() -> list[Kernel]:
         of_header = {"KEYS": power, "GIVEN": offsets is not None, "BLOCK": _BLOCK}
-        counting = Kernel(device_code.count_ids_kernel, 4, {"BLOCK": _BLOCK})
+        counting = Kernel(device_code.count_ids_kernel, 8, {"BLOCK": _COUNT})
         return [counting, Kernel(device_code.header_kernel, 4, of_header)]
 
     def calls(are_tensors: bool) -> list[Call]:
@@ -89,7 +89,7 @@ def unpack(
 
     def kernels() -> list[Kernel]:
         constants = {"PIECES": triton.next_power_of_2(count), "ID_WORDS": dtype.itemsize // 4, "WEIGHTED": is_weighted}
-        return [Kernel(device_code.unpack_kernel, 4, constants | {"BLOCK": _BLOCK, "BAGS": _BAGS})]
+        return [Kernel(device_code.unpack_kernel, 4, constants | {"BLOCK": _BLOCK, "BAGS": _BAGS, "SUM": _SUM})]
 
     def calls(are_tensors: bool) -> list[Call]:
         return [(grid, (*(given if are_tensors else addresses), sources, features))]
