@@ -18,7 +18,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,23 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
             layer(modules["distributed"](ready[step % BATCHES]).values()).sum().backward()
 
     ways: dict[str, Callable[[int], None]] = {"plain": plain, "prefetch": prefetch, "distributed": distributed}
+    ms = timed(ways, device, control, calls)
+    first, *others = ([weight.detach() for weight in module.parameters()] for module in modules.values())
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), (
+            "the variants trained the tables differently"
+        )
+    exposed = ms["plain"] - ms["distributed"]
+    for module in modules.values():
+        module.close()
+    return ms | {"exposed": exposed, "hidden": (ms["plain"] - ms["prefetch"]) / exposed if exposed > 0 else 0.0}
+
+
+def timed(ways: dict[str, Callable[[int], None]], device: torch.device, control: Any, calls: int) -> dict[str, float]:
+    """Return milliseconds per call for each variant: the slowest rank's median over rounds. Variants alternate.
+
+    ways: functions that make the given number of calls.
+    """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(1 + ROUNDS):
         for name, way in ways.items():
@@ -124,18 +141,9 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
             synchronize(device)
             if number:
                 found[name].append(1e3 * (time.perf_counter() - begin) / calls)
-    first, *others = ([weight.detach() for weight in module.parameters()] for module in modules.values())
-    for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), (
-            "the variants trained the tables differently"
-        )
     slowest = torch.tensor([statistics.median(times) for times in found.values()], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
-    ms = dict(zip(ways, slowest.tolist(), strict=True))
-    exposed = ms["plain"] - ms["distributed"]
-    for module in modules.values():
-        module.close()
-    return ms | {"exposed": exposed, "hidden": (ms["plain"] - ms["prefetch"]) / exposed if exposed > 0 else 0.0}
+    return dict(zip(ways, slowest.tolist(), strict=True))
 
 
 def synchronize(device: torch.device) -> None:
@@ -149,10 +157,13 @@ def run(
     measure: Callable[..., dict[str, float]],
     calls: int,
     beside: dict[str, Any] | None = None,
+    *,
+    cases: Mapping[str, Any] = CASES,
+    small: Mapping[str, Any] = SMALL,
 ) -> None:
     """Run `measure(case, device, control, calls)` for all cases on this rank. Rank 0 prints a table and appends records.
 
-    about: the text of --help. beside: additional fields of each record.
+    about: the text of --help. beside: additional fields of each record. cases, small: the cases on GPUs and on CPU.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -165,7 +176,7 @@ def run(
     dist.init_process_group("nccl" if on_gpu else "gloo")
     control, lines = dist.new_group(backend="gloo"), []
     ms: dict[str, float] = {}
-    for name, case in (CASES if on_gpu else SMALL).items():
+    for name, case in (cases if on_gpu else small).items():
         ms = measure(case, device, control, 5 if given.quick or not on_gpu else calls)
         lines.append((name, *(f"{value:.3f}" for value in ms.values())))
         if rank == 0 and given.json is not None:

@@ -10,15 +10,13 @@ tables after it.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from embedding_prefetch import BATCHES, ROUNDS, batches_of, run, synchronize
+from embedding_prefetch import BATCHES, batches_of, run, timed
 
 import weft
 from weft.nn import ShardedEmbeddingBagCollection
@@ -84,34 +82,22 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
         found = (theirs if which == "torchrec" else ours)(features(number))
         return found.wait() if hasattr(found, "wait") else found
 
-    def forward(which: str, numbers: Iterator[int]) -> None:
+    def forward(which: str, count: int) -> None:
         with torch.no_grad():
-            for number in numbers:
+            for number in range(count):
                 call(which, number).values()
 
-    def step(which: str, numbers: Iterator[int]) -> None:
-        for number in numbers:
+    def step(which: str, count: int) -> None:
+        for number in range(count):
             call(which, number).values().sum().backward()
 
     with torch.no_grad():
         columns = [torch.cat([pooled[name] for name in names], 1) for pooled in (call(which, 0) for which in WAYS)]
     require_close(*columns, "outputs")
-    parts: dict[str, Callable[[str, Iterator[int]], None]] = {"forward": forward, "step": step}
-    ms = {f"{part}, {which}": 0.0 for part in parts for which in WAYS}
-    for part, step_of in parts.items():
-        times: dict[str, list[float]] = {which: [] for which in WAYS}
-        for number in range(1 + ROUNDS):
-            for which in WAYS:
-                synchronize(device)
-                dist.barrier(control)
-                begin = time.perf_counter()
-                step_of(which, iter(range(calls)))
-                synchronize(device)
-                if number:
-                    times[which].append(1e3 * (time.perf_counter() - begin) / calls)
-        medians = torch.tensor([statistics.median(times[which]) for which in WAYS], dtype=torch.float64)
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=control)
-        ms |= {f"{part}, {which}": value for which, value in zip(WAYS, medians.tolist(), strict=True)}
+    parts, ms = {"forward": forward, "step": step}, dict[str, float]()
+    for part, way in parts.items():
+        ways = {which: functools.partial(way, which) for which in WAYS}
+        ms |= {f"{part}, {which}": value for which, value in timed(ways, device, control, calls).items()}
     for name, bag in ours.embedding_bags.items():
         require_close(own[name], bag.weight.detach(), f"table {name} after training")
     ours.close()
@@ -124,13 +110,17 @@ def require_close(wanted: torch.Tensor, found: torch.Tensor, what: str) -> None:
         raise RuntimeError(f"{what}: weft and TorchRec differ by {error:.2g} of the largest element")
 
 
-def release(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def releases() -> dict[str, str | None]:
+    """Return the releases of the peers."""
+
+    def release(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {"torchrec": release("torchrec"), "fbgemm_gpu": release("fbgemm-gpu") or release("fbgemm-gpu-cpu")}
 
 
 if __name__ == "__main__":
-    releases = {"torchrec": release("torchrec"), "fbgemm_gpu": release("fbgemm-gpu") or release("fbgemm-gpu-cpu")}
-    run(__doc__, f"milliseconds; {releases}", measured, BATCHES, {"peers": releases})
+    run(__doc__, f"milliseconds; {releases()}", measured, BATCHES, {"peers": releases()})

@@ -1,7 +1,8 @@
 """Write the tables of speed in docs/torchrec.md from their records: `python docs/torchrec_page.py`.
 
-`torchrun --nproc-per-node 2 benchmarks/torchrec_modules.py --json FILE` writes a record. The page shows the records
-benchmarks/results/*-torchrec.json, and a test compares it with them. Nothing here is installed with weft.
+`torchrun --nproc-per-node 2 benchmarks/torchrec_NAME.py --json FILE` writes a record. The page shows the records
+benchmarks/results/*-torchrec.json (of NAME=modules) and *-torchrec-NAME.json. A test compares it with them. Nothing
+here is installed with weft.
 """
 
 from __future__ import annotations
@@ -14,41 +15,79 @@ from typing import Any
 from weft.bench.core.tables import geomean, markdown_table, times
 
 PAGE = Path(__file__).parent / "torchrec.md"
-RECORDS = sorted((PAGE.parents[1] / "benchmarks" / "results").glob("*-torchrec.json"))
-_MARK = re.compile(r"(?P<open><!-- torchrec -->\n).*?(?P<close><!-- /torchrec -->)", re.DOTALL)
-_PARTS = ("forward", "step")
+RESULTS = PAGE.parents[1] / "benchmarks" / "results"
+_MARK = re.compile(r"(?P<open><!-- torchrec:(?P<name>\w+) -->\n).*?(?P<close><!-- /torchrec -->)", re.DOTALL)
+_CASE = "tables x rows x dimension, batch of a rank, mean ids"
+_NOTES = {
+    "modules": (
+        "fp32, table-wise with the same owners",
+        "A step is forward, backward and a fused SGD update. Batches are new KeyedJaggedTensors of local samples.",
+    ),
+    "sharders": (
+        "fp32, the same plans",
+        "Both are `DistributedModelParallel`, with TorchRec's sharder and with weft's. A step is forward, backward and the "
+        "update of all tables:\nby SGD, and by rowwise Adagrad for tables without pooling. These have "
+        "`use_index_dedup=True`, and 2% of the ids of a batch are distinct.",
+    ),
+    "pipeline": (
+        "fp32, table-wise with the same owners",
+        "A step trains the tables and two dense layers. Exposed is the time of a step beyond that of a step whose ids have "
+        "been distributed\nbefore. Hidden is the share of the exposed time of a plain loop that the pipeline hides.",
+    ),
+}
 
 
-def body() -> str:
+def records(name: str) -> list[Path]:
+    """Return the records of benchmarks/torchrec_NAME.py."""
+    return sorted(RESULTS.glob("*-torchrec.json" if name == "modules" else f"*-torchrec-{name}.json"))
+
+
+def body(name: str) -> str:
     """Return a table for each record, with a line on how it was measured."""
-    tables = "\n".join(_table(json.loads(record.read_text())) for record in RECORDS)
-    return f"{tables}\nA step is forward, backward and a fused SGD update. Batches are new KeyedJaggedTensors of local samples.\n"
+    table, (how, note) = (_pipelines if name == "pipeline" else _steps), _NOTES[name]
+    found = []
+    for record in records(name):
+        lines = json.loads(record.read_text())
+        first = lines[0]
+        peers = " and ".join(f"{peer} {release}" for peer, release in first["peers"].items())
+        where = f"{first['machine']}, {peers}, torch {first['versions']['torch']}, {how}, commit {first['commit']}."
+        found.append(f"{table(lines, has_mean=name == 'modules')}\n\n{where}\n")
+    return "\n".join(found) + f"\n{note}\n"
 
 
-def _table(records: list[dict[str, Any]]) -> str:
-    rows = [
-        [record["case"], *(cell for part in _PARTS for cell in _cells(record["ms"], part))]
-        for record in records
-    ]  # fmt: skip
-    gains = {part: [record["ms"][f"{part}, speedup"] for record in records] for part in _PARTS}
-    means = [cell for part in _PARTS for cell in ("", "", times(geomean(gains[part])))]
-    columns = ["tables x rows x dimension, batch of a rank, mean ids", *(
-        f"{part}, {what}" for part in _PARTS for what in ("TorchRec (ms)", "weft (ms)", "speedup")
-    )]  # fmt: skip
-    table = markdown_table(columns, [*rows, ["geometric mean", *means]])
-    first = records[0]
-    peers = " and ".join(f"{name} {release}" for name, release in first["peers"].items())
-    where = f"{first['machine']}, {peers}, torch {first['versions']['torch']}, fp32, table-wise with the same owners"
-    return f"{table}\n\n{where}, commit {first['commit']}.\n"
+def _steps(lines: list[dict[str, Any]], has_mean: bool) -> str:
+    parts = ("forward", "step")
+    rows = [[line["case"], *(cell for part in parts for cell in _pair(line["ms"], part))] for line in lines]
+    gains = {part: [line["ms"][f"{part}, speedup"] for line in lines] for part in parts}
+    means = [cell for part in parts for cell in ("", "", times(geomean(gains[part])))]
+    columns = [f"{part}, {what}" for part in parts for what in ("TorchRec (ms)", "weft (ms)", "speedup")]
+    return markdown_table([_CASE, *columns], [*rows, *([["geometric mean", *means]] if has_mean else [])])
 
 
-def _cells(ms: dict[str, float], part: str) -> list[str]:
+def _pair(ms: dict[str, float], part: str) -> list[str]:
     return [f"{ms[f'{part}, torchrec']:.2f}", f"{ms[f'{part}, weft']:.2f}", times(ms[f"{part}, speedup"])]
 
 
+def _pipelines(lines: list[dict[str, Any]], has_mean: bool) -> str:
+    ways = {
+        "TorchRec": ("torchrec", "pipeline"),
+        "weft's sharder": ("weft", "pipeline"),
+        "`weft.nn.prefetched`": ("weft", "prefetch"),
+    }
+    rows = []
+    for line in lines:
+        row, ms = [line["case"]], line["ms"]
+        for by, way in ways.values():
+            step = ms[f"{by}, {way}"]
+            row += [f"{step:.2f}", f"{step - ms[f'{by}, distributed']:.2f}", f"{ms[f'{by}, hidden by {way}']:.0%}"]
+        rows.append([*row, times(ms["speedup"])])
+    columns = [f"{way}, {what}" for way in ways for what in ("step (ms)", "exposed (ms)", "hidden")]
+    return markdown_table([_CASE, *columns, "weft's sharder, speedup"], rows)
+
+
 def page() -> str:
-    """Return the page with the table of the record."""
-    return _MARK.sub(lambda mark: f"{mark['open']}{body()}{mark['close']}", PAGE.read_text())
+    """Return the page with the tables of the records."""
+    return _MARK.sub(lambda mark: f"{mark['open']}{body(mark['name'])}{mark['close']}", PAGE.read_text())
 
 
 if __name__ == "__main__":
