@@ -15,6 +15,7 @@ over rounds. All variants must leave equal tables. On CPU, shapes are small.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -182,6 +183,7 @@ def run(
         if rank == 0 and given.json is not None:
             append(given.json, [{"case": name, "ms": ms, **(beside or {}), **environment(device.type)}])
         if on_gpu:
+            gc.collect()  # TorchRec's modules are in reference cycles
             torch.cuda.empty_cache()
     if rank == 0:
         print_table(title, ("case", *ms), lines, [])
