@@ -145,7 +145,7 @@ class Collected(NamedTuple):
 
 
 COLLECTED: dict[int, list[Collected]] = {}
-"""Gradients that are collected for one update, by the id of the tensor that counts the optimizer's updates."""
+"""Gradients that are collected for one update, by Python's `id` of the tensor that counts the optimizer's updates."""
 
 
 def joined_calls(calls: list[Collected]) -> Collected:

@@ -16,8 +16,8 @@ the row:
     PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number a row
 
 t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`.
-States are float32 for tables of any dtype, and updates are computed in float32. The rules are those of FBGEMM's exact
-optimizers, except that FBGEMM applies Adam's weight decay separately from the gradient. Each device has one
+States are float32 for tables of any dtype, and updates are computed in float32. The formulas are those of FBGEMM's
+exact optimizers, except that FBGEMM applies Adam's weight decay separately from the gradient. Each device has one
 implementation: `csrc/embedding_update_isa.cpp` and `weft/kernels/embedding_backward.py`.
 """
 
@@ -49,14 +49,15 @@ _NOT_OF_THE_RULE = ("lr", "clip_value", "clip_norm", "seed", *_CHOICES)
 class EmbeddingOptimizer:
     """The base class of optimizers that backward runs. Raises `ValueError` for an invalid argument.
 
-    lr: the initial learning rate. Change it through `ebc.fused_optimizer`.
-    weight_decay: the factor of the row that is added to the row's gradient. Only rows that a batch reads decay.
+    lr: the initial learning rate. Change it through the `fused_optimizer` of the module.
+    weight_decay: backward adds `weight_decay` times the row to the row's gradient. Only rows that a batch reads decay.
     nonfinite: what happens to a row with an infinite or NaN gradient. "propagate" updates it. "skip" leaves it
         unchanged. "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated; for
         this check ranks synchronise and wait for the device.
-    clip_value: the largest absolute value of an element of a row's gradient, as in `torch.nn.utils.clip_grad_value_`.
-    clip_norm: the largest norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`. If
-        the norm is larger, all gradients are scaled down. Ranks all-reduce the norm before each update. Rows that
+    clip_value: the limit on the absolute value of each element of a row's gradient, as in
+        `torch.nn.utils.clip_grad_value_`.
+    clip_norm: the limit on the norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`.
+        If the norm is larger, all gradients are scaled down. Ranks all-reduce the norm before each update. Rows that
         "skip" leaves unchanged do not count.
     rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost:
         the expected value is exact. The random bits depend only on `seed`, the number of the update, table, row and

@@ -1,10 +1,9 @@
 """The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
 
 A **unit** is the work that a Triton program or CPU thread takes at a time: some vectors of one sample. For `put` a unit
-is a
-**slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one flag.
-For `direct` a unit only determines how much work is taken at once. On GPUs its size follows from the bytes of a bag,
-not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
+is a **slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one
+flag. For `direct` a unit only determines how much work is taken at once. On GPUs its size follows from the bytes of a
+bag, not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
 
 Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), which is also verified and
 simulated. The schedule's tiles name their kernel (`kernel_of`).
@@ -123,7 +122,7 @@ class EmbeddingPlan:
         return {"serial": "serial", **sliced}
 
     def alone(self, rank: int) -> EmbeddingPlan | None:
-        """Return a plan with only the tables of `rank`, for a world of one rank; None if the rank has no tables."""
+        """Return a plan with only the tables of `rank`, for a group of one rank; None if the rank has no tables."""
         tables = tuple(self.sharding.tables[i] for i in self.sharding.local_tables(rank))
         if not tables:
             return None

@@ -8,12 +8,14 @@ sum of two lower bounds, for its memory and for its links:
 B is the number of samples per rank, W the number of ranks. A table has r rows read per sample, F features, D columns of
 e bytes, and s bytes of states per row:
 
-    bytes       of memory                                                       on the links, in each direction
-    whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
-    columns     the same with the part's columns
-    rows        the part's share of ids, of W B r (...), plus                   (W - 1) B (F D e + 8 r share); the samples' ranks
-                2 W B F D e                                                     read a vector of each part
-    replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
+    bytes       of memory                                             on the links, in forward and backward
+    whole       W B r (D e + 2 (D e + s)) + 2 W B F D e               2 (W - 1) B (F D e + 8 r)
+    columns     as for whole, with the columns of the part            as for whole, with the columns of the part
+    rows        share W B r (D e + 2 (D e + s)) + 2 W B F D e         2 (W - 1) B (F D e + 8 r share)
+    replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4      2 (W - 1) / W rows (D + 1) 4
+
+share is the fraction of the table's ids that the part gets. With `rows`, the rank of a sample also reads a vector of each
+part, and sums these vectors.
 
 The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
 expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others

@@ -158,8 +158,8 @@ class EmbeddingBagConfig:
         return self.num_embeddings * self.embedding_dim * self.dtype.itemsize
 
     def bytes_per_sample(self, rows_read: float | None = None) -> float:
-        """Return the bytes that pooling one sample moves: rows and ids are read, one vector and one offset per feature
-        are written.
+        """Return the bytes that pooling one sample moves: it reads rows, ids, and one offset per feature, and writes
+        one vector per feature.
 
         rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per
             feature).

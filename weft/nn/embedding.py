@@ -55,7 +55,7 @@ def mark_again(module: Any, incompatible_keys: Any) -> None:
 class ShardedEmbeddingBagCollection(TrainedTables):
     """Embedding tables that are sharded over `group`. A call returns the pooled vectors of each rank's own samples.
 
-    All ranks of `group` must construct the module and make every call, with equal arguments. The constructor compares
+    All ranks of `group` must construct the module with equal arguments, and make every call. The constructor compares
     all arguments except `device` and `deadline_s`, and raises `DisagreementError` if they differ. If a rank is missing
     or dead, the other ranks raise `DeadlineError` or `PeerLostError`.
 
@@ -110,12 +110,14 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         sent. A limit costs an exchange of these numbers in each call.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
         `weft.embedding_all_to_all`. The input distribution uses `deadline_s` on CPU, and the process group's timeout on
-        GPUs. `output_dtype` is refused if a table is sharded or data-parallel.
+        GPUs. `output_dtype` is refused if a table is column-wise, row-wise or data-parallel.
     """
 
     _container = "embedding_bags"
     _of_parts: ClassVar[type[Any] | None] = None
-    """The subclass for sharded tables. `weft.nn.partitioned_embedding` imports this module and sets the attribute."""
+    """The subclass for column-wise, row-wise and data-parallel tables. `weft.nn.partitioned_embedding` imports this module
+    and sets the attribute.
+    """
 
     def __init__(
         self,
@@ -269,8 +271,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._begin_ahead(features, None)
 
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
-        """Begin the distribution of a batch. refusal: an error of this batch, which the batch's call reports to all
-        ranks.
+        """Begin the distribution of a batch. refusal: an error about the batch, which the module's call with the batch
+        reports to all ranks.
         """
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 

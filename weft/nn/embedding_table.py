@@ -22,7 +22,7 @@ _STEP = 1_000_003  # difference between the seeds of two blocks; tables have adj
 
 
 class Table(nn.EmbeddingBag):
-    """The parameter of a table, with TorchRec's name and module type. weft never calls the module."""
+    """The module that contains the parameter of a table. Its name and type are TorchRec's. weft never calls the module."""
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim

@@ -33,8 +33,8 @@ _WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class ExpertParallelMLP(nn.Module):
-    """MoE experts down_proj(activation(gate_proj(x)) * up_proj(x)), distributed over ranks. Returns each token's
-    weighted sum.
+    """MoE experts down_proj(activation(gate_proj(x)) * up_proj(x)), distributed over ranks. Returns the weighted sum of
+    each token's expert outputs.
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
@@ -53,7 +53,8 @@ class ExpertParallelMLP(nn.Module):
         dropped on GPUs, and raise an error on CPU.
     capacity: the largest value of tokens x top_k of any rank in any call, equal on all ranks. Default: slightly more
         than the value in the first call.
-    schedules: the names of schedules of `all_to_all_matmul` and of `matmul_all_to_all`, to pin them.
+    schedules: the names of the schedules to use for `all_to_all_matmul` and for `matmul_all_to_all`. None: weft
+        chooses.
     device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16, and x must have the same dtype. Autocast has no
         effect.
 
@@ -152,8 +153,8 @@ class ExpertParallelMLP(nn.Module):
         missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
         if missing:
             raise ValueError(
-                f"the state dict has {', '.join(list(whole)[:4])}, ..., but needs {self.first_name} (all experts) or {missing[0]}, "
-                "... (each expert): remove the prefix before these names"
+                f"the state dict has {', '.join(list(whole)[:4])}, ..., but needs {self.first_name} for all experts, "
+                f"or {missing[0]}, ... for each expert: remove the prefix before these names"
             )
         first = [torch.cat([found[i, name] for name in parts]) for i in mine]
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
@@ -164,7 +165,7 @@ class ExpertParallelMLP(nn.Module):
 
     @tells_peers
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's experts.
+        """Return the weighted sum of each token's expert outputs.
 
         top_k_index: integers, the global numbers of each token's experts. On CPU their values are checked.
         top_k_weights: the weight of each of these experts, in any floating dtype.

@@ -44,7 +44,7 @@ NAME = "ShardedEmbeddingBagCollection"
 
 
 class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """A `ShardedEmbeddingBagCollection` in which at least one table is sharded or data-parallel.
+    """A `ShardedEmbeddingBagCollection` in which at least one table is column-wise, row-wise or data-parallel.
 
     Do not construct it: the constructor of `ShardedEmbeddingBagCollection` returns it if `placement` contains a
     `TableSharding`.

@@ -44,7 +44,9 @@ class Arranged:
 
 
 class PartitionedInput:
-    """A function that splits the samples of this rank by the shardings of `partition`. Ranks do not communicate."""
+    """A function that divides the features of this rank's samples among the parts of tables in `partition`. Ranks do
+    not communicate.
+    """
 
     def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
         """refuses_bad_ids: True to raise for ids of row-wise tables that are out of range, with the row number in the

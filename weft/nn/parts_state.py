@@ -54,7 +54,7 @@ def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, A
 
 
 def local_tensors(value: Any) -> list[torch.Tensor]:
-    """Return this rank's tensors in a value of a checkpoint."""
+    """Return this rank's tensors in `value`, an entry of a checkpoint."""
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value] if isinstance(value, torch.Tensor) else []
@@ -65,7 +65,7 @@ class ModelState:
     tables.
 
     Pass a `ModelState` instead of the model if a module has sharded tables. Checkpoints then do not depend on the
-    sharding: tables with other parts, or whole tables, can load them, and the reverse.
+    sharding: a model with other parts, or with whole tables, can load them.
 
         state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)

@@ -23,8 +23,8 @@ Batch = TypeVar("Batch")
 
 
 class Prefetched:
-    """A batch whose ids are being distributed to the ranks that own the tables. Every rank must make a `Prefetched`,
-    and call `arrived`.
+    """A batch whose ids are being distributed to the ranks that own the tables. Every rank must construct a
+    `Prefetched`, and call `arrived`.
 
     On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. The ids are sent
     when the module is called with the batch. In that call the CPU waits only for the separate stream, not for work
@@ -87,9 +87,9 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
       out of step, and all raise an error. On CPU the error says that a rank may have run out of batches.
     - If reading a batch raises, the error is raised after the steps of all earlier batches.
     - If no rank calls a module in a step, this module skips the batch.
-    - After a break or an exception out of the loop, the prefetched batch is discarded, and modules can be called with
-      any batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself catches
-      loses no batch.
+    - After a break, or an exception that leaves the loop, the prefetched batch is discarded, and modules can be called
+      with any batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself
+      catches loses no batch.
     - To call a module with another batch inside the loop, call its `cancel_prefetch()` first, on every rank.
 
     features_of: for each module, a function that returns the features of a batch. The step must pass the same object to

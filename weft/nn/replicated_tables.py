@@ -102,8 +102,9 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts`, and a row for each id, without pooling: [number of ids of all slots, embedding_dim].
 
-        Ranks communicate only in backward. ids: for each slot, its row numbers; numbers out of range read
-            zero rows.
+        Ranks communicate only in backward.
+
+        ids: for each slot, its row numbers. A row number out of range reads a zero row.
         parts, step: as for `pooled`. All tables have the same number of columns.
         """
         weights = self.weights()
@@ -126,8 +127,8 @@ class ReplicatedTables:
         return [None] * len(of.plan.sharding.tables)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
-        """Update the tables by the gradients reduced over ranks. step: the number of earlier updates of the sharded
-        tables.
+        """Update the tables with the gradients that were reduced over ranks. step: the number of earlier updates of the
+        sharded tables.
         """
         assert of.tables is not None
         of.is_updated = True
@@ -136,7 +137,7 @@ class ReplicatedTables:
         runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
-        """Update the tables once, by the sum of the kept gradients."""
+        """Update the tables once, with the sum of the kept gradients."""
         collected, self.collected = self.collected, None
         if collected:
             of, total = collected[0]

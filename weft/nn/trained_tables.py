@@ -84,7 +84,7 @@ class TrainedTables(nn.Module):
         raise NotImplementedError
 
     def _update_collected(self, collected: list[Any]) -> None:
-        """Update the tables once by the collected gradients. All ranks must make this call."""
+        """Update the tables once, with the collected gradients. All ranks must make this call."""
         raise NotImplementedError
 
     def _speaks_on(self) -> torch.device:

@@ -100,7 +100,8 @@ def all_gather_matmul(
       bad arguments after the first call of a shape may make the group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
-      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+      only the first call of a shape before it runs. They compare later calls up to a second afterwards, and a
+      difference then makes the group unusable.
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.
 

@@ -73,8 +73,8 @@ def all_to_all_matmul(
         many rows, and rows beyond the received ones are not written. The CPU then never waits, and a CUDA graph can
         capture the call unless the schedule is "serial". The number may differ between ranks and between calls.
     return_received: True to return `received` too.
-    capacity: the largest number of tokens of any rank in any call, equal on all ranks. A rank may send all of its
-        tokens to one peer. Default: slightly more than the largest T at the first call of this shape.
+    capacity: the largest number of tokens of any rank in any call, equal on all ranks. Memory suffices even if a rank
+        sends all of its tokens to one peer. Default: slightly more than the largest T at the first call of this shape.
     schedule: the name of a schedule, such as "serial" or "dispatch[by=kernel,rest=together]". "autotune" times
         schedules at the first call of a shape, and caches the fastest (docs/planning.md). "heuristic" takes the pick of
         FiCCO's static heuristic. If the picked schedule cannot run, weft warns with the reason and uses its default
@@ -107,8 +107,9 @@ def all_to_all_matmul(
     Raises:
 
     - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments, wrong values in splits (checked on
-      CPU only), or more tokens than capacity. ("serial" without gradients has no capacity.) The group stays usable. On
-      GPUs, an error after the first call of a shape makes the group unusable.
+      CPU only), or more tokens than capacity. (The schedule "serial" without gradients accepts more tokens, except in
+      the first call of a shape.) The group stays usable. On GPUs, an error after the first call of a shape makes the
+      group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows. On GPUs such rows are
       dropped, and only `received` shows it.
@@ -234,8 +235,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules: with the problem's number of tokens, equally many for each expert. The
-        first real call may have few tokens.
+        """Return a call with which schedules are measured. It has the problem's number of tokens, equally many for each
+        expert, because the first real call may have few tokens.
         """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))

@@ -92,12 +92,13 @@ def embedding_all_to_all(
     transport: how vectors are sent. "direct" stores each vector into the peer's memory. "put" sends slices of up to
         `slice_size` vectors of a sample (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools
         everything, calls NCCL's all-to-all, and reorders the columns. "auto" uses the transport with the shortest
-        predicted time on this GPU (`weft.plan.explain`). Similar numbers of samples share one choice. On CPU, and on
-        GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, every transport is
-        "serial".
+        predicted time on this GPU (`weft.plan.explain`). Calls with similar numbers of samples share one choice. On
+        CPU, and on GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, every transport
+        is "serial".
     slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, the number of consecutive vectors that
         a thread stores. "direct" on GPUs ignores slice_size.
-    order: "remote_first" pools the samples of peers before this rank's own; "natural" follows the batch.
+    order: "remote_first" pools the samples of peers before this rank's own; "natural" pools samples in the order of the
+        batch.
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on
         GPUs at the next call). "fatal" refuses the call on every rank before anything is written (on GPUs the CPU waits
         for the device). "ignore" does not check.
@@ -106,8 +107,8 @@ def embedding_all_to_all(
     outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With
         n buffers, the caller may keep n - 1 results during the next call. If the caller keeps more, results are copied
         out of the buffers. With 1, keeping a result during the next call is an error. A CUDA graph keeps one buffer for
-        each call that it captured. If only one buffer is free, results are copied from it. "serial" has no such
-        buffers: its results are ordinary tensors.
+        each call that it captured. If only one other buffer is left, results of other calls are copied out of it.
+        "serial" has no such buffers: its results are ordinary tensors.
     output_dtype: "fp16" or "bf16" rounds each pooled vector, which is summed in fp32, to this dtype before sending.
         This halves the bytes sent for fp32 tables. Gradients are sent in the same dtype. "table": the tables' dtype. On
         CPU, such calls use transport "serial".
@@ -134,8 +135,8 @@ def embedding_all_to_all(
     Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs
         one or two slices per Triton program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers
         instead. Each combination of a sharding and options keeps this memory until the group is destroyed, or until
-        `weft.nn.ShardedEmbeddingBagCollection.close`. Backward needs the gradients of pooled vectors, sent and
-        received, up to 40 bytes for each id, and, without `update`, the gradients of tables.
+        `weft.nn.ShardedEmbeddingBagCollection.close`. Backward needs memory for the gradients of pooled vectors that it
+        sends and receives, up to 40 bytes for each id, and, without `update`, the gradients of tables.
 
     Raises:
 
@@ -233,7 +234,9 @@ def form_of(
     plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None,
     training: Training = NOT_TRAINED,
 ) -> _Call:  # fmt: skip
-    """Return the arguments as a `_Call`. `_EmbeddingAllToAll.inputs` checks the other arguments."""
+    """Return the arguments as a `_Call`. Check `features` and `batch_sizes`; `_EmbeddingAllToAll.inputs` checks the
+    rest.
+    """
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
     return _Call(weights, values, offsets, of_values, sizes, keys, stride, whole, rank, *training, *plan)  # type: ignore[arg-type]

@@ -54,15 +54,15 @@ def matmul_all_gather(
 
     x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. The same shape on all ranks.
         Not a DTensor: pass its to_local(). Copied if `x.movedim(gather_dim, 0)` is not contiguous.
-    w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
-        values.
+    w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Its values may differ between
+        ranks.
     gather_dim: a dimension of the product [..., N]. -1 or the last dimension concatenates columns, as in a
         column-parallel layer that gathers its output: the columns of rank r begin at r * N. Any other dimension
         concatenates rows.
     group: a process group, or its name.
-    schedule: the name of a schedule, such as "serial" or "direct[chunks=2,by=dma]", to use it in forward.
-        `weft.plan.explain` lists the names. "autotune" times schedules at the first call of a shape, and caches the
-        fastest (docs/planning.md).
+    schedule: the name of a schedule for forward, such as "serial" or "direct[chunks=2,by=dma]". `weft.plan.explain`
+        lists the names. "autotune" times schedules at the first call of a shape, and caches the fastest
+        (docs/planning.md).
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
         in backward too. On GPUs the serial schedule and backward call NCCL, which uses the timeout of the process
         group.
@@ -93,7 +93,8 @@ def matmul_all_gather(
       bad arguments after the first call of a shape may make the group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
-      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+      only the first call of a shape before it runs. They compare later calls up to a second afterwards, and a
+      difference then makes the group unusable.
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.
 

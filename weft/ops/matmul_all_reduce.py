@@ -68,16 +68,17 @@ def matmul_all_reduce(
 
     With `norm`, return `(rms_norm(y, [N], norm, eps), y)`: the input and the residual of a transformer's next layer.
 
-    Finished rows are sent while other rows are computed, and their sums are returned while other rows are reduced. With
-    few rows, as in decoding, every rank reduces all rows. The planner chooses a schedule for the shape and the machine.
-    If no overlapping schedule is faster, the GEMM runs first, and then the all-reduce of NCCL (on CPU gloo). All ranks
-    of `group` must make the call. Autocast has no effect: GEMM and norm use the dtype of the inputs.
+    Each rank sends finished rows to the ranks that reduce them, while it computes other rows. These ranks send sums to
+    all ranks while they reduce other rows. With few rows, as in decoding, every rank reduces all rows. The planner
+    chooses a schedule for the shape and the machine. If no overlapping schedule is faster, the GEMM runs first, and
+    then the all-reduce of NCCL (on CPU gloo). All ranks of `group` must make the call. Autocast has no effect: GEMM and
+    norm use the dtype of the inputs.
 
     x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D, with any number of rows. The
         same shape on all ranks. Not a DTensor: pass its to_local(). Integers and fp8 are refused, because products are
         rounded to x's dtype before they are reduced. Copied if it is not contiguous.
-    w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
-        values.
+    w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Its values may differ between
+        ranks.
     group: a process group, or its name.
     op: "sum", or "avg" (the sum divided by the number of ranks).
     bias, residual: [N] and [..., N] in x's dtype, added to the sum. They must be equal on all ranks, because one rank
@@ -85,7 +86,7 @@ def matmul_all_reduce(
         with "avg".
     norm: [N] in x's dtype, the weight of an RMSNorm of the sum. Not supported with "avg".
     eps: the norm's epsilon, at least 0, which is added to the mean square of a row.
-    schedule: the name of a schedule, such as "serial" or "two_shot[chunks=2,by=dma,add=gemm]", to use it in forward.
+    schedule: the name of a schedule for forward, such as "serial" or "two_shot[chunks=2,by=dma,add=gemm]".
         `weft.plan.explain` lists the names. "autotune" times schedules at the first call of a shape, and caches the
         fastest (docs/planning.md).
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
@@ -94,22 +95,22 @@ def matmul_all_reduce(
         supported under torch.compile.
 
     Returns the sum [..., N] in x's dtype, in ordinary memory. On GPUs the result is valid in stream order. With `norm`,
-    returns (the normalised sum, the sum). The norm is computed from the sum in x's dtype, with this rank's weight, in
-    fp32 (fp64 for fp64 inputs), and rounded once.
+    returns (the normalised sum, the sum). The norm is computed in fp32 (fp64 for fp64 inputs) from the sum in x's
+    dtype, with this rank's weight, and rounded once.
 
     Overlapped schedules reduce in fp32, in an order that depends only on the schedule and the number of ranks. So equal
     calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy the result,
-    or each rank reduces the row in the order of ranks. Rows are divided equally among the ranks, but the last ranks may
-    get fewer rows, or none. Two schedules may differ by rounding. "avg" divides the rounded sum, so in fp16 a product
-    or sum above 65504 overflows before the division.
+    or each rank reduces the row in the order of ranks. The rows to reduce are divided equally among the ranks, but the
+    last ranks may get fewer rows, or none. Two schedules may differ by rounding. "avg" divides the rounded sum, so in
+    fp16 a product or sum above 65504 overflows before the division.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
-    to seconds. Make them before you capture a CUDA graph.
+    to seconds. Make the call and its backward before you capture a CUDA graph.
 
     Memory: the results, and memory that weft keeps for later calls, up to two and a half times the size of the sum,
-        partly symmetric. With few rows it is W times the size of the sum on W ranks, at most 256 MiB. Autograd also
-        saves x, w and, with `norm`, the sum. Do not change them in place: write `sum = sum + ...`, not `sum += ...`.
-        Autograd raises an error if they were changed.
+        partly symmetric. With few rows, the kept memory is W times the size of the sum on W ranks, at most 256 MiB.
+        Autograd also saves x, w and, with `norm`, the sum. Do not change these tensors in place: write `sum = sum +
+        ...`, not `sum += ...`. Backward raises an error if they were changed.
 
     Differentiable once in x, w, bias, residual and norm. All ranks must enable gradients for the same inputs. Gradients
     of x and w are gradients of the sum of the ranks' losses, as in `torch.distributed.nn.functional.all_reduce`. If all
@@ -127,7 +128,8 @@ def matmul_all_reduce(
       bad arguments after the first call of a shape may make the group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
-      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+      only the first call of a shape before it runs. They compare later calls up to a second afterwards, and a
+      difference then makes the group unusable.
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.
 

@@ -80,8 +80,8 @@ def matmul_all_to_all(
         rows on all ranks or on none.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
-    schedule: the name of a schedule, such as "serial" or "combine[chunks=1,by=store]", to use it in forward. "autotune"
-        times schedules at the first call of a shape, and caches the fastest (docs/planning.md).
+    schedule: the name of a schedule for forward, such as "serial" or "combine[chunks=1,by=store]". "autotune" times
+        schedules at the first call of a shape, and caches the fastest (docs/planning.md).
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
         in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
         which uses the timeout of the process group.
@@ -89,7 +89,7 @@ def matmul_all_to_all(
         supported under torch.compile.
 
     Returns y [rows, N] in h's dtype, in ordinary memory, in the order of this rank's tokens as passed to
-    `all_to_all_matmul`: sorted by global expert. On GPUs it is valid in stream order. Every row is one product in fp32,
+    `all_to_all_matmul`: sorted by global expert. On GPUs it is valid in stream order. Every row is computed in fp32 and
     rounded once, so equal calls give equal bits. Under torch.compile without rows, y has a dynamic size, which needs
     `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
@@ -112,8 +112,9 @@ def matmul_all_to_all(
     Raises:
 
     - `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments, wrong values in received or splits
-      (checked on CPU only), or more tokens than capacity. ("serial" without gradients has no capacity.) The group stays
-      usable. On GPUs, an error after the first call of a shape makes the group unusable.
+      (checked on CPU only), or more tokens than capacity. (The schedule "serial" without gradients accepts more tokens,
+      except in the first call of a shape.) The group stays usable. On GPUs, an error after the first call of a shape
+      makes the group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
@@ -271,8 +272,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules: with the problem's number of tokens, equally many for each expert. The
-        first real call may have few tokens.
+        """Return a call with which schedules are measured. It has the problem's number of tokens, equally many for each
+        expert, because the first real call may have few tokens.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)

@@ -63,14 +63,14 @@ def matmul_reduce_scatter(
     A: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its
         to_local(). Integers and fp8 are refused, because products are rounded to A's dtype before they are reduced (for
         fp8 use `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not contiguous.
-    B: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Each rank may pass other
-        values.
+    B: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Its values may differ between
+        ranks.
     reduce_op: "sum", or "avg" (the sum divided by the number of ranks).
     scatter_dim: a dimension of the product [..., N], whose size is divisible by the number of ranks. -1 or the last
         dimension scatters columns: weft computes B^T @ A^T and scatters its rows, which copies the result, and B if it
         is row-major.
     group: a process group, or its name.
-    schedule: the name of a schedule, such as "serial" or "direct[chunks=2,by=dma,add=gemm]", to use it in forward.
+    schedule: the name of a schedule for forward, such as "serial" or "direct[chunks=2,by=dma,add=gemm]".
         `weft.plan.explain` lists the names, except "pulled[chunks=2,by=gemm]" and "pulled[chunks=2,by=tracked]", which
         have not been timed on GPUs. "autotune" times schedules at the first call of a shape, and caches the fastest
         (docs/planning.md).
@@ -86,7 +86,7 @@ def matmul_reduce_scatter(
     rounded sum, so in fp16 a product or sum above 65504 overflows before the division.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
-    to seconds. Make them before you capture a CUDA graph.
+    to seconds. Make the call and its backward before you capture a CUDA graph.
 
     Memory: the result, and memory that weft keeps for later calls, up to twice the size of A @ B, partly symmetric. All
         calls that differ only in rows share the memory of the largest A, as in `weft.all_gather_matmul`. During a call
@@ -101,7 +101,8 @@ def matmul_reduce_scatter(
       bad arguments after the first call of a shape may make the group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `DisagreementError` if ranks make different calls. CPU ranks compare every call before it runs. GPU ranks compare
-      the first call of a shape. They compare later calls within a second, and a difference makes the group unusable.
+      only the first call of a shape before it runs. They compare later calls up to a second afterwards, and a
+      difference then makes the group unusable.
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.
 

@@ -81,14 +81,14 @@ def scaled_matmul_reduce_scatter(
     out_dtype: torch.bfloat16, float16 or float32, the dtype in which products are sent and reduced. None is refused: in
         torch's op it means fp8, which cannot hold sums. With row-wise scales, some GPUs support bfloat16 only.
     use_fast_accum: True for faster, less exact accumulation.
-    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so schedules
-        with add=gemm, the ring and tracked GEMMs are not available.
+    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so the
+        schedules "ring", with add=gemm and with tracked GEMMs are not available.
 
     Returns this rank's part of the sum in out_dtype. Its shape is output_shape with the size of orig_scatter_dim
-    divided by the number of ranks. That dimension is the outermost in memory. Overlapped schedules round products to
-    out_dtype, reduce them in fp32, and round the sum once. "avg" divides the rounded sum. On CPU the call computes in
-    fp32 and is meant for tests. On GPUs it runs cuBLAS and then NCCL, unless a schedule is pinned or "autotune" is
-    requested.
+    divided by the number of ranks. In memory, orig_scatter_dim is the outermost dimension. Overlapped schedules round
+    products to out_dtype, reduce them in fp32, and round the sum once. "avg" divides the rounded sum. On CPU the call
+    computes in fp32 and is meant for tests. On GPUs it runs cuBLAS and then NCCL, unless a schedule is pinned or
+    "autotune" is requested.
 
     Memory: as for `weft.matmul_reduce_scatter`, with products in out_dtype.
 

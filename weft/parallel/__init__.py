@@ -1,4 +1,4 @@
-"""Drop-in replacements for the styles of `torch.distributed.tensor.parallel`, whose collectives overlap with GEMMs.
+"""Drop-in replacements for the styles of `torch.distributed.tensor.parallel`, with collectives that overlap with GEMMs.
 
 Names, arguments and layouts are torch's: change only the imports, and pass the styles to `parallelize_module`.
 `docs/tensor_parallel.md` lists the layouts that overlap. All other layouts run torch's code.

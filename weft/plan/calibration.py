@@ -29,7 +29,8 @@ from weft.sim.machines import disturbance, share_held
 from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
-"""The longest GEMM that is measured, in us: about 15 TFLOP on a GPU, and still repeatable within the budget."""
+"""The longest GEMM that is measured, in us: about 15 TFLOP on a GPU. Longer GEMMs could not be repeated within the budget.
+"""
 _MOST_BYTES = 4 << 30
 _AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB

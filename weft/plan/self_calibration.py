@@ -135,8 +135,8 @@ def sizes_for(base: Model) -> ProbeSizes:
 
 
 def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> SelfCalibration:
-    """Measure, the most important numbers first. Start no measurement after `budget_s` seconds. All ranks must make
-    this call.
+    """Measure the numbers of a `SelfCalibration`, the most important first. Start no measurement after `budget_s`
+    seconds. All ranks must make this call.
     """
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}

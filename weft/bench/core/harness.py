@@ -277,8 +277,8 @@ class _HostClock:
 
 
 class _SingleClock(_HostClock):
-    """The timer for mode `single`: each call has a synchronisation. The time is the median, without the first call
-    after the pause.
+    """The timer for mode `single`: each call has a synchronisation. The time is the median over all calls except the
+    first, which follows a pause.
     """
 
     def measure(self, repetition: int) -> tuple[float, float]:

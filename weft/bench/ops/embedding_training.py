@@ -89,7 +89,7 @@ class StepTraffic:
     """Bytes that one rank must move in a step.
 
     rows: all occurrences of rows. distinct_rows: each row once. rest: other bytes in local memory. wire: bytes that
-        leave the rank in forward and in backward together, as many as arrive.
+        leave the rank in forward and in backward together; as many bytes arrive.
     """
 
     rows: float

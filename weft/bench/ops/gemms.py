@@ -244,9 +244,9 @@ def roundings(schedule: Schedule) -> int:
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:
     """Return the largest allowed error of a GEMM's output, relative to the largest element.
 
-    of_torch: the error of torch's GEMM in this dtype. The limit is twice this error, but at least half a rounding of the largest
-    element, times `roundings`. With None, return the limit for torch itself: a few roundings, and the roundings of k
-    additions in fp32.
+    of_torch: the error of torch's GEMM in this dtype. The limit is `roundings` times the larger of twice this error and
+    half a rounding of the largest element. With None, return the limit for torch itself: a few roundings, and the
+    roundings of k additions in fp32.
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

@@ -6,7 +6,7 @@ operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor
     serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, reduce_scatter_tensor
     asynctp   torch's operator fused_matmul_reduce_scatter (fp8: fused_scaled_matmul_reduce_scatter); GPUs only
 
-Also timed alone: the GEMM, the copies of all peers' rows to the peers, and NCCL's reduce-scatter. An ideal overlap
+Also timed alone: the GEMM, the copies of each peer's rows to that peer, and NCCL's reduce-scatter. An ideal overlap
 takes as long as the longer of the GEMM and the copies.
 
 Shapes named "-rowmajor" have row-major weights, as the gradient of a layer's input does.
