@@ -56,8 +56,8 @@ _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 tables show measured records.
 """
 
-_OTHER_STUDIES = ("fused_embedding", "pgas", "t3_hardware")
-"""The studies whose records contain the study's name, because several studies simulate the same operator."""
+_OTHER_STUDIES = ("fused_embedding", "launches", "pgas", "power", "t3_hardware")
+"""The other studies. If a study simulates an operator of another study, its records contain the study's name."""
 
 
 class Mark(NamedTuple):

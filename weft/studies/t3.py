@@ -24,7 +24,7 @@ Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -44,6 +44,7 @@ from weft.words import counted
 OP = "matmul_reduce_scatter"
 LAYERS = {"OP": 1, "FC-2": 4, "FC-1": 4, "IP": 3}
 """{layer: k * ranks / hidden}"""
+BACKWARD = ("FC-1", "IP")
 
 
 class Network(NamedTuple):
@@ -97,10 +98,16 @@ class SublayerRow:
     gather_ms: float
     moved: tuple[Mapping[str, float], Mapping[str, float]] | None
     asynctp_ms: float | None = None
+    pinned: Mapping[str, float] = field(default_factory=dict)
+    row_major: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.network.name} {self.layer}, {self.problem.world_size} ranks"
+
+    def fastest(self, *begins: str) -> tuple[float, str] | None:
+        """Return (milliseconds, name) of the fastest pinned schedule whose name begins with one of `begins`."""
+        return min(((ms, name) for name, ms in self.pinned.items() if name.startswith(begins)), default=None)
 
     @property
     def ideal(self) -> float:
@@ -180,7 +187,9 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
     if not mine:
         raise ValueError(f"no records of T3's sub-layers: run weft bench {OP} --preset t3 --mode queued --json FILE")
     rows = []
-    for same in last_runs(mine, lambda r: (r["config"], r["ranks"], r.get("layer"), r.get("network"))).values():
+    for same in last_runs(
+        mine, lambda r: (r["config"], r["dtype"], r["ranks"], r.get("layer"), r.get("network"))
+    ).values():
         by = {r["variant"]: r for r in same}
         if not {"serial", "weft"} <= by.keys():
             raise ValueError(f"{same[0]['config']} lacks the times of serial or weft: measure it again")
@@ -190,6 +199,7 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
             *_names(one)[0], p, one["chosen"], by["serial"]["p50_ms"], one["p50_ms"], one["gemm_ms"], one["collective_ms"],
             one.get("gather_ms") or 0.0, _moved(p, one["chosen"], one["machine"]),
             by["asynctp"]["p50_ms"] if "asynctp" in by else None,
+            {name: r["p50_ms"] for name, r in by.items() if name not in ("serial", "weft", "asynctp")}, _row_major(one),
         ))  # fmt: skip
     return rows
 
@@ -201,8 +211,13 @@ def _names(record: Record) -> list[tuple[Network, str]]:
     sizes, found = (record["m"], record["n"], record["k"]), []
     for network in NETWORKS:
         same = [layer for layer, p in problems(network, record["ranks"]) if (p.m, p.n, p.k) == sizes]
+        same = [layer for layer in same if layer in BACKWARD or not _row_major(record)]
         found += [(network, ", ".join(same))] * bool(same)
     return found
+
+
+def _row_major(record: Record) -> bool:
+    return record["config"].endswith("-rowmajor")
 
 
 @cache  # a report and its documents show the same records
@@ -216,10 +231,25 @@ def _moved(p: MatmulReduceScatter, chosen: str, machine: str) -> tuple[dict[str,
 
 
 def tables(rows: Sequence[SublayerRow]) -> list[ResultTable]:
-    return [_speedups(rows), *([_moves(rows)] if all(row.moved for row in rows) else [])]
+    """Return a table of speedups for each dtype and layout of weights, and a table of computed traffic for the first of them."""
+    kinds = list(dict.fromkeys((row.problem.dtype, row.row_major) for row in rows))
+    parts = [[row for row in rows if (row.problem.dtype, row.row_major) == kind] for kind in kinds]
+    titles = [
+        ", ".join([dtype, *(["weights not transposed, as in backward"] if row_major else [])])
+        for dtype, row_major in kinds
+    ]
+    speeds = [_speedups(part, f": {title}" * (len(kinds) > 1)) for part, title in zip(parts, titles, strict=True)]
+    return [*speeds, *([_moves(parts[0])] if all(row.moved for row in parts[0]) else [])]
 
 
-def _speedups(rows: Sequence[SublayerRow]) -> ResultTable:
+def _speedups(rows: Sequence[SublayerRow], which: str = "") -> ResultTable:
+    def pinned(part: int, *begins: str) -> Callable[[SublayerRow], str]:
+        def cell(row: SublayerRow) -> str:
+            found = row.fastest(*begins)
+            return "" if found is None else milliseconds(found[0]) if part == 0 else found[1]
+
+        return cell
+
     columns: dict[str, Callable[[SublayerRow], str]] = {
         "sub-layer": lambda row: row.name,
         "M x N x K": lambda row: f"{row.problem.m} x {row.problem.n} x {row.problem.k}",
@@ -230,9 +260,16 @@ def _speedups(rows: Sequence[SublayerRow]) -> ResultTable:
         "asynctp ms": lambda row: milliseconds(row.asynctp_ms),
         "weft ms": lambda row: milliseconds(row.weft_ms),
         "schedule": lambda row: row.chosen,
+        **{
+            title: pinned(part, *begins)
+            for title, part, begins in (
+                ("tracked ms", 0, ("tracked",)), ("fastest tracked", 1, ("tracked",)), ("mapped ms", 0, ("direct",)),
+                ("fastest output map with a GEMM per chunk", 1, ("direct",)),
+            )
+        },
         "ideal": lambda row: f"{row.ideal:.2f}x",
         "speedup": lambda row: f"{row.speedup:.2f}x",
-    }
+    }  # fmt: skip
     last = []
     for title, large in (("Mega-GPT-2 and T-NLG", False), ("the large networks", True)):
         some = [row for row in rows if row.network.large == large]
@@ -240,7 +277,8 @@ def _speedups(rows: Sequence[SublayerRow]) -> ResultTable:
             if some:
                 ideal, speedup = (times(of([getattr(row, name) for row in some])) for name in ("ideal", "speedup"))
                 last.append({"sub-layer": f"{title}: {what}", "ideal": ideal, "speedup": speedup})
-    return table("Speedup over serial of a sub-layer (figures 15 and 16: Mega-GPT-2 and T-NLG)", rows, columns, last)
+    title = f"Speedup over serial of a sub-layer{which} (figures 15 and 16: Mega-GPT-2 and T-NLG)"
+    return table(title, rows, columns, last)
 
 
 _KINDS = {"matmul": "GEMM", "peer": "collective, copies", "engine": "copies here", "compute": "sums"}
@@ -263,7 +301,8 @@ def notes(records: Sequence[Record]) -> list[str]:
     """Return notes on the sources of the numbers, as sentences."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     ranks = sorted({r["ranks"] for r in mine})
-    said = where(mine[-1], " or ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else "")
+    last = mine[-1] | {"dtype": " or ".join(dict.fromkeys(r["dtype"] for r in mine))}
+    said = where(last, " or ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else "")
     if mine[-1]["device"] != "simulated":
         said += " Sub-layers here exclude the all-gather, which the paper's speedups include but do not overlap."
     return [said]
@@ -276,7 +315,21 @@ def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
     said = [f"weft's choices for {counted(len(rows), 'sub-layer')}: {count}."]
     if above := sum(row.speedup > row.ideal for row in rows):
         said.append(f"{above} of the sub-layers are faster than the ideal. {_ABOVE}")
+    said += _pinned(rows)
     return [*said, PAPER]
+
+
+def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
+    """Return sentences on the schedules that were pinned by name: tracked GEMMs, and output maps with a GEMM for each chunk."""
+    found = []
+    for title, begin in (("Tracked GEMMs", "tracked"), ("Output maps with a GEMM for each chunk", "direct")):
+        gains = [(row.serial_ms / best[0], row.weft_ms / best[0]) for row in rows if (best := row.fastest(begin))]
+        if gains:
+            serial, weft = (geomean(of) for of in zip(*gains, strict=True))
+            found.append(
+                f"{title}: {times(serial)} the speed of serial, and {times(weft)} the speed of weft's choice (means)."
+            )
+    return found
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -1,0 +1,110 @@
+"""Pages of measured studies from made-up records: T3's pinned schedules and layouts, power and traffic, launch overhead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.bench.core.tables import Record
+from weft.studies import launches, power, t3
+
+TRACKED, MAPPED = "tracked[chunks=2,to=dma]", "direct[chunks=1,by=store,add=reduce]"
+
+
+def records(variants: dict[str, float], config: str = "16384x3072x1536", **other: Any) -> list[Record]:
+    m, n, k = (int(size) for size in config.removesuffix("-rowmajor").split("x"))
+    common = {
+        "op": t3.OP, "mode": "queued", "device": "cuda", "config": config, "run": config + other.get("dtype", ""), "ranks": 2,
+        "dtype": "bf16", "machine": "2 x NVIDIA H200", "m": m, "n": n, "k": k, "gemm_ms": 3.0, "collective_ms": 2.0,
+        "commit": "abc", "date": "2026-01-01T00:00:00Z", "host_us": 50.0, **other,
+    }  # fmt: skip
+    chosen = {"weft": "direct[chunks=2,by=dma,add=gemm]"}
+    return [{**common, "variant": name, "p50_ms": ms, "chosen": chosen.get(name)} for name, ms in variants.items()]
+
+
+def test_pinned_schedules_layouts_and_dtypes_of_t3() -> None:
+    times = {"serial": 5.0, "weft": 4.0, TRACKED: 6.0, "tracked[chunks=1,to=dma]": 8.0, MAPPED: 2.5}
+    rows = t3.rows_of([
+        *records(times), *records({"serial": 5.0, "weft": 4.0}, dtype="fp16"),
+        *records({"serial": 9.0, "weft": 6.0}, "16384x3072x6144-rowmajor"),
+        *records({"serial": 9.0, "weft": 6.0}, "16384x3072x6144"),
+    ])  # fmt: skip
+    assert [(row.layer, row.problem.dtype, row.row_major) for row in rows] == [
+        ("OP", "bf16", False), ("OP", "fp16", False), ("FC-1", "bf16", True), ("FC-2, FC-1", "bf16", False),
+    ]  # fmt: skip
+    assert (rows[0].fastest("tracked"), rows[0].fastest("direct"), rows[1].fastest("direct")) == (
+        (6.0, TRACKED), (2.5, MAPPED), None,
+    )  # fmt: skip
+    tables = t3.tables(rows)
+    assert [table.title.partition(": ")[2].partition(" (")[0] for table in tables[:3]] == [
+        "bf16", "fp16", "bf16, weights not transposed, as in backward",
+    ]  # fmt: skip
+    line = dict(zip(tables[0].columns, tables[0].cells[0], strict=True))
+    assert (line["tracked ms"], line["fastest tracked"], line["mapped ms"]) == ("6", TRACKED, "2.5")
+    assert "tracked ms" not in tables[1].columns
+    assert "Tracked GEMMs: 0.83x the speed of serial, and 0.67x the speed of weft's choice (means)." in t3.conclusions(
+        rows
+    )
+    assert "bf16 or fp16, queued" in t3.notes(records(times) + records(times, dtype="fp16"))[0]
+
+
+def counters(**other: float | None) -> Record:
+    known = {"copy": 0.98, "read": 0.99, "write": None}
+    rates = {
+        "call_ms": 0.5,
+        "watts": 600.0,
+        "joules": 0.3,
+        "memory_bytes": 4e8,
+        "sent_bytes": 5e7,
+        "received_bytes": 5e7,
+    }
+    return {**rates, "idle_watts": 80.0, "counted_known": known, **other}
+
+
+def test_power_and_traffic_of_calls() -> None:
+    found = records({"serial": 5.0, "weft": 4.0, "asynctp": 4.5})
+    for r in found:
+        r |= {"counters": counters(), "counters_beside": {"gemm": counters(watts=None, joules=None)}}
+    rows = power.rows_of(found)
+    assert [row.name for row in rows] == [
+        "serial", "weft: direct[chunks=2,by=dma,add=gemm]", "asynctp", "the GEMM alone",
+    ]  # fmt: skip
+    (table,) = power.tables(rows)
+    serial, weft, asynctp, gemm = (dict(zip(table.columns, line, strict=True)) for line in table.cells)
+    assert (serial["W"], serial["J"], serial["memory, MB counted"], serial["NVLink, MB sent"]) == (
+        "600",
+        "0.300",
+        "400",
+        "50",
+    )
+    assert serial["memory, MB computed"] != weft["memory, MB computed"] != ""
+    assert (asynctp["memory, MB computed"], gemm["memory, MB computed"], gemm["W"]) == ("", "", "")
+    assert (
+        "the GPU draws 80 W. Of 1 GiB with known traffic the driver counts 98% for a copy, 99% for a read."
+        in power.notes(found)[0]
+    )
+    for r in found:
+        r["counters"] = counters(idle_watts=None, counted_known={"copy": None})  # type: ignore[arg-type]
+    assert "gives no memory traffic" in power.notes(found)[0]
+    with pytest.raises(ValueError, match="no record has the driver's counters: run weft bench with --counters"):
+        power.rows_of(records({"serial": 5.0}))
+
+
+def test_launches_of_finer_schedules() -> None:
+    names = {"serial": 1.0, "weft": 0.9, MAPPED: 0.8, "direct[chunks=4,by=dma,add=gemm]": 0.7}
+    single = records({name: 2 * ms for name, ms in names.items()}, mode="single")
+    graph = records(names, mode="graph")
+    rows = launches.rows_of([*records(names), *single, *graph])
+    assert [row.schedule for row in rows] == [
+        "serial",
+        MAPPED,
+        "direct[chunks=4,by=dma,add=gemm]",
+    ]  # by steps, without "weft"
+    assert rows[0].steps == 2
+    assert rows[0].steps < rows[1].steps < rows[2].steps
+    (table,) = launches.tables(rows)
+    line = dict(zip(table.columns, table.cells[0], strict=True))
+    assert (line["CPU us"], line["single ms"], line["queued ms"], line["single / graph"]) == ("50", "2", "1", "2.00x")
+    with pytest.raises(ValueError, match="no record has a pinned schedule"):
+        launches.rows_of(records({"weft": 1.0}))

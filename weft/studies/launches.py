@@ -1,0 +1,90 @@
+"""Launch overhead of finer schedules: the CPU's time to launch a call, and what CUDA graphs save, from `weft bench` records.
+
+A schedule with more pieces has more steps, and the CPU launches each step: a GEMM, a copy, a signal or a wait. If calls are
+small, launching takes longer than the work.
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV (other inefficiency losses).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from weft.bench.core.records import last_runs
+from weft.bench.core.tables import Record, ResultTable, milliseconds, number, table
+from weft.builders import described, named
+from weft.studies.pages import block, where
+
+
+class LaunchRow(NamedTuple):
+    """A schedule of one shape. steps: of one rank. ms: by mode, only the modes that were recorded. cpu_us: of a queued call."""
+
+    config: str
+    schedule: str
+    steps: int
+    cpu_us: float | None
+    ms: dict[str, float]
+
+
+def rows_of(records: Sequence[Record]) -> list[LaunchRow]:
+    """Return a row for each pinned schedule, by shape and number of steps. Raise `ValueError` if none was pinned."""
+    rows = []
+    for of_config in last_runs(records, lambda r: (r["op"], r["config"], r["dtype"])).values():
+        by: dict[str, dict[str, Record]] = {}
+        for r in of_config:
+            by.setdefault(r["variant"], {})[r["mode"]] = r
+        mine = []
+        for variant, modes in by.items():
+            one = next(iter(modes.values()))
+            if (steps := _steps(one, variant)) is not None:
+                cpu_us = modes["queued"]["host_us"] if "queued" in modes else None
+                ms = {mode: r["p50_ms"] for mode, r in modes.items()}
+                mine.append(LaunchRow(one["config"], variant, steps, cpu_us, ms))
+        rows += sorted(mine, key=lambda row: row.steps)
+    if not rows:
+        raise ValueError("no record has a pinned schedule: run weft bench with names of schedules in --variants")
+    return rows
+
+
+def _steps(r: Record, variant: str) -> int | None:
+    """Return the number of steps of a rank; None if the variant pins no schedule."""
+    p = described(r["op"], m=r["m"], n=r["n"], k=r["k"], ranks=r["ranks"], dtype=r["dtype"])
+    try:
+        return sum(len(lane.steps) for lane in named(p, variant).build().of_rank(0))
+    except ValueError:
+        return None
+
+
+def tables(rows: Sequence[LaunchRow]) -> list[ResultTable]:
+    def ms(mode: str) -> Callable[[LaunchRow], str]:
+        return lambda row: milliseconds(row.ms.get(mode))
+
+    def saved(row: LaunchRow) -> str:
+        single, graph = row.ms.get("single"), row.ms.get("graph")
+        return "" if single is None or graph is None else f"{single / graph:.2f}x"
+
+    columns: dict[str, Callable[[LaunchRow], str]] = {
+        "M x N x K": lambda row: row.config,
+        "schedule": lambda row: row.schedule,
+        "steps": lambda row: str(row.steps),
+        "CPU us": lambda row: number(row.cpu_us, 0),
+        "single ms": ms("single"),
+        "queued ms": ms("queued"),
+        "graph ms": ms("graph"),
+        "single / graph": saved,
+    }
+    return [table("Steps of a schedule, the CPU's time to launch them, and times by mode", rows, columns)]
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    return [where(records[-1]).replace(", queued", "")]
+
+
+def conclusions(rows: Sequence[LaunchRow]) -> list[str]:
+    return []
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return a page's block."""
+    return block(notes(records), tables(rows_of(records)))

@@ -1,0 +1,110 @@
+"""Power and memory traffic of schedules on GPUs, from records of `weft bench OP --counters`.
+
+The driver counts reads and writes of memory together, on the whole GPU. So the tables show them next to the bytes that
+the simulator computes from the schedule (`weft.sim.traffic`). Rows without a schedule are calls that run alone.
+
+Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 6.2 and figure 18 (memory
+traffic). "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VIII-B (power).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from weft.bench.core.records import last_runs
+from weft.bench.core.tables import Record, ResultTable, milliseconds, number, table
+from weft.builders import described, named
+from weft.hw import file_of, load_machine
+from weft.sim.traffic import traffic
+from weft.studies.pages import block, model_for, where
+
+_ALONE = {"gemm": "the GEMM alone", "communication": "copies to the peer alone", "collective": "NCCL alone"}
+
+
+class PowerRow(NamedTuple):
+    """A call. schedule: the schedule that ran; None for calls alone. computed_bytes: None if weft cannot compute it."""
+
+    config: str
+    variant: str
+    schedule: str | None
+    counters: Record
+    computed_bytes: float | None
+
+    @property
+    def name(self) -> str:
+        if self.schedule is None:
+            return _ALONE.get(self.variant, self.variant)
+        return f"weft: {self.schedule}" if self.variant == "weft" else self.variant
+
+
+def rows_of(records: Sequence[Record]) -> list[PowerRow]:
+    """Return a row for each call of each configuration's last run. Raise `ValueError` if no record has counters."""
+    mine = [r for r in records if r.get("counters")]
+    if not mine:
+        raise ValueError("no record has the driver's counters: run weft bench with --counters")
+    rows = []
+    for of_config in last_runs(mine, lambda r: (r["op"], r["config"], r["dtype"])).values():
+        for r in of_config:
+            schedule = r.get("chosen") or r["variant"]
+            rows.append(PowerRow(r["config"], r["variant"], schedule, r["counters"], _computed(r, schedule)))
+        beside = of_config[-1].get("counters_beside") or {}
+        rows += [PowerRow(of_config[-1]["config"], name, None, of, None) for name, of in beside.items()]
+    return rows
+
+
+def _computed(r: Record, schedule: str) -> float | None:
+    return _bytes(r["op"], r["m"], r["n"], r["k"], r["ranks"], r["dtype"], r["machine"].rpartition(" x ")[2], schedule)
+
+
+@cache  # a report and its documents show the same records
+def _bytes(op: str, m: int, n: int, k: int, ranks: int, dtype: str, gpu: str, schedule: str) -> float | None:
+    file = file_of(gpu)
+    if file is None:
+        return None
+    try:
+        built = named(described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype), schedule).build()
+    except ValueError:  # another library's variant
+        return None
+    return sum(traffic(built, model_for(load_machine(file), ranks, None)).values())
+
+
+def tables(rows: Sequence[PowerRow]) -> list[ResultTable]:
+    def counted(field: str, unit: float, digits: int) -> Callable[[PowerRow], str]:
+        return lambda row: "" if row.counters[field] is None else number(row.counters[field] / unit, digits)
+
+    columns: dict[str, Callable[[PowerRow], str]] = {
+        "M x N x K": lambda row: row.config,
+        "call": lambda row: row.name,
+        "ms": lambda row: milliseconds(row.counters["call_ms"]),
+        "W": counted("watts", 1, 0),
+        "J": counted("joules", 1, 3),
+        "memory, MB counted": counted("memory_bytes", 1e6, 0),
+        "memory, MB computed": lambda row: "" if row.computed_bytes is None else f"{row.computed_bytes / 1e6:.0f}",
+        "NVLink, MB sent": counted("sent_bytes", 1e6, 0),
+    }
+    return [table("Power, energy and traffic of a GPU for one call, by the driver's counters", rows, columns)]
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    last = [r for r in records if r.get("counters")][-1]
+    said, of = [where(last)], last["counters"]
+    if of["idle_watts"] is not None:
+        said.append(f"Between calls the GPU draws {of['idle_watts']:.0f} W.")
+    known = {name: share for name, share in of["counted_known"].items() if share is not None}
+    if known:
+        shares = ", ".join(f"{100 * share:.0f}% for a {name}" for name, share in known.items())
+        said.append(f"Of 1 GiB with known traffic the driver counts {shares}.")
+    else:
+        said.append("The driver gives no memory traffic on this machine.")
+    return [" ".join(said)]
+
+
+def conclusions(rows: Sequence[PowerRow]) -> list[str]:
+    return []
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return a page's block."""
+    return block(notes(records), tables(rows_of(records)))
