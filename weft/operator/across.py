@@ -90,7 +90,7 @@ class AcrossRanks:
                 if one != other:
                     raise RefusedError(
                         f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects "
-                        f"{_rows(other)}: pass the tables of the same dispatch on all ranks"
+                        f"{_rows(other)}: pass the numbers of rows of the same dispatch on all ranks"
                     )
 
     def _compare_values(self, call: Any, deadline_s: float | None) -> None:

@@ -35,7 +35,8 @@ class NullSchedule(Executor):
     def __init__(self, schedule: Schedule, comm: Ranked) -> None:
         if schedule.world_size != comm.world_size:
             raise ValueError(
-                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has {comm.world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has "
+                f"{comm.world_size}: build it for {comm.world_size}"
             )
         self.schedule = schedule
         self._spans = [span for span in simulate(schedule, NULL, trusted=True).timeline if span.rank == comm.rank]

@@ -202,5 +202,7 @@ def same_user(sock: socket.socket) -> int:
     """
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.geteuid():
-        raise PermissionError(f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}")
+        raise PermissionError(
+            f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}: start all ranks as one user"
+        )
     return pid

@@ -62,7 +62,7 @@ class CpuRegion:
 
     def _mapping(self, rank: int) -> _core.Mapping:
         if not self._mappings:
-            raise ValueError("this symmetric memory is closed")
+            raise ValueError("this symmetric memory is closed: allocate it again")
         if not 0 <= rank < len(self._mappings):
             raise ValueError(f"rank={rank} must be between 0 and {len(self._mappings) - 1}")
         if (mapping := self._mappings[rank]) is None:
@@ -147,8 +147,8 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
     bad = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if bad:
         raise OutOfSharedMemoryError(
-            f"{what}: needed {size / 2**20:.1f} MiB on each rank, but {free / 2**20:.1f} MiB are free; "
-            f"{'; '.join(bad)}. Nothing stays reserved: raise the limit, or use smaller batches"
+            f"{what}: {size / 2**20:.1f} MiB on each rank cannot be reserved ({free / 2**20:.1f} MiB are free): "
+            f"{'; '.join(bad)}. Raise the limit, or use smaller batches"
         )
 
 

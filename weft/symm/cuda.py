@@ -39,7 +39,7 @@ class CudaRegion:
 
     def _open(self) -> _Slab:
         if self._slab is None:
-            raise ValueError("this symmetric region is closed")
+            raise ValueError("this symmetric memory is closed: allocate it again")
         return self._slab
 
     def address(self, rank: int) -> int:
@@ -54,7 +54,9 @@ class CudaRegion:
             elements *= extent
         nbytes = elements * dtype.itemsize
         if offset_bytes < 0 or offset_bytes + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes at offset {offset_bytes} do not fit into a region of {self.nbytes} bytes")
+            raise ValueError(
+                f"{nbytes} bytes at offset {offset_bytes} do not fit into a region of {self.nbytes} bytes: allocate more"
+            )
         begin = self._offset + offset_bytes
         return self._open().buffers[rank][begin : begin + nbytes].view(dtype).view(tuple(shape))
 

@@ -56,11 +56,11 @@ class Exchange:
             with a shorter payload.
         """
         if len(payload) > self.nbytes:
-            raise ValueError(f"a payload of {len(payload)} bytes does not fit: this exchange takes up to {self.nbytes}")
+            raise ValueError(f"the payload has {len(payload)} bytes: pass at most {self.nbytes}")
         comm = self.comm
         comm.check()
         if self._closed:
-            raise ValueError("this exchange is closed")
+            raise ValueError("this exchange is closed: make a new one")
         if not comm.all_mapped:
             return comm.meet(payload, name=name, deadline_s=deadline_s)
         epoch = self._epoch = self._epoch + 1

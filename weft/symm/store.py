@@ -71,9 +71,8 @@ class PatientStore:
             succeeded, value = answer.get(timeout=max(_GRACE_S, left))
         except queue.Empty:
             raise DeadlineError(
-                f"rank {self._rank} waited for the store of this process group to answer, to set up symmetric "
-                "memory. The process that keeps the store is stopped or gets no CPU time; it is rank 0 unless a "
-                "launcher keeps the store"
+                f"rank {self._rank} waited for the store of this process group to answer, and could not set up symmetric "
+                "memory. The process that serves the store, rank 0 or the launcher, is stopped or gets no CPU time: let it run"
             ) from None
         self._is_stuck = False
         if not succeeded:

@@ -32,7 +32,7 @@ class Checked:
         if schedule.world_size != world_size:
             raise ScheduleError(
                 f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has "
-                f"{world_size}"
+                f"{world_size}: build it for {world_size}"
             )
         lanes, meetings = schedule.of_rank(rank, expected=False), _meetings(schedule)
         ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]
