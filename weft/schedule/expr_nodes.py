@@ -131,7 +131,9 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
             bounds = [bound if isinstance(bound, int) else bound[0] for bound in numbers]
             if all(isinstance(bound, int) or not bound[1] for bound in numbers):
                 return 0, (Total(name, *bounds),)
-    raise ValueError(f"{ast.unparse(node)} must be a sum of numbers and sums over buffers")
+    raise ValueError(
+        f"{ast.unparse(node)} must be a sum of numbers and of sums over buffers: add numbers and total(...) only"
+    )
 
 
 def period_of(node: ast.AST, name: str) -> int:
@@ -194,7 +196,7 @@ def parsed(text: str) -> ast.expr:
             )
         if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value > MOST_NUMBER:
             raise SyntaxError(
-                f"the expression has a number of {part.value.bit_length()} bits, but numbers may be at most {MOST_NUMBER}"
+                f"the expression has a number of {part.value.bit_length()} bits, but numbers may be at most 2**60"
             )
         left += [(inner, depth + 1) for inner in ast.iter_child_nodes(part)]
     return node

@@ -144,8 +144,10 @@ def _number(path: str, about: dict[str, Any], what: str) -> float:
         raise ValueError(
             f"{path}: link {about.get('link')!r} has a {what} in {unit}: give gigabits_per_second or gigabytes_per_second"
         )
-    if not float(value) >= (0 if what == "latency" else 1e-6):
-        raise ValueError(f"{path}: link {about.get('link')!r} has a {what} of {value} {unit}, which is too small")
+    if not float(value) >= (least := 0 if what == "latency" else 1e-6):
+        raise ValueError(
+            f"{path}: link {about.get('link')!r} has a {what} of {value} {unit}: give at least {least:g} {unit}"
+        )
     return float(value) * _UNITS[unit]
 
 

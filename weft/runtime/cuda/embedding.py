@@ -220,7 +220,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
                 lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")
                 timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
         if not len(timeline):
-            raise WeftError("the device recorded no work, because the call had no work on this rank")
+            raise WeftError(
+                f"rank {rank} had no samples or tables in this call, so there is no timeline: pass timeline=None"
+            )
 
 
 class _Look:

@@ -265,7 +265,8 @@ class TrackedMatmulCall(TilesCall):
             base, place, pitch = regions.places(c.buffer, over(c.at), over(c.row), over(c.col))
             if base is not None:
                 raise ScheduleError(
-                    f"{step}: a tracked addmm needs its addend in the schedule's own memory, but {c.buffer} is the caller's tensor"
+                    f"{step}: a tracked addmm needs its addend in the schedule's own memory, but {c.buffer} is the caller's "
+                    "tensor: copy it to a scratch buffer first"
                 )
             columns += [place, np.full_like(place, pitch)]
         table = np.stack(columns, axis=1)

@@ -95,14 +95,20 @@ _Shapes: TypeAlias = list[tuple[int, int]]
 
 def _all_gather(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     if any(shape != (sum(rows), step.src.cols) for step, shape in zip(steps, into, strict=True)):
-        return f"the ranks contribute {rows} rows of {steps[0].src.cols} columns, but the shapes of dst are {into}"
+        return (
+            f"the ranks contribute {rows} rows of {steps[0].src.cols} columns, but the shapes of dst are {into}: make every dst "
+            f"[{sum(rows)}, {steps[0].src.cols}]"
+        )
     return ""
 
 
 def _all_to_all(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     cols = [cast(int, step.src.cols) for step in steps]
     if {sum(n for n, _ in into)} != set(rows) or {n for _, n in into} != {sum(cols)}:
-        return f"the ranks contribute {rows} rows of {cols} columns, but the shapes of dst are {into}"
+        return (
+            f"the ranks contribute {rows} rows of {cols} columns, but the shapes of dst are {into}: the rows of all dst must sum "
+            f"to the rows of each src, and every dst must have {sum(cols)} columns"
+        )
     return ""
 
 
@@ -111,9 +117,12 @@ def _exchange(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> st
     sent = [tuple(map(int, step.sent)) for step in steps]
     received = [tuple(map(int, step.received)) for step in steps]
     if len(set(cols)) > 1 or [sum(r) for r in received] != [n for n, _ in into] or [sum(s) for s in sent] != rows:
-        return f"the ranks send {sent} of their {rows} rows, and receive {received}, but the shapes of dst are {into}"
+        return (
+            f"the ranks send {sent} of their {rows} rows, and receive {received}, but the shapes of dst are {into}: `sent` must "
+            "sum to the rows of src, and `received` to the rows of dst"
+        )
     if sent != list(zip(*received, strict=True)):
-        return f"the ranks send {sent} rows, but expect to receive {received}"
+        return f"the ranks send {sent} rows, but receive {received}: rank a's sent[b] must equal rank b's received[a]"
     return ""
 
 
@@ -121,8 +130,8 @@ def _reduce_scatter(steps: Sequence[Collective], rows: list[int], into: _Shapes)
     cols = {step.src.cols for step in steps} | {n for _, n in into}
     if {sum(n for n, _ in into)} != set(rows) or len(cols) > 1:
         return (
-            f"the shapes of src are {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, so their sum cannot be split "
-            f"into dst of {into}"
+            f"the shapes of src are {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, and of dst {into}: all must "
+            "have equal columns, and the rows of all dst must sum to the rows of each src"
         )
     return ""
 
