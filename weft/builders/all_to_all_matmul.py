@@ -321,9 +321,9 @@ class Sending(_Dispatch):
     def done(self) -> Schedule:
         """Append the steps that release the buffers for the next run. Return the schedule.
 
-        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. When a peer has received
-        tokens, it knows this only of the lane that sent them. The received tokens (`return_x`) are copied after all
-        GEMMs, because by then the CPU has read the sizes (with by="meanwhile").
+        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. Tokens that arrive at a peer show
+        this only for the lane that sent them. The received tokens (`return_x`) are copied after all GEMMs, because by then
+        the CPU has read the sizes (with by="meanwhile").
         """
         if self.x:
             for distance in range(self.world_size):

@@ -1,8 +1,8 @@
 """The kernel of `weft.schedule.steps.Agree`: it compares the counts that ranks sent each other, with one program per
 source rank.
 
-If a program's two rows of counts differ, it fills the rows from its source rank with NaN (bytes 0xFF), and writes 1 +
-the source rank to pinned memory.
+A program compares the counts that its source rank sent with the expected counts. If they differ, it fills the data rows
+from this rank with NaN (bytes 0xFF), and writes 1 + the rank to pinned memory.
 """
 
 from __future__ import annotations

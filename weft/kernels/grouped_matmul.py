@@ -30,9 +30,9 @@ would break the compiler's pipelining.
 
 Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. Within an expert, GROUP row tiles
 of all sources of the launch form a group. Within a group, tiles are ordered by column, so that a column of the weights
-is read from memory once per group. Every expert has the same number of columns, so tile // columns is a row tile of the
-same expert. The expert of a tile is found by comparison with a vector of running sums in registers. Other values of a
-tile are computed only when the expert changes.
+is read from memory once per group. All experts have the same number of column tiles, so tile number // column tiles is
+the number of a row tile of the tile's expert. The expert is found by comparison with a vector of running sums in
+registers. Other values of a tile are computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
 of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds

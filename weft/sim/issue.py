@@ -33,7 +33,8 @@ def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int],
 def _is_whole(program: LoweredSchedule) -> bool:
     """True if `program` has a task for each step that the CPU issues, and the lanes of rank 0 determine the order.
 
-    The CPU also issues steps whose size turns out to be 0 at run time. Signals of tiles need the lanes of all ranks.
+    The CPU also issues steps whose size turns out to be 0 at run time; they have no task. If tiles set signals, the order
+    depends on the lanes of all ranks.
     """
     if any(isinstance(task, Work) and task.raises for lane in program.lanes for task in lane.tasks):
         return False

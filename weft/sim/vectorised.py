@@ -300,9 +300,7 @@ def _known(schedule: Schedule) -> _Known:
 def _distinct_contents(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Return two values: a number for each distinct contents of a buffer; and for each buffer its name, and the number
-    of its contents on each rank.
-    """
+    """Return ({contents of a buffer: their number}, (name, number of the contents on each rank) of each buffer)."""
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}
     number_of = {key: numbers.setdefault(of_rank, len(numbers)) for key, of_rank in distinct.items()}

@@ -266,10 +266,9 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
-    """Return the fraction of permutations of `y` whose correlation with `x` is at least as clear as the correlation of
-    the given `y`.
+    """Return the fraction of permutations of `y` whose rank correlation with `x`, times `sign`, is at least that of `y`.
 
-    sign: 1 or -1, the direction of the correlation.
+    sign: 1 or -1, the claimed sign of the correlation.
     """
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)

@@ -100,7 +100,7 @@ class AllGatherMatmul(Problem):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmul:
-        """y = all_gather(x_shard) @ w: [M / ranks, K] and [K, N] on each rank.
+        """y = all_gather(x_shard) @ w, with x_shard [M / ranks, K] and w [K, N] on each rank.
 
         weft plan all_gather_matmul --shape 16384,8192,4096
 

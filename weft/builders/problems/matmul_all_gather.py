@@ -30,7 +30,7 @@ class MatmulAllGather(GemmProblem):
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
         gather_dim: Annotated[int, "0 concatenates the rows of the products, -1 their columns."] = 0,
     ) -> MatmulAllGather:  # fmt: skip
-        """x [M, K] times w [K, N] on each rank, and all ranks' products on each rank.
+        """x [M, K] @ w [K, N] on each rank. Every rank gets the products of all ranks.
 
         weft plan matmul_all_gather --shape 4096,8192,4096
 

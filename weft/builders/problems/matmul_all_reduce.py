@@ -44,7 +44,7 @@ class MatmulAllReduce(GemmProblem):
         residual: Annotated[bool, "Add a residual to the sum."] = False,
         norm: Annotated[bool, "Return the RMSNorm of the sum too."] = False,
     ) -> MatmulAllReduce:  # fmt: skip
-        """x [M, K] times w [K, N] on each rank, and the whole sum on each.
+        """x [M, K] @ w [K, N] on each rank. Every rank gets the sum of all products.
 
         weft plan matmul_all_reduce --shape 8192,8192,4096
 

@@ -140,10 +140,11 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of the lane's next set for the setter, if this set can carry the clear; otherwise None.
+    """Return the index of the lane's next set for rank `setter`, if the stream may clear the flag of the wait at index `at`
+    together with this set; otherwise None.
 
-    The set can carry the clear if the setter waits for this set before it sets the wait's counter again. The setter
-    sets that counter again in the same run if the wait is for the previous run, otherwise in the next run.
+    It may if `setter` waits for this set before it sets the wait's counter again. It sets that counter again in the same
+    run if the wait is for the previous run, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):
