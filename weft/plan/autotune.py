@@ -35,9 +35,10 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the `count` candidates with the fastest predictions, and the candidates of `_ALWAYS`.
+    """Return the `count` candidates with the fastest predictions, and the candidates of the builders in `_ALWAYS`.
 
-    Candidates that `choice` excludes are omitted.
+    The fastest do not include candidates that round at every step (`Row.rough`) or, in mode "graph", cannot be
+    captured.
     """
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]

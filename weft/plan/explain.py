@@ -48,8 +48,8 @@ HERE = "measured here: this process has measured all GEMMs of the candidate, and
 IN_A_ROW = "measured us: time per call of calls that the CPU launches ahead of the GPU, unless graphs were timed"
 _SHOWN = 10
 MOST_RANKS = 256
-"""The maximum number of ranks. A schedule with a step for each peer has ranks^2 steps in all. So simulating all
-candidates for this number of ranks takes minutes. For more ranks it would also take gigabytes.
+"""The maximum number of simulated ranks. A schedule with a step for each peer has ranks^2 steps in all. So simulating
+all candidates for this number of ranks takes minutes. For more ranks it would also take gigabytes.
 """
 MOST_OF_A_TORUS = 1 << 16
 """The maximum number of ranks of a torus, of which only one rank is simulated (`weft.sim.orbits`). 16,384 ranks take
@@ -257,7 +257,7 @@ def problem_on_machine(
     """Return the machine, its model, notes on the sources of its numbers, and the problem. Raise the errors of
     `explain`.
 
-    most: the largest number of ranks if all ranks do the same.
+    most: the largest number of ranks. More than `MOST_RANKS` ranks are possible only if all ranks do the same.
     """
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")

@@ -53,7 +53,9 @@ HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
 chosen, and a difference from it in us. Both are above the margins within which the planner prefers simpler schedules.
 """
 HOPELESS_FIRST = 1.5
-"""The multiple of these limits within which the first run of a schedule must end. Later runs are rarely faster."""
+"""The multiple of the limits `HOPELESS_OF_MANY` and `HOPELESS_US` within which the first run of a schedule must end.
+Later runs are rarely faster.
+"""
 
 Progress: TypeAlias = Callable[[str, float], None]
 """A function that is called before each piece of work: (name of the work, fraction of all work done since the last
@@ -84,7 +86,9 @@ class Row:
     reads_on_host: bool = False
     """True if the CPU reads sizes from the device during the run. A CUDA graph cannot capture such a run."""
     stops_host: bool = False
-    """True if the CPU waits for these sizes before it issues later steps, so that the device's queue runs empty."""
+    """True if the CPU waits for sizes from the device before it issues later steps, so that the device's queue runs
+    empty.
+    """
     dynamic: int = 0
     """The number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False

@@ -5,7 +5,7 @@
 - machine file: `weft/hw/*.toml`
 - self-calibration: for GPUs without a calibration or machine file. Some numbers are measured at a group's first call, the others
   are derived
-- derived numbers: a measured machine's numbers, scaled in proportion to the driver's numbers
+- derived numbers: a measured machine's numbers, scaled in proportion to properties that the driver reports
 """
 
 from __future__ import annotations
