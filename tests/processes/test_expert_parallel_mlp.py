@@ -33,7 +33,9 @@ def test_it_learns_as_a_dense_layer_does(pool: Pool) -> None:
 def test_copies_state_dicts_and_bad_arguments(pool: Pool) -> None:
     for rank, told in enumerate(pool.run(ranks.handled, ranks=2, timeout_s=60)):
         assert told["missing"].startswith("ValueError: the state dict has ")
-        assert f"needs gate_up_proj for all experts, or {2 * rank}.up_proj.weight, ... for each expert" in told["missing"]
+        assert (
+            f"needs gate_up_proj for all experts, or {2 * rank}.up_proj.weight, ... for each expert" in told["missing"]
+        )
         assert "num_experts=5 must be positive and divisible by world_size=2" in told["experts"]
         assert "use 6, or another number of ranks" in told["experts"]
         assert "top_k_index (3, 2) and top_k_weights (6, 2) must both be [6, top_k], as x has 6 tokens" in told["index"]

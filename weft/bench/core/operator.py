@@ -177,14 +177,14 @@ class OperatorBenchmark(ABC, Generic[P]):
     columns: ClassVar[Columns] = {}
     """The columns of a configuration's table, in addition to those of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """The columns of this table that a narrow terminal omits, the last first."""
+    """The columns of a configuration's table that a narrow terminal omits, the last first."""
     optional: tuple[str, ...] = ()
     """Columns of the table of several configurations that a narrow terminal omits."""
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
-    """Headers of the table of several configurations: columns before the times, columns of a variant's times, columns
-    after the gains.
+    """`head`, `time` and `tail` are headers of the table of several configurations: of the columns before the times, of
+    a variant's times, and after the gains.
     """
 
     def modes(self, device: str) -> tuple[Mode, ...]:

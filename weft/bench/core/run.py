@@ -36,7 +36,7 @@ O = TypeVar("O")  # noqa: E741
 
 
 def bench(options: BenchOptions) -> list[Record]:
-    """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
+    """Run a benchmark on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
 
     Rank 0 prints the tables and appends the records to `options.json`. Return the records; under torchrun only on rank 0. Raise
     `WeftError` at the end if a variant computed a wrong result.

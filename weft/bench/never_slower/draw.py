@@ -1,12 +1,12 @@
 """Random shapes. A shape depends only on (seed, operator, number) and the machine's limits, so all parts of a run draw
 the same shapes.
 
-    M 30%: 1 to 256, as in decoding; else 128 to 65536, log-uniform, half of them multiples of 128. For operators whose
-             ranks have equal parts of the rows, M is rounded up to a multiple of the number of ranks
+    M        30%: 1 to 256, as in decoding; else 128 to 65536, log-uniform, half of them multiples of 128. For operators whose ranks
+             have equal parts of the rows, M is rounded up to a multiple of the number of ranks
     N, K     512 to 53248, log-uniform; 80% multiples of 128, else of 64
     experts  tokens of a rank drawn like M, at most 16384; 1 to 32 experts on each rank; 1 to 8 experts for each token; routing
              from even to Zipf's law with exponent 1
-    tables 1 to 64, with 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
+    tables   1 to 64, with 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
     CPU      all sizes are smaller, so that a call takes a few milliseconds
 
 A shape that needs more than `Bounds` is drawn again.

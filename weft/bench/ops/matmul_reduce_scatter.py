@@ -9,7 +9,7 @@ operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor
 Also timed alone: the GEMM, the copies of each peer's rows to that peer, and NCCL's reduce-scatter. An ideal overlap
 takes as long as the longer of the GEMM and the copies.
 
-Shapes named "-rowmajor" have row-major weights, as the gradient of a layer's input does.
+Shapes whose names end in "-rowmajor" have row-major weights, as the gradient of a layer's input does.
 """
 
 from __future__ import annotations
