@@ -98,7 +98,7 @@ def needed_us(serial_us: float) -> float:
 
 
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
-    """True if a schedule may be clearly faster than serial, according to the measured links.
+    """True if a schedule may be clearly faster than serial, according to the measured links (`network`).
 
     Only collectives are compared. In the schedule's best case, its GEMMs hide all of its collectives except the
     shortest. Serial hides none. If serial's collectives travel with the rendezvous (`weft.runtime.rails`), serial saves
@@ -112,7 +112,7 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
 
 
 def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) -> list[float]:
-    """Return the predicted time of each collective of rank 0, in microseconds."""
+    """Return the predicted time of each collective of rank 0 in microseconds. two_levels: True if ranks form rails."""
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
     wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]

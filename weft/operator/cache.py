@@ -143,7 +143,7 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Store the compiled operator of a size that is new, or that ran unfused before."""
+        """Store `prepared`, the compiled operator of a size that is new or ran unfused before."""
         prepared.family, prepared.came_back = family, (family, rows) in self._served
         self._served.pop((family, rows), None)
         self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
@@ -250,7 +250,7 @@ class Table(Generic[E]):
         return [] if here is None else list(here.known.values())
 
     def drop(self, group: dist.ProcessGroup, dropped: list[E]) -> None:
-        """Close compiled operators and forget them. The next call of each shape counts as its first call."""
+        """Close the compiled operators `dropped`, and forget them. The next call of each shape counts as its first call."""
         here = self.of_group(group)
         for signature in [one for one, known in here.by_signature.items() if known.prepared in dropped]:
             del here.by_signature[signature]

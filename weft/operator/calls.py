@@ -144,7 +144,7 @@ def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Compiled
 
 
 def drop_calls(op: Operator[Any], group: dist.ProcessGroup, dropped: list[CompiledOperator]) -> None:
-    """Drop compiled operators of `group`. All ranks must drop the same shapes, while no call is in progress."""
+    """Drop the compiled operators `dropped` of `group`. All ranks must drop the same shapes, and not during a call."""
     TABLES[op.name].drop(group, dropped)
 
 

@@ -38,7 +38,7 @@ def _is_tuned() -> bool:
 
 
 def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport if all batch sizes use the same transport; None if some sizes still need a choice."""
+    """Return the transport of the plan `found` if all batch sizes use the same; None if some still need a choice."""
     if not is_open(device, group):
         return "direct"
     return None if _is_tuned() else _settled.get(group, {}).get(found)
@@ -47,7 +47,7 @@ def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup
 def choose_transport(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
-    """Return the transport for batches in the size bucket of `p`. All ranks must make this call."""
+    """Return the transport of the plan `found` for batches in the size bucket of `p`. All ranks must make this call."""
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
@@ -119,7 +119,7 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 
 
 def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
-    """Return the chosen transport. Warn once if it is `serial`, which overlaps nothing."""
+    """Return the transport of `choice`. Warn once if it is `serial`, which overlaps nothing."""
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
     return names[choice.candidate.name]

@@ -115,7 +115,7 @@ def measured(
     (`weft.plan.autotune`).
 
     For a group on several hosts, times are cached for these hosts only: times of a group on one host would be far too
-    short.
+    short. serial: as for `weft.operator.select.choose`. rounds: how often each schedule is timed.
     """
 
     def run(candidate: Candidate) -> float:
@@ -141,7 +141,9 @@ def measured(
 
 
 def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Return the time of a call on this rank, in microseconds. All ranks must make this call."""
+    """Return the time of a call on this rank in microseconds: for mode "queued" the mean of calls in a row, otherwise the
+    fastest of single calls. All ranks must make this call.
+    """
     return _queued_us(call, comm, deadline_s) if mode == "queued" else _time_us(call, comm.device)
 
 

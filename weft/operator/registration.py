@@ -109,9 +109,9 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `grad` with the strides that the operator's fake returns.
+    """Return `grad` with the strides that the operator's fake returns for `like`.
 
-    Copy `grad` if the strides differ, or if it is one of the inputs, which torch's operators must not return.
+    Copy `grad` if the strides differ, or if it is one of the inputs (`given`), which torch's operators must not return.
     """
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad

@@ -127,7 +127,7 @@ class _Known:
         self.calls[signature] = None
 
     def _bound(self, known: dict[bytes, Any], most: int) -> None:
-        """Drop the older half of the entries when `most` is reached."""
+        """Drop the older half of `known` if it has `most` entries."""
         if len(known) >= most:
             for old in list(itertools.islice(known, most // 2)):
                 del known[old]
@@ -209,20 +209,22 @@ class _Short:
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the call for native replay. Raise `_UnlikeError` if the call cannot be replayed."""
+        """Return the call `seen` in the form for native replay. Raise `_UnlikeError` if it cannot be replayed. returned:
+        the value that the public function returned.
+        """
         raise NotImplementedError
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> _core.KnownCall | None:
-        """Return the call for native replay; None if the call cannot be replayed."""
+        """Return the result of `known`; None if the call cannot be replayed."""
         try:
             return cls(seen).known(arguments, seen, returned)
         except _UnlikeError:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe for a function's results. If the function divides its first result (`Operator.averages`),
-        the recipe does too.
+        """Return `returned`, the recipe for a function's results. If the function divides its first result
+        (`Operator.averages`), add the division to the recipe.
         """
         if not self.op.averages(call):
             return returned
@@ -279,7 +281,7 @@ class Replay(_Short):
         return id(executor) in self._warm and not (executor.gone if capturing else executor.stale)
 
     def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[torch.Tensor]:
-        """Run the part of a call that native code leaves to Python."""
+        """Run the part of a call that native code leaves to Python. p, k: the call's arguments by position and by name."""
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
         executor, inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs(p, k)

@@ -1,7 +1,4 @@
-"""Operands of fp8 GEMMs with scales: their dtype, the normal form of scales, and checks.
-
-All fp8 operators use this module.
-"""
+"""Operands of fp8 GEMMs with scales: their dtype, the normal form of scales, and checks."""
 
 from __future__ import annotations
 

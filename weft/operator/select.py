@@ -337,7 +337,7 @@ def _fastest(
     this call.
 
     Candidates are serial, the schedules worth running, and users' schedules. If `family` has contenders, only these are
-    candidates. Otherwise this call sets them to serial and the fastest schedules. Serial wins unless another schedule
+    candidates. Otherwise this call sets them: serial and the fastest schedules. Serial wins unless another schedule
     is clearly faster. For captured calls, only schedules that can be captured are compared.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders

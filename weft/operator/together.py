@@ -174,7 +174,7 @@ def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *
     """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
     The error becomes the refusal of this rank's next call, and is raised by the peers' next call. On CPU the group
-    stays usable. On GPUs the group fails if a peer has already made this call.
+    stays usable. On GPUs the group fails if a peer has already made its next call.
 
     what: the layer, for error texts.
     like: as for `together`.

@@ -147,8 +147,8 @@ def update_collected(
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
-    """Raise `ValueError` if tables or states have changed since forward, because kernels could access memory beyond
-    them.
+    """Raise `ValueError` if tables or states have another layout than in forward, because kernels could access memory
+    beyond them. With `reads_tables`, raise `WeftError` if an optimizer has updated the tables since.
     """
     try:
         if of.tables is not None:

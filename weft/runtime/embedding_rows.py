@@ -56,8 +56,8 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Return groups of tables with similar numbers of ids. Each group becomes one call, whose arrays have space for the
-    largest number.
+    """Return groups of indices of `given` whose tables have similar numbers of ids. Each group becomes one call, whose
+    arrays have space for the largest number.
 
     With stochastic rounding each table is its own group, because its random bits must not depend on other tables.
     """

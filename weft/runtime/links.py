@@ -104,10 +104,10 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
 
 
 def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
-    """Return bytes per microsecond, from the times of a small and of a large transfer.
+    """Return bytes per microsecond. timed: (bytes, seconds) of a small and of a large transfer.
 
-    The difference of the two contains neither the latency nor the burst that a shaped link lets pass at once. If it is too
-    small, because the machine was busy, only the large transfer counts.
+    The difference of the two times contains neither the latency nor the burst that a shaped link lets pass at once. If the
+    difference is too small, because the machine was busy, only the large transfer counts.
     """
     (small, small_s), (large, large_s) = timed
     if large > small and large_s >= 2 * small_s:

@@ -68,7 +68,7 @@ class TwoWays:
 
 
 def _is_clear(first_s: float, other_s: float) -> bool:
-    """True if a call with the second implementation is clearly faster."""
+    """True if `other_s`, a time of the second implementation, is clearly less than `first_s`."""
     return first_s - other_s > max(_CLEARLY * first_s, _CLEARLY_S)
 
 

@@ -68,7 +68,7 @@ class WithinHost:
         """Copy sent[i] to rank number i of this host, and the tensor that rank i sends to this rank into received[i].
 
         Tensors are contiguous. If they are larger than the reserved memory, they are copied in several rounds. Each
-        rank writes the bounds of its tensors first, so all ranks know the number of rounds.
+        rank writes the byte offsets of its tensors first, so all ranks know the number of rounds.
         """
         mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
         received[mine].copy_(sent[mine])

@@ -248,7 +248,7 @@ class _Setup(Attempt):
                 socket.send_fds(sock, [hello], [theirs.fileno()])
 
     def _dial(self, other: int) -> None:
-        """Connect to a lower rank on another host."""
+        """Connect to `other`, a lower rank on another host."""
         entry = self.entries[other]
         dialing: hosts.Dialing | None = None
         try:

@@ -8,8 +8,8 @@ computes or waits. It handles these messages:
 - *goodbye*: the peer has left in an orderly way, with the reason. This is a failure only if a rank waits for a signal
   that only this peer could set.
 - *poison*: a peer had an error, such as a missed deadline, after which ranks are out of step.
-- *lost*: a peer saw another rank die. Every rank sees the death itself too; with this message all ranks name the same
-  cause.
+- *lost*: a peer saw another rank die. Every rank also detects the death by its own connection; with this message all ranks
+  name the same cause.
 - *call*: a peer's call, if `WEFT_CHECK_CALLS` compares every call. *made*: the digest of all its calls so far.
   *refusal*: the peer does not make a call. *answer*: the peer will not make a call that this rank refused
   (`weft.symm.calls`).

@@ -51,7 +51,9 @@ class Layers:
         self._others: dict[str, int] = {}
 
     def note(self, text: str, fingerprint: int, is_collective: bool) -> None:
-        """Record a layer. text: its options, for error texts. fingerprint: a 64-bit hash of the text."""
+        """Record a layer. text: its options, for error texts. fingerprint: a 64-bit hash of the text. is_collective: True
+        if the layer's forward needs all ranks.
+        """
         (self._collective if is_collective else self._others)[text] = fingerprint
         self._counts.has_layers = True
 
@@ -117,7 +119,7 @@ class MadeLayers:
         return [text.encode()[:_TEXT_BYTES] for text in texts]
 
     def heard(self, rank: int, texts: Sequence[bytes]) -> None:
-        """Record layers that a peer has called."""
+        """Record the option texts of layers that the peer `rank` has called."""
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def difference(self, rank: int) -> str:

@@ -42,7 +42,7 @@ _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 def slot_table(
     sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the native kernel's table, int64 [slots, 6]: address, rows, dim, key, column, 1 for mean pooling."""
+    """Return the `slots` of `_core.embedding_all_to_all`, int64 [slots, 6], for this rank's tables `weights`."""
     weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
     table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
     for row, slot, key in zip(table, sharding.local_slots(rank), key_of_slot, strict=True):

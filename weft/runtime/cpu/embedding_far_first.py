@@ -123,7 +123,9 @@ class FarFirst:
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Return the vectors of the phase's samples, [samples, columns] by rank, and the native kernel's counts."""
+        """Pool the samples of `phase` (see `_of`). Return their vectors, [samples, columns], in the order of ranks, and the
+        native kernel's counts. cuts: the bounds of each rank's pieces.
+        """
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
         count = len(cuts[0]) - 1

@@ -62,7 +62,8 @@ class FarFirst:
         self, key: Hashable, size: int, row_bytes: int, turn: Turn, name: str, plain: Callable[[], T],
         far_first: Callable[[], T],
     ) -> T:  # fmt: skip
-        """Run the faster implementation of a call, chosen by measurement. All ranks must have reached the call.
+        """Run the faster of `plain` and `far_first`, two implementations of a call, chosen by measurement. All ranks must
+        have reached the call.
 
         key: calls with equal keys share one choice for each size. size: at least the number of rows of any rank, the same
         on all ranks. row_bytes: the bytes of a row that is exchanged.
@@ -185,7 +186,9 @@ def _by_expert(table: Cells) -> Cells:
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the indices of the rows of cells, one cell after the other: a slice if the cells are adjacent."""
+    """Return the indices of the rows of cells, one cell after the other: a slice if the cells are adjacent. starts,
+    counts: the first row and the number of rows of each cell.
+    """
     has = counts > 0
     starts, counts = starts[has], counts[has]
     if not len(starts):
