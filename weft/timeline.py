@@ -7,7 +7,7 @@ clock that all ranks of a timeline share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class Span:
     """One piece of work of `lane` on `rank`, from `start_us` to `end_us`, in microseconds.
 
     bytes: the number of bytes that this work moved between ranks; 0 for work that moves none.
+    program: the number of the GPU program that did this work; -1 if it is not known.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class Span:
     start_us: float
     end_us: float
     bytes: int = 0
+    program: int = -1
 
     @property
     def duration_us(self) -> float:
@@ -37,11 +39,13 @@ class Timeline:
 
     spans: list[Span] = field(default_factory=list)
 
-    def add(self, rank: int, lane: str, name: str, start_us: float, end_us: float, bytes: int = 0) -> None:
+    def add(
+        self, rank: int, lane: str, name: str, start_us: float, end_us: float, bytes: int = 0, program: int = -1
+    ) -> None:
         """Add a span. Raise `ValueError` if it ends before it starts."""
         if end_us < start_us:
             raise ValueError(f"span {name!r} of rank {rank} ends at {end_us} us, before it starts at {start_us} us")
-        self.spans.append(Span(rank, lane, name, start_us, end_us, bytes))
+        self.spans.append(Span(rank, lane, name, start_us, end_us, bytes, program))
 
     def extend(self, spans: Iterable[Span]) -> None:
         self.spans.extend(spans)
@@ -58,9 +62,7 @@ class Timeline:
         if not self.spans:
             return Timeline()
         origin = min(s.start_us for s in self.spans) if origin_us is None else origin_us
-        return Timeline(
-            [Span(s.rank, s.lane, s.name, s.start_us - origin, s.end_us - origin, s.bytes) for s in self.spans]
-        )
+        return Timeline([replace(s, start_us=s.start_us - origin, end_us=s.end_us - origin) for s in self.spans])
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import gpu_ranks as ranks
@@ -24,6 +25,7 @@ from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.kernels.embedding_all_to_all import COPIES, FLAGS
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
+from weft.runtime.cuda.embedding_kernel import Occupancy
 from weft.symm.cuda import _slabs
 
 pytestmark = ranks.MARKS
@@ -169,8 +171,40 @@ def test_timeline_has_the_bytes_that_leave(pair: Pool, transport: str) -> None:
     for rank, timeline in enumerate(pair.run(timed, p, {"transport": transport}, timeout_s=60)):
         width = sum(slot.dim for slot in p.sharding.local_slots(rank))
         assert sum(span.bytes for span in timeline) == (301 - p.batch_sizes[rank]) * width * 4
-        assert {span.lane for span in timeline} == {"remote", "local"}
-        assert all(span.start_us <= span.end_us for span in timeline)
+        assert {span.lane for span in timeline} == {"remote", "local", "wait"} | {"put"} & {transport}
+        for program in {span.program for span in timeline}:
+            mine = [span for span in timeline if span.program == program]
+            units = sorted((s.start_us, s.end_us) for s in mine if s.lane in ("remote", "local"))
+            assert all(a[1] <= b[0] for a, b in pairwise(units))
+            ends = {s.end_us: s.start_us for s in mine if s.lane == "remote"}
+            assert all(ends[s.end_us] <= s.start_us <= s.end_us for s in mine if s.lane == "put")
+            (wait,) = (s for s in mine if s.lane == "wait")
+            assert all(end <= wait.start_us <= wait.end_us for _, end in units)
+
+
+def limited(group: dist.ProcessGroup, p: Problem, options: dict[str, Any], occupancy: Occupancy) -> tuple[int, int]:
+    """Run with an occupancy, check the result, and return (programs that ran, programs that fit)."""
+    operator, timeline = ranks.operator_of(group, p, **options), weft.Timeline()
+    ranks.poison(operator)
+    assert_right(group, p, ranks.run(group, p, operator, occupancy=occupancy))
+    assert_right(group, p, ranks.run(group, p, operator, occupancy=occupancy, timeline=timeline))
+    found = next(
+        of for key, of in operator.kernel.footprints.items() if key.timeline and key.registers == occupancy.registers
+    )
+    return sum(span.lane == "wait" for span in timeline), found.programs * found.multiprocessors
+
+
+@pytest.mark.parametrize("transport", FUSED)
+def test_an_occupancy_limits_the_programs(pair: Pool, transport: str) -> None:
+    options = {"transport": transport, "slice_size": 3}
+    one, two, fewest, few, more, usual = (
+        pair.run(limited, ONE_WIDTH, options, Occupancy(*limits), timeout_s=60)[0]
+        for limits in ((1,), (2,), (1, 64), (None, 168), (None, 64), ())
+    )
+    assert two[0] == min(2 * one[0], two[1])
+    assert fewest[0] == one[0]
+    assert usual[0] <= usual[1]
+    assert few[1] < more[1]  # with fewer registers more programs fit
 
 
 def straggle(group: dist.ProcessGroup, p: Problem, options: dict[str, Any], who: str) -> None:

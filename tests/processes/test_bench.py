@@ -20,14 +20,14 @@ from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for
 from weft.bench.ops.embedding_all_to_all import OPERATOR, EmbeddingWorkload, Traffic
+from weft.bench.ops.embedding_data import BASELINE, pooled_float64
 from weft.bench.ops.embedding_presets import FULL, Bag, EmbeddingPreset, TableShape
 from weft.bench.ops.embedding_variants import (
-    BASELINE,
     SerialVariant,
     embedding_bags,
+    limits_of,
     make_variant,
     parse,
-    pooled_float64,
     why_not,
 )
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
@@ -37,6 +37,7 @@ from weft.launch import Pool
 from weft.timeline import Timeline
 
 CPU = torch.device("cpu")
+BESIDES = ("batched", "put", "direct-natural", "pipelined-3", "embedding_bag-async")
 TINY = EmbeddingPreset("tiny", "by hand", (TableShape(10, 4, Bag(3, 3)), TableShape(20, 4, Bag(3, 3))), False, 6)
 RAGGED = EmbeddingPreset(
     "ragged", "odd sizes", tuple(TableShape(50 + i, 3 + 2 * i, Bag(0, 5)) for i in range(5)), False, 21
@@ -58,11 +59,17 @@ def test_names_of_variants() -> None:
     assert parse("direct") == EmbeddingOptions("direct", outputs=1)
     assert parse("put-natural-slice8") == EmbeddingOptions("put", "natural", 8, outputs=1)
     assert parse("put-slice0") is None
-    assert why_not("put-natural", CPU) is None
+    assert parse("put-slice8-programs4-registers64") == EmbeddingOptions("put", slice_size=8, outputs=1)
+    assert limits_of("put-slice8-programs4-registers64") == (4, 64)
+    assert limits_of("direct-registers64") == (None, 64)
+    assert limits_of("direct-natural") is limits_of("batched") is None
+    assert why_not("put-natural", CPU) is why_not("pipelined-4", CPU) is why_not("embedding_bag-async", CPU) is None
+    assert why_not("direct-programs4", CPU) == "only GPUs have an occupancy"
     assert why_not("fbgemm", CPU) == "it is a baseline only on GPUs"
     assert why_not("per-table", CPU) == "only GPUs launch kernels"
     with pytest.raises(
-        ValueError, match="no variant 'fast': give embedding_bag, batched, fbgemm, per-table, weft, or direct or put"
+        ValueError,
+        match="no variant 'fast': give embedding_bag, batched, fbgemm, embedding_bag-async, per-table, weft, pip",
     ):
         why_not("fast", CPU)
 
@@ -325,16 +332,14 @@ def test_every_rank_reports_the_slowest_rank(pool: Pool) -> None:
 
 
 def _measured(group: dist.ProcessGroup) -> list[dict]:
-    options = BenchOptions(
-        OPERATOR.name, variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0
-    )
+    options = BenchOptions(OPERATOR.name, variants=BESIDES, modes=("queued",), quick=True, scale=1.0)
     ranks = _ranks(group)
     return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records
 
 
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
     rows = pool.run(_measured, ranks=2)[0]
-    assert [r["variant"] for r in rows] == [BASELINE, "batched", "put", "direct-natural"]
+    assert [r["variant"] for r in rows] == [BASELINE, *BESIDES]
     wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms "
     wanted += "roofline_ratio error versions commit source variables harness date first_call_ms host_us"
     base = rows[0]
@@ -345,7 +350,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
         assert row["speedup_over"]["embedding_bag"] == row["speedup"]
         assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert len(row["ceilings"]) == row["ranks"] == 2
-        assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched"))
+        assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched", "embedding_bag-async"))
     # Two result buffers [11, 35] in fp32. Serial variants count the send and the receive buffer instead.
     assert rows[2]["extra_bytes"] == 11 * 35 * 4
     assert rows[1]["extra_bytes"] >= 2 * 11 * 35 * 4

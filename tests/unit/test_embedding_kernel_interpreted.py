@@ -165,9 +165,8 @@ def play(case: Case) -> None:
         ranks.outputs.fill_(torch.nan)
         ranks.announce(epoch)
         for rank in range(ranks.world):
-            timeline = (
-                torch.full((max(1, ranks.kernels[rank].n_units(*ranks.inputs[rank])), 3), -1) if case.timed else None
-            )
+            lines = ranks.kernels[rank].timeline_lines(*ranks.inputs[rank])
+            timeline = torch.full((lines, ranks.device_code.TIMELINE_FIELDS), -1) if case.timed else None
             ranks.run(rank, epoch, timeline)
             assert ranks.words(rank, "EPOCH", "GRABBED", "ARRIVED", "FAILED") == [epoch, 0, 0, 0]
             assert ranks.words(rank, "R_STATUS") == [0]
@@ -218,9 +217,17 @@ def check_counts(ranks: Ranks, epoch: int) -> None:
 
 
 def check_timeline(ranks: Ranks, rank: int, timeline: torch.Tensor) -> None:
-    """Check that the timeline has a line for every unit, and all bytes that are sent. Times are 0, because the
-    interpreter has no clock.
+    """Check that the timeline has a line for every unit with its program, a line for every program's wait, and all bytes
+    that are sent. Times are 0, because the interpreter has no clock.
     """
+    units = ranks.kernels[rank].n_units(*ranks.inputs[rank])
+    waits = timeline[units:][timeline[units:, 0] >= 0]
+    assert waits[:, 3].tolist() == list(range(len(waits)))
+    assert set(timeline[:units, 3].tolist()) <= set(range(len(waits)))
+    assert len(waits)
+    assert (timeline[units + len(waits) :] == -1).all()
+    assert (waits[:, :3] == 0).all()
+    timeline = timeline[:units]
     width = sum(slot.dim for slot in ranks.p.sharding.local_slots(rank))
     remote = sum(ranks.p.batch_sizes) - ranks.p.batch_sizes[rank]
     assert (timeline[:, :2] == 0).all()

@@ -117,7 +117,7 @@ def _times(monkeypatch: pytest.MonkeyPatch, spread: float, **how: Any) -> tuple[
         clock.last = (0, name)
         return base_ms[name] * (1 + spread * np.random.default_rng(len(measured)).uniform(-1, 1)), 0.0
 
-    monkeypatch.setattr(harness._HostClock, "measure", measure)
+    monkeypatch.setattr(harness.HostClock, "measure", measure)
 
     def serial(which: int) -> None: ...
     def weft(which: int) -> None: ...

@@ -16,8 +16,8 @@ from weft.bench.core.remarks import gain
 from weft.bench.core.run import ceilings_for, make_ranks
 from weft.bench.core.tables import Record
 from weft.bench.ops.embedding_all_to_all import DEFAULT, OPERATOR
+from weft.bench.ops.embedding_data import BASELINE
 from weft.bench.ops.embedding_presets import PRESETS
-from weft.bench.ops.embedding_variants import BASELINE
 from weft.errors import WeftError
 from weft.launch import run_ranks
 from weft.timeline import Timeline

@@ -48,7 +48,7 @@ from weft.kernels.embedding_bags import (
     samples_of,
     unit_at,
 )
-from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
+from weft.kernels.signals import POISON, load_acquire, multiprocessor, now_ns, store_release, wait_at_least, words
 
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
@@ -63,6 +63,10 @@ SLOT_BITS = 8
 NO_POSITION = (1 << 62) - 1
 # The number of the kernel's pointer arguments, which come first.
 POINTERS = 13
+# The fields of a line of the timeline. A line describes a unit. After the lines of all units, each program has a line for its wait,
+# with the number of its multiprocessor in PUT.
+TIMELINE_FIELDS = 5
+START, END, SENT, PROGRAM, PUT = range(TIMELINE_FIELDS)
 
 _EPOCH = tl.constexpr(EPOCH)
 _GRABBED = tl.constexpr(GRABBED)
@@ -92,6 +96,11 @@ _NO_POSITION = tl.constexpr(NO_POSITION)
 _IDS = tl.constexpr(IDS)
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
+_TIMELINE_FIELDS = tl.constexpr(TIMELINE_FIELDS)
+_END = tl.constexpr(END)
+_SENT = tl.constexpr(SENT)
+_PROGRAM = tl.constexpr(PROGRAM)
+_PUT = tl.constexpr(PUT)
 
 
 @triton.jit
@@ -165,13 +174,14 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """Run the pooling and the exchange that the module docstring describes.
 
-    slots `[n, SLOT_FIELDS]`, values `[n_values]`, offsets `[keys * batch + 1]` (int32 or int64). timeline `[n_units,
-    3]`: start ns, end ns, bytes sent to peers. units `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if the first `batch %
-    WORLD` ranks have `batch // WORLD + 1` samples, and the others `batch // WORLD`. batch_starts `[WORLD + 1]`: the first
-    sample of each rank, and the end; not read if is_even. first_sample: the sample with which work begins. flags_before,
-    flags_total_per_sample: the slices of a sample from lower ranks, and from all ranks. out_addresses, signal_addresses,
-    flag_addresses `[WORLD]`: every rank's memory as mapped on this device. staging `[programs, STAGE_WIDTH]`, state
-    `[STATE_WORDS]`. record `[RECORD_WORDS]`: pinned memory.
+    slots `[n, SLOT_FIELDS]`, values `[n_values]`, offsets `[keys * batch + 1]` (int32 or int64). timeline `[n_units +
+    programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its peers. units
+    `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if the first `batch % WORLD` ranks have `batch // WORLD + 1` samples,
+    and the others `batch // WORLD`. batch_starts `[WORLD + 1]`: the first sample of each rank, and the end; not read if
+    is_even. first_sample: the sample with which work begins. flags_before, flags_total_per_sample: the slices of a
+    sample from lower ranks, and from all ranks. out_addresses, signal_addresses, flag_addresses `[WORLD]`: every rank's
+    memory as mapped on this device. staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`. record `[RECORD_WORDS]`:
+    pinned memory.
 
     DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs. If several launches form one call,
         ENTER is off except in the first, and EXIT is off except in the last. WAIT is off if one process runs all ranks
@@ -355,6 +365,8 @@ def embedding_all_to_all_kernel(
                         store_release(words(owed_flag), epoch, PTX)
                         flags_raised += 1
                     owed_flag = next_flag
+                    if TIMELINE:
+                        tl.store(timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS + _PUT, now_ns(PTX))
                     tl.debug_barrier()
                     slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * OUT_BYTES)
                     block = tl.arange(0, 512)
@@ -371,10 +383,11 @@ def embedding_all_to_all_kernel(
             if slot0 + 1 >= stop0:
                 now = now_ns(PTX)
                 unit_bytes = tl.load(units + (unit0 % units_per_sample) * _UNIT_FIELDS + 3) * OUT_BYTES
-                line = timeline + unit0.to(tl.int64) * 3
+                line = timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS
                 tl.store(line, started)
-                tl.store(line + 1, now)
-                tl.store(line + 2, tl.where(is_local, 0, unit_bytes))
+                tl.store(line + _END, now)
+                tl.store(line + _SENT, tl.where(is_local, 0, unit_bytes))
+                tl.store(line + _PROGRAM, program)
                 started = now
 
         unit0 = unit1
@@ -398,6 +411,9 @@ def embedding_all_to_all_kernel(
         if owed_flag != 0:
             store_release(words(owed_flag), epoch, PTX)
             flags_raised += 1
+    if TIMELINE:
+        wait_line = timeline + (n_units.to(tl.int64) + program) * _TIMELINE_FIELDS
+        tl.store(wait_line, now_ns(PTX))
 
     # 3. Count bad input, wait for the peers' vectors, and finish. Values of part 1 are read again: keeping them in
     # registers would reduce the rows in flight in part 2.
@@ -439,6 +455,11 @@ def embedding_all_to_all_kernel(
                 any_failed += 1
             first += programs * 32
 
+    if TIMELINE:
+        tl.store(wait_line + _END, now_ns(PTX))
+        tl.store(wait_line + _SENT, tl.full([], 0, tl.int64))
+        tl.store(wait_line + _PROGRAM, program)
+        tl.store(wait_line + _PUT, multiprocessor(PTX))
     tl.debug_barrier()
     arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="sys")
     if arrived == programs - 1:
@@ -455,6 +476,8 @@ def embedding_all_to_all_kernel(
                     if (lowest < epoch) | (tl.max(found, 0) >= _POISON):
                         _report(record, _WAIT_DONE, epoch, tl.argmin(found, 0).to(tl.int64), epoch, lowest)
                         failed += 1
+                    if TIMELINE:
+                        tl.store(wait_line + _END, now_ns(PTX))
         if WORLD > 1:
             if failed != 0:
                 # Fill the output, so that no rank mistakes the old contents for a result.

@@ -47,6 +47,14 @@ def now_ns(PTX: tl.constexpr):
 
 
 @triton.jit
+def multiprocessor(PTX: tl.constexpr):
+    """Return the number of the multiprocessor that runs this program; without PTX 0."""
+    if PTX:
+        return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.full([], 0, tl.int32)
+
+
+@triton.jit
 def load_acquire(pointer, PTX: tl.constexpr):
     """Return the current value of a word or a vector of words. Stores before the matching `store_release` are then
     visible.

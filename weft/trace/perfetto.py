@@ -53,7 +53,8 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
                         "tid": tid_of[span.lane],
                         "ts": span.start_us,
                         "dur": span.duration_us,
-                        "args": {"device": rank, "stream": tid_of[span.lane], "bytes": span.bytes},
+                        "args": {"device": rank, "stream": tid_of[span.lane], "bytes": span.bytes}
+                        | ({"program": span.program} if span.program >= 0 else {}),
                     }
                 )
             for time_us, total in zip(*bytes_sent(timeline, rank), strict=True):

@@ -191,7 +191,7 @@ def time_variants(
     calls = max(3, min(most, round(0.25 * seconds / slowest_s)))
     calls = 1 if mode == "single" and ranks.device.type == "cpu" else calls
     count = max(repetitions[0], min(repetitions[1], round(seconds / (slowest_s * calls))))
-    clock = _HostClock if ranks.device.type == "cpu" else _SingleClock if mode == "single" else _QueueClock
+    clock = HostClock if ranks.device.type == "cpu" else SingleClock if mode == "single" else QueueClock
     clocks = {name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in variants.items()}
     claims = [pair for pair in claims if set(pair) <= set(variants)]
     mine: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
@@ -246,7 +246,7 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 
 @dataclass
-class _HostClock:
+class HostClock:
     """The timer for variants whose calls return when their results are complete. last: the input set and output of the
     last call.
 
@@ -276,7 +276,7 @@ class _HostClock:
         self.last = (repetition + calls - 1) % self.input_sets, output
 
 
-class _SingleClock(_HostClock):
+class SingleClock(HostClock):
     """The timer for mode `single`: each call has a synchronisation. The time is the median over all calls except the
     first, which follows a pause.
     """
@@ -297,7 +297,7 @@ class _SingleClock(_HostClock):
 
 
 @dataclass
-class _QueueClock(_HostClock):
+class QueueClock(HostClock):
     """The timer for mode `queued`: calls are enqueued behind a sleep kernel.
 
     If the sleep ends on any rank before all calls are enqueued, the calls are repeated with a longer sleep. The first

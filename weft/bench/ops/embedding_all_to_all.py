@@ -24,11 +24,10 @@ from weft.bench.core.operator import ChoosingVariants, Columns, OperatorBenchmar
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, cell, with_means
+from weft.bench.ops.embedding_data import BASELINE, EmbeddingData
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale, shared_out
 from weft.bench.ops.embedding_variants import (
-    BASELINE,
     CHOOSES,
-    EmbeddingData,
     FusedVariant,
     SerialVariant,
     Variant,

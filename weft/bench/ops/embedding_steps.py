@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.bench.core.harness import Ranks
+from weft.bench.ops.embedding_data import EmbeddingData
 from weft.bench.ops.embedding_presets import EmbeddingConfig
-from weft.bench.ops.embedding_variants import EmbeddingData, SerialVariant
+from weft.bench.ops.embedding_variants import SerialVariant
 from weft.embedding import as_jagged
 from weft.embedding.check import check_jagged
 from weft.embedding.forward_call import ForwardCall, Tables

@@ -1,10 +1,10 @@
-"""The data of an embedding + all-to-all configuration, and its variants: weft's operator and baselines."""
+"""The variants of an embedding + all-to-all: weft's operator and baselines."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-from weft.bench.core.harness import Ranks
-from weft.bench.core.measure import Workload
-from weft.bench.ops.embedding_presets import EmbeddingConfig, jagged_input
+from weft.bench.ops.embedding_data import BASELINE, EmbeddingData
+from weft.bench.ops.embedding_pipelined import PipelinedVariant
 from weft.embedding import as_jagged
 from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
@@ -30,99 +28,13 @@ from weft.runtime.embedding import executor_of
 from weft.symm import communicator
 from weft.timeline import Timeline
 
-BASELINE = "embedding_bag"
 PER_TABLE = "per-table"
+ASYNCHRONOUS = "embedding_bag-async"
+"""The PGAS paper's baseline: EmbeddingBagCollection, and an all-to-all with `async_op=True`."""
 CHOOSES = "weft"
 """The operator with its default `transport="auto"`, which selects the transport."""
+_LIMITS = r"(?:-programs([1-9]\d*))?(?:-registers([1-9]\d*))?"
 _OUTPUT_BUFFERS = 1  # no caller keeps a result across calls
-_CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
-
-
-class EmbeddingData(Workload):
-    """This rank's tables, uniform in [-1, 1), and `input_sets` inputs of its features for the global batch."""
-
-    def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
-        self.config, self.ranks, self.input_sets = config, ranks, input_sets
-        self.name, self.about, self.dtype = config.preset.name, config.preset.about, config.sharding.dtype
-        sharding, rank = config.sharding, ranks.rank
-        self.slots = sharding.local_slots(rank)
-        self.local_dim = sum(slot.dim for slot in self.slots)
-        self.local_batch = config.batch_sizes[rank]
-        self.owned = list(sharding.local_tables(rank))
-        self.weights = self.new_tables(
-            [(sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim) for t in self.owned]
-        )
-        self.fill_tables()
-        self.draw_inputs()
-
-    def new_tables(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Allocate this rank's tables."""
-        return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
-
-    def fill_tables(self) -> None:
-        """Fill the tables with the same numbers each time."""
-        generator = torch.Generator(self.ranks.device)
-        for t, weight in zip(self.owned, self.weights, strict=True):
-            weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
-
-    def draw_inputs(self) -> None:
-        config, device, owned = self.config, self.ranks.device, self.owned
-        bags, rows, law = (
-            [config.bags[t] for t in owned],
-            [len(weight) for weight in self.weights],
-            config.preset.indices,
-        )
-        drawn = [(bags, rows, law, config.global_batch, owned, i, device) for i in range(self.input_sets)]
-        self.inputs = [jagged_input(*of_set) for of_set in drawn]
-
-    def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and one
-        rounding of the largest element.
-
-        The limit of `nn.EmbeddingBag` itself is one rounding per row of the longest bag.
-        """
-        eps = torch.finfo(self.dtype).eps
-        if name == BASELINE:
-            return eps * max(2 * bag.mean for bag in self.config.bags)
-        return max(2 * errors[BASELINE], eps)
-
-    def reference(self, which: int) -> torch.Tensor:
-        """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call.
-
-        In round i every rank pools and exchanges only its i-th slot, to save memory.
-        """
-        config, (values, offsets) = self.config, self.inputs[which]
-        batch, device = config.global_batch, self.ranks.device
-        output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=device)
-        slots_of_rank = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
-        for i in range(max(len(slots) for slots in slots_of_rank)):
-            current = [slots[i] if i < len(slots) else None for slots in slots_of_rank]
-            dims = [0 if slot is None else slot.dim for slot in current]
-            mine = dims[self.ranks.rank]
-            pooled = torch.empty(0, dtype=torch.float64, device=device)
-            if mine:
-                pooled = pooled_float64(self.weights[i], values, offsets[i * batch : (i + 1) * batch + 1]).view(-1)
-            received = torch.empty(self.local_batch * sum(dims), dtype=torch.float64, device=device)
-            arriving, leaving = [self.local_batch * dim for dim in dims], [size * mine for size in config.batch_sizes]
-            dist.all_to_all_single(received, pooled, arriving, leaving, group=self.ranks.group)
-            for slot, part in zip(current, received.split(arriving), strict=True):
-                if slot is not None:
-                    output[:, slot.column : slot.column + slot.dim] = part.view(self.local_batch, slot.dim)
-        return output
-
-
-def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the sums of bags in float64, [len(offsets) - 1, D]: `values[offsets[b]:offsets[b + 1]]` are the rows of bag b."""
-    bags, ends = offsets.numel() - 1, offsets.cpu()
-    gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
-    pooled = []
-    for part in torch.arange(bags).chunk(1 + gathered // _CHUNK_BYTES):
-        first, last = int(part[0]), int(part[-1]) + 1
-        rows = weight[values[ends[first] : ends[last]]].double()
-        which = torch.arange(rows.shape[0], device=weight.device)
-        begins = offsets[first : last + 1] - ends[first]
-        pooled.append(F.embedding_bag(which, rows, begins, mode="sum", include_last_offset=True))
-    return torch.cat(pooled)
 
 
 Pool = Callable[[int], torch.Tensor]
@@ -130,10 +42,13 @@ Pool = Callable[[int], torch.Tensor]
 
 
 class SerialVariant:
-    """A variant that pools, exchanges and unpacks in sequence."""
+    """A variant that pools, exchanges and unpacks in sequence.
 
-    def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
-        self.work, sharding = work, work.config.sharding
+    asynchronous: True to start the all-to-all with `async_op=True`, and to wait for it before the vectors are unpacked.
+    """
+
+    def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool], asynchronous: bool = False):
+        self.work, self.asynchronous, sharding = work, asynchronous, work.config.sharding
         dims = sharding.columns_of_ranks
         self.send_splits = [size * work.local_dim for size in work.config.batch_sizes]
         self.receive_splits = [work.local_batch * dim for dim in dims]
@@ -149,8 +64,11 @@ class SerialVariant:
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
         """Return the vectors that all ranks pooled for this rank's samples, flat, in rank order."""
-        received, group = pooled.new_empty(sum(self.receive_splits)), self.work.ranks.group
-        dist.all_to_all_single(received, pooled.view(-1), self.receive_splits, self.send_splits, group=group)
+        received, splits = pooled.new_empty(sum(self.receive_splits)), (self.receive_splits, self.send_splits)
+        how: dict[str, Any] = {"group": self.work.ranks.group, "async_op": self.asynchronous}
+        running = dist.all_to_all_single(received, pooled.view(-1), *splits, **how)
+        if running is not None:
+            running.wait()
         return received
 
     def unpack(self, received: torch.Tensor) -> torch.Tensor:
@@ -201,8 +119,8 @@ class SerialVariant:
 def embedding_bags(work: EmbeddingData) -> Pool:
     """Pool with one `nn.EmbeddingBag` per table.
 
-    The PGAS paper's baseline is TorchRec's EmbeddingBagCollection with an asynchronous all-to-all. In this benchmark
-    the all-to-all is synchronous, because no other work could overlap with it.
+    TorchRec's EmbeddingBagCollection makes the same calls: it calls each table's `nn.EmbeddingBag`, and concatenates
+    the results.
     """
     how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
     bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]
@@ -237,10 +155,11 @@ def fbgemm(work: EmbeddingData) -> Pool:
 
 
 def parse(name: str) -> EmbeddingOptions | None:
-    """Return the options in a fused variant's name: `direct` or `put`, optionally with `-natural` and `-slice8`.
+    """Return the options in a fused variant's name: `direct` or `put`, optionally with `-natural` and `-slice8`, and with an
+    occupancy (`limits_of`).
 
     The slice size is the preset's unless the name has one."""
-    found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
+    found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?" + _LIMITS, name)
     if found is None:
         return None
     order: Order = "natural" if found[2] else "remote_first"
@@ -248,33 +167,53 @@ def parse(name: str) -> EmbeddingOptions | None:
     return EmbeddingOptions("put" if found[1] == "put" else "direct", order, slice_size, outputs=_OUTPUT_BUFFERS)
 
 
-class FusedVariant:
-    """weft's operator. per_table: True to launch its kernel once per table, False to launch it once.
+def limits_of(name: str) -> tuple[int | None, int | None] | None:
+    """Return the limits (programs per multiprocessor, registers) in a fused variant's name, such as
+    `put-programs4-registers64`; None if it has none."""
+    found = re.fullmatch(r".*?" + _LIMITS, name)
+    limits = tuple(int(text) if text else None for text in found.groups()[-2:]) if found and parse(name) else ()
+    return limits if any(limits) else None  # type: ignore[return-value]
 
-    (The fused embedding paper launches per table within a node, with a non-persistent kernel; weft's kernel is
-    persistent.)
+
+def chunks_of(name: str) -> int | None:
+    """Return the number of chunks in the name of a pipelined variant, such as `pipelined-4`."""
+    found = re.fullmatch(r"pipelined-([1-9]\d*)", name)
+    return None if found is None else int(found[1])
+
+
+class FusedVariant:
+    """weft's operator. how: arguments that only its GPU executor has (`EmbeddingAllToAllCuda.run`).
+
+    With `launch_per_table=True`, its kernel is launched once per table. (The fused embedding paper launches per table
+    within a node, with a non-persistent kernel; weft's kernel is persistent.) With `occupancy`, fewer programs run at
+    once.
     """
 
-    def __init__(self, work: EmbeddingData, options: EmbeddingOptions, per_table: bool = False):
-        self.work, self.per_table, config, rank = work, per_table, work.config, work.ranks.rank
+    def __init__(self, work: EmbeddingData, options: EmbeddingOptions, how: Mapping[str, Any] | None = None):
+        self.work, self.how, config, rank = work, how or {}, work.config, work.ranks.rank
         self.options = replace(options, slice_size=options.slice_size or config.preset.slice_size)
-        if per_table:
+        if self.how:
             self.inputs = [as_jagged(features) for features in work.inputs]
             self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
-            self.launching: Any = executor_of(
-                plan_of(config.sharding, self.options), communicator(work.ranks.group, work.ranks.device)
-            )
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         work = self.work
-        if self.per_table:
+        if self.how:
             tensors = {"tables": work.weights, "bags": (self.inputs[which], self.checked)}
-            output: torch.Tensor = self.launching.run(tensors, timeline=timeline, launch_per_table=True)["out"]
+            output: torch.Tensor = self.executor.run(tensors, timeline=timeline, **self.how)["out"]
             return output
         return embedding_all_to_all(
             work.weights, work.inputs[which], work.config.sharding, group=work.ranks.group,
             batch_sizes=work.config.batch_sizes, timeline=timeline, **vars(self.options),
         )  # fmt: skip
+
+    @property
+    def executor(self) -> Any:
+        """The executor of a pinned transport."""
+        work = self.work
+        return executor_of(
+            plan_of(work.config.sharding, self.options), communicator(work.ranks.group, work.ranks.device)
+        )
 
     @property
     def transport(self) -> str:
@@ -296,7 +235,7 @@ class FusedVariant:
         self(which, timeline)
 
 
-Variant = SerialVariant | FusedVariant
+Variant = SerialVariant | FusedVariant | PipelinedVariant
 """A variant computes the output of an input set, [local batch, sum of D], on the current stream.
 
 `traced` (CPU only) records the spans of a call in a timeline, on the monotonic clock that all ranks share."""
@@ -308,13 +247,15 @@ POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
 
 def why_not(name: str, device: torch.device) -> str | None:
     """Return the reason why variant `name` cannot run here; None if it can. Raise ValueError for an unknown name."""
-    if name not in (*POOLS, PER_TABLE, CHOOSES) and parse(name) is None:
+    if name not in (*POOLS, ASYNCHRONOUS, PER_TABLE, CHOOSES) and parse(name) is None and chunks_of(name) is None:
         raise ValueError(
-            f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE, CHOOSES))}, or direct or put, optionally with -natural and "
-            f"-sliceN, such as put-natural-slice8"
+            f"no variant {name!r}: give {', '.join((*POOLS, ASYNCHRONOUS, PER_TABLE, CHOOSES))}, pipelined-N, or direct or put, "
+            f"optionally with -natural, -sliceN, -programsN and -registersN, such as put-natural-slice8"
         )
     if name == PER_TABLE and device.type != "cuda":
         return "only GPUs launch kernels"
+    if limits_of(name) and device.type != "cuda":
+        return "only GPUs have an occupancy"
     if name == "fbgemm":
         if device.type != "cuda":
             return "it is a baseline only on GPUs"
@@ -328,5 +269,14 @@ def why_not(name: str, device: torch.device) -> str | None:
 def make_variant(name: str, work: EmbeddingData) -> Variant:
     if name in POOLS:
         return SerialVariant(work, POOLS[name])
+    if name == ASYNCHRONOUS:
+        return SerialVariant(work, embedding_bags, asynchronous=True)
+    if chunks := chunks_of(name):
+        return PipelinedVariant(work, chunks)
     options = parse(name) or EmbeddingOptions("auto" if name == CHOOSES else "direct", outputs=_OUTPUT_BUFFERS)
-    return FusedVariant(work, options, per_table=name == PER_TABLE)
+    how: dict[str, Any] = {"launch_per_table": True} if name == PER_TABLE else {}
+    if limits := limits_of(name):
+        from weft.runtime.cuda.embedding_kernel import Occupancy  # needs Triton, which a CPU machine may lack
+
+        how["occupancy"] = Occupancy(*limits)
+    return FusedVariant(work, options, how)

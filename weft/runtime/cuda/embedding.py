@@ -23,7 +23,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.capture import is_captured, refuse_capture
-from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, Tables
+from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Occupancy, RankAddresses, Tables
 from weft.runtime.cuda.watch import watch
 from weft.runtime.meeting import refuse
 from weft.runtime.outputs import LendingExecutor, OutputPool
@@ -76,11 +76,14 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         like_before: bool = False,
         count: bool = False,
         launch_per_table: bool = False,
+        occupancy: Occupancy | None = None,
+        lines: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Enqueue one call. Return the output `[batch_sizes[rank], total_dim]` as "out", valid in stream order.
 
-        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`). count, launch_per_table: see
-            `EmbeddingKernel.launch`.
+        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`). count, launch_per_table, occupancy:
+            see `EmbeddingKernel.launch`. lines: memory for the lines of a timeline, from `timeline_lines`; the call then
+            does not wait for the device.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()
@@ -109,13 +112,12 @@ class EmbeddingAllToAllCuda(LendingExecutor):
             self._memory = self._map()
         self._captured = self._captured or captured
         slot = self.outputs.acquire()
-        lines = None
         if timeline is not None:
-            lines = torch.zeros(max(1, self.kernel.n_units(jagged, checked)), 3, dtype=torch.int64, device=comm.device)
+            lines = self.timeline_lines(tensors)
         try:
             self.kernel.launch(
                 weights, jagged, checked, self._memory, slot, patience_s,
-                count=count, launch_per_table=launch_per_table, timeline=lines, captured=captured,
+                count=count, launch_per_table=launch_per_table, timeline=lines, captured=captured, occupancy=occupancy,
             )  # fmt: skip
         except BaseException:
             self.outputs.give_back(slot)
@@ -123,9 +125,15 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._last_input = (jagged, checked)
         shape = (checked.batch_sizes[comm.rank], plan.sharding.total_dim)
         output = self.outputs.lend(slot, shape, plan.output_dtype, captured)
-        if timeline is not None and lines is not None:
-            self._read_timeline(timeline, lines)
+        if timeline is not None:
+            assert lines is not None
+            self._read_timeline(timeline, lines, self.kernel.n_units(jagged, checked))
         return {"out": output}
+
+    def timeline_lines(self, tensors: dict[str, Any]) -> torch.Tensor:
+        """Return zeroed memory for the timeline of a call: a line for each unit, then a line for each program."""
+        shape = self.kernel.timeline_lines(*tensors["bags"]), device_code.TIMELINE_FIELDS
+        return torch.zeros(shape, dtype=torch.int64, device=self.comm.device)
 
     def check(self) -> None:
         """Raise errors of earlier calls and failures of the communicator, and warn of bad indices. Does not wait for
@@ -212,17 +220,23 @@ class EmbeddingAllToAllCuda(LendingExecutor):
                     part = view[begin : begin + self._poison.numel()]
                     part.copy_(self._poison[: part.numel()], non_blocking=True)
 
-    def _read_timeline(self, timeline: Timeline, lines: torch.Tensor) -> None:
-        rank = self.comm.rank
+    def _read_timeline(self, timeline: Timeline, lines: torch.Tensor, n_units: int) -> None:
+        rank, staged = self.comm.rank, self.plan.options.transport == "put"
         torch.cuda.synchronize(self.comm.device)
-        for start_ns, end_ns, sent in lines.tolist():
-            if end_ns:
-                lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")
-                timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
+        for start_ns, end_ns, sent, program, put_ns in lines[:n_units].tolist():
+            if not end_ns:
+                continue
+            lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")
+            timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent, program)
+            if sent and staged:
+                timeline.add(rank, "put", "copy slice to peer", put_ns / 1e3, end_ns / 1e3, 0, program)
         if not len(timeline):
             raise WeftError(
                 f"rank {rank} had no samples or tables in this call, so there is no timeline: pass timeline=None"
             )
+        for start_ns, end_ns, _, program, _ in lines[n_units:].tolist():
+            if end_ns:
+                timeline.add(rank, "wait", "wait for peers", start_ns / 1e3, end_ns / 1e3, 0, program)
 
 
 class _Look:

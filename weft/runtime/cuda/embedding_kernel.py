@@ -42,6 +42,7 @@ _MAX_UNIT_SLOTS = 32
 _PROGRAM_BAGS = 24
 _PROGRAM_BYTES = 96 << 10
 _PROGRAMS_PER_SM = 8
+_MOST_RESIDENT = 32  # the most programs that an SM runs at once
 _CACHED_BATCHES = 32
 _INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have 64 bits
 
@@ -94,6 +95,34 @@ class VariantKey(NamedTuple):
     timeline: bool
     enter: bool
     leave: bool
+    registers: int | None = None
+    """The limit of registers per thread; None: the launcher's own."""
+
+
+class Occupancy(NamedTuple):
+    """A limit of the programs that run at once, to measure its effect.
+
+    programs: the number of programs on each multiprocessor. The kernel is persistent, so its grid is this number times
+        the number of multiprocessors; it is never larger than what fits, or than the number of units. None: as usual.
+    registers: the limit of registers per thread. Fewer registers let more programs run at once, but may be spilled.
+        None: as usual.
+    """
+
+    programs: int | None = None
+    registers: int | None = None
+
+
+class Footprint(NamedTuple):
+    """The resources of a compiled kernel, whose programs have one warp.
+
+    registers, spilled: registers and spilled registers per thread. programs: the number of programs that one of
+        the `multiprocessors` runs at once.
+    """
+
+    registers: int
+    spilled: int
+    programs: int
+    multiprocessors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,20 +290,22 @@ class EmbeddingKernel:
         launch_per_table: bool = False,
         timeline: torch.Tensor | None = None,
         captured: bool = False,
+        occupancy: Occupancy | None = None,
     ) -> None:
         """Enqueue one call on the current stream.
 
         wait: False if no peer takes part in the call, so that the kernel does not wait.
         count: True to count copies and flags in `state`.
         launch_per_table: True to launch the kernel once per feature instead of once for all.
-        timeline: int64 `[n_units(...), 3]`; each unit writes a line.
+        timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`; each unit writes a line, then each program.
         captured: True if a CUDA graph captures the call, so that replays read the same tables.
+        occupancy: the number of programs on each multiprocessor; None: as many as suit the work.
         """
         if launch_per_table and self._staged:
             raise ValueError("launch_per_table=True needs transport='direct': a slice of 'put' spans tables")
         slot_table = self._slot_table(weights, checked)
         last = len(self._slots) - 1
-        call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, captured
+        call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, captured, occupancy
         if not launch_per_table or last <= 0:
             self._launch_part(*call, None, True, True)
             return
@@ -282,10 +313,23 @@ class EmbeddingKernel:
             self._launch_part(*call, number, number == 0, number == last)
 
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Return the number of units of work of a call with this input, which is also the number of lines of its
-        timeline.
-        """
+        """Return the number of units of work of a call with this input."""
         return self._work(jagged, checked, None).per_sample * checked.global_batch
+
+    def timeline_lines(self, jagged: JaggedInput, checked: CheckedInput) -> int:
+        """Return enough lines for a timeline of a call: one for each unit, then one for each program."""
+        return self.n_units(jagged, checked) + _MOST_RESIDENT * self._sms
+
+    @property
+    def footprints(self) -> dict[VariantKey, Footprint]:
+        """The resources of the variants that were compiled so far."""
+        return {
+            key: Footprint(
+                int(variant.compiled.n_regs), int(variant.compiled.n_spills), variant.resident // self._sms, self._sms
+            )
+            for key, variant in self._variants.items()
+            if variant.compiled is not None
+        }
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
         """Return the tables of units for this input. slot: the only slot that a launch pools; None for all slots."""
@@ -307,15 +351,16 @@ class EmbeddingKernel:
 
     def _launch_part(
         self, slot_table: torch.Tensor, jagged: JaggedInput, checked: CheckedInput, memory: RankAddresses, out_slot: int,
-        deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, captured: bool, slot: int | None, enter: bool,
-        leave: bool,
+        deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, captured: bool, occupancy: Occupancy | None,
+        slot: int | None, enter: bool, leave: bool,
     ) -> None:  # fmt: skip
         batch, n_values = checked.global_batch, jagged.values.numel()
         work = self._work(jagged, checked, slot)
         units = work.per_sample * batch
         weighted, timed = jagged.weights is not None, timeline is not None
         wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
-        key = (jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
+        registers = None if occupancy is None else occupancy.registers
+        key = (jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave, registers)
         variant = self._variants.get(key) or self._compile(VariantKey(*key))  # type: ignore[call-overload]
         given = slot_table, jagged.values, jagged.offsets, jagged.weights, timeline
         numbers = (
@@ -324,6 +369,8 @@ class EmbeddingKernel:
             first_sample(checked.batch_sizes, self.rank, self.plan.options.order), int(work.is_even),
         )  # fmt: skip
         grid = self._programs(variant.resident, units, n_values, batch)
+        if occupancy is not None and occupancy.programs is not None:
+            grid = max(1, min(variant.resident, occupancy.programs * self._sms, units))
         kept = work.tables, memory.ranks, variant.tables
         if variant.compiled is None:
             here = [self.state if tensor is None else tensor for tensor in given]
@@ -400,7 +447,8 @@ class EmbeddingKernel:
             program = direct_program(compiled, len(compiled.src.fn.arg_names) - len(constants))
             # Each program has one warp. Registers are allocated in blocks of 256 per warp. An SM has 65536 registers
             # and at most 32 programs. For other vendors' GPUs 16 programs are safe.
-            per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
+            most = 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)
+            per_sm = min(_MOST_RESIDENT, most) if self._on_nvidia else 16
             resident = per_sm * self._sms
         staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.output_dtype
         staging = lasting(self.device, lambda: torch.empty(staged, dtype=dtype, device=self.device))
@@ -422,7 +470,7 @@ class EmbeddingKernel:
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
         # By default ptxas saves registers and splits the loads of a block of rows. With a limit, it uses up to this
         # many registers.
-        limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
+        limit = {"maxnreg": key.registers or _REGISTERS[self._staged]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
 

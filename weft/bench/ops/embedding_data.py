@@ -1,0 +1,103 @@
+"""The data of an embedding + all-to-all configuration on one rank: tables, inputs, and the expected outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import Workload
+from weft.bench.ops.embedding_presets import EmbeddingConfig, jagged_input
+
+BASELINE = "embedding_bag"
+_CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
+
+
+class EmbeddingData(Workload):
+    """This rank's tables, uniform in [-1, 1), and `input_sets` inputs of its features for the global batch."""
+
+    def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
+        self.config, self.ranks, self.input_sets = config, ranks, input_sets
+        self.name, self.about, self.dtype = config.preset.name, config.preset.about, config.sharding.dtype
+        sharding, rank = config.sharding, ranks.rank
+        self.slots = sharding.local_slots(rank)
+        self.local_dim = sum(slot.dim for slot in self.slots)
+        self.local_batch = config.batch_sizes[rank]
+        self.owned = list(sharding.local_tables(rank))
+        self.weights = self.new_tables(
+            [(sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim) for t in self.owned]
+        )
+        self.fill_tables()
+        self.draw_inputs()
+
+    def new_tables(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Allocate this rank's tables."""
+        return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
+
+    def fill_tables(self) -> None:
+        """Fill the tables with the same numbers each time."""
+        generator = torch.Generator(self.ranks.device)
+        for t, weight in zip(self.owned, self.weights, strict=True):
+            weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
+
+    def draw_inputs(self) -> None:
+        config, device, owned = self.config, self.ranks.device, self.owned
+        bags, rows, law = (
+            [config.bags[t] for t in owned],
+            [len(weight) for weight in self.weights],
+            config.preset.indices,
+        )
+        drawn = [(bags, rows, law, config.global_batch, owned, i, device) for i in range(self.input_sets)]
+        self.inputs = [jagged_input(*of_set) for of_set in drawn]
+
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and one
+        rounding of the largest element.
+
+        The limit of `nn.EmbeddingBag` itself is one rounding per row of the longest bag.
+        """
+        eps = torch.finfo(self.dtype).eps
+        if name == BASELINE:
+            return eps * max(2 * bag.mean for bag in self.config.bags)
+        return max(2 * errors[BASELINE], eps)
+
+    def reference(self, which: int) -> torch.Tensor:
+        """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call.
+
+        In round i every rank pools and exchanges only its i-th slot, to save memory.
+        """
+        config, (values, offsets) = self.config, self.inputs[which]
+        batch, device = config.global_batch, self.ranks.device
+        output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=device)
+        slots_of_rank = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
+        for i in range(max(len(slots) for slots in slots_of_rank)):
+            current = [slots[i] if i < len(slots) else None for slots in slots_of_rank]
+            dims = [0 if slot is None else slot.dim for slot in current]
+            mine = dims[self.ranks.rank]
+            pooled = torch.empty(0, dtype=torch.float64, device=device)
+            if mine:
+                pooled = pooled_float64(self.weights[i], values, offsets[i * batch : (i + 1) * batch + 1]).view(-1)
+            received = torch.empty(self.local_batch * sum(dims), dtype=torch.float64, device=device)
+            arriving, leaving = [self.local_batch * dim for dim in dims], [size * mine for size in config.batch_sizes]
+            dist.all_to_all_single(received, pooled, arriving, leaving, group=self.ranks.group)
+            for slot, part in zip(current, received.split(arriving), strict=True):
+                if slot is not None:
+                    output[:, slot.column : slot.column + slot.dim] = part.view(self.local_batch, slot.dim)
+        return output
+
+
+def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the sums of bags in float64, [len(offsets) - 1, D]: `values[offsets[b]:offsets[b + 1]]` are the rows of bag b."""
+    bags, ends = offsets.numel() - 1, offsets.cpu()
+    gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
+    pooled = []
+    for part in torch.arange(bags).chunk(1 + gathered // _CHUNK_BYTES):
+        first, last = int(part[0]), int(part[-1]) + 1
+        rows = weight[values[ends[first] : ends[last]]].double()
+        which = torch.arange(rows.shape[0], device=weight.device)
+        begins = offsets[first : last + 1] - ends[first]
+        pooled.append(F.embedding_bag(which, rows, begins, mode="sum", include_last_offset=True))
+    return torch.cat(pooled)
