@@ -39,6 +39,8 @@ _EXAMPLES = """examples:
   weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
   weft bench never-slower --help                           is weft ever slower than serial? Random shapes
   weft bench inefficiency --json losses.jsonl --pictures losses
+  weft bench fused_embedding --json fused.jsonl            the figures of two papers, measured on 2 GPUs
+  weft bench pgas --preset weak,strong --json pgas.jsonl
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """
 _PRESETS = """presets (--preset):
@@ -56,6 +58,8 @@ _PRESETS = """presets (--preset):
   matmul_all_to_all      the presets of all_to_all_matmul, with the down projections of these models
   tensor_parallel        llama-3-8b, llama-3-70b, llama-3-405b, cpu: MLP and attention of the model, forward and backward
   inefficiency           g1 to g16
+  fused_embedding        grid, grid-short, occupancy, slices, timeline, kernels, or one configuration, such as 'grid/1024|256'
+  pgas                   weak, strong, batch, width, dlrm, or one configuration, such as weak/1 (one GPU) or weak/2
 """
 _VARIANTS = """variants (--variants):
   embedding_all_to_all   baselines: batched, fbgemm, embedding_bag-async, pipelined-N (pooling in N kernels, overlapped with NCCL).

@@ -18,12 +18,15 @@ SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
 """{fp8 operator: the operator that replaces it in plans and measurements, with `--dtype fp8`}"""
 LAYERS = "tensor_parallel"
 """The benchmark of layers that call several operators. Layers are planned operator by operator."""
-_STUDY = "inefficiency"
-"""The study of the cost of overlap, which can be measured but is not an operator."""
+_STUDIES = {
+    "inefficiency": "weft.studies.losses:OPERATOR", "fused_embedding": "weft.studies.fused_embedding_measure:OPERATOR",
+    "pgas": "weft.studies.pgas_measure:OPERATOR",
+}  # fmt: skip
+"""{study that can be measured but is not an operator: module:object}: the cost of overlap, and two papers on embeddings."""
 _TRAINING = "embedding_training"
 """An embedding training step: forward, backward and update. Benchmarks measure all of it; plans cover only the forward."""
 _HOMES = {
-    LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.losses:OPERATOR",
+    LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", **_STUDIES,
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
@@ -48,8 +51,8 @@ def names() -> list[str]:
 
 
 def measured() -> list[str]:
-    """Return the names that benchmarks accept: all operators, embedding_training, and the study."""
-    return [*names(), _TRAINING, _STUDY]
+    """Return the names that benchmarks accept: all operators, embedding_training, and the studies."""
+    return [*names(), _TRAINING, *_STUDIES]
 
 
 def operator(name: str) -> Any:
