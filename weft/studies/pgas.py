@@ -319,7 +319,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 def markdown(records: Sequence[Record]) -> str:
     """Return the page's generated block, as Markdown."""
     found = rows_of(records)
-    return block(notes(records), tables(found), conclusions(found))
+    return block(notes(records), tables(found)[1:], conclusions(found))  # docs/reproduction.md has the claims
 
 
 def draw(directory: Path, found: PgasRows, title: str) -> list[Path]:

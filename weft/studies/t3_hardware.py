@@ -177,7 +177,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 def markdown(records: Sequence[Record]) -> str:
     """Return the page's generated block, as Markdown."""
     rows = rows_of(records)
-    return block(notes(records), tables(rows), conclusions(rows))
+    return block(notes(records), tables(rows)[1:], conclusions(rows))  # docs/reproduction.md has the claims
 
 
 def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
