@@ -95,7 +95,10 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
         table = sharding.tables[index]
         shape = (table.num_embeddings, table.embedding_dim)
         if tuple(weight.shape) != shape:
-            raise ValueError(f"table {table.name!r}: the weight is {list(weight.shape)} but the table is {list(shape)}")
+            raise ValueError(
+                f"table {table.name!r}: the weight is {list(weight.shape)} but the table is {list(shape)}: pass a weight of the "
+                "table's shape"
+            )
         if weight.dtype != table.dtype:
             raise ValueError(
                 f"table {table.name!r}: the weight is {weight.dtype}, the table {table.dtype}: convert one"

@@ -147,8 +147,8 @@ class Partition:
             widths = self._widths(table, sharding)
             if len(widths) != len(ranks) or min(widths) < 1 or sum(widths) != table.embedding_dim:
                 raise ValueError(
-                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: give each rank a part of at "
-                    f"least 1 column, {counted(table.embedding_dim, 'column')} together"
+                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: give each rank a part "
+                    f"of at least 1 column, {counted(table.embedding_dim, 'column')} in all"
                 )
 
     def _ranks(self, sharding: TableSharding) -> tuple[int, ...]:

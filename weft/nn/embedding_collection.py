@@ -469,8 +469,8 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
     require_sharded_norm(partition, optimizer)
     if len(widths := {part.columns for part in partition.parts}) > 1:
         raise ValueError(
-            f"parts have {' and '.join(map(str, sorted(widths)))} columns: all parts of a {NAME} must have the same number, so "
-            "cut all of its tables by columns into equal parts, or make a collection for each number"
+            f"parts have {' and '.join(map(str, sorted(widths)))} columns, but all parts of a {NAME} must have equally "
+            "many columns: divide its tables into such parts, or make a collection for each number of columns"
         )
 
 

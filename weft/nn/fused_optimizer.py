@@ -87,7 +87,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"one group of {len(own['params'])} tables: load the state of the same rank and placement"
             )
         if missing := [name for name in ("lr", "step") if name not in groups[0]]:
-            raise ValueError(f"the state dict has no {' and no '.join(missing)}: pass the state dict of an optimizer")
+            raise ValueError(
+                f"the state dict has no {' and no '.join(missing)}: pass what fused_optimizer.state_dict() returned"
+            )
         _checked_lr(groups[0]["lr"])
         for index, parameter in enumerate(own["params"]):
             names = self.state.get(parameter, {}).keys()

@@ -30,9 +30,8 @@ def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
     if max(totals) > max_ids:
         worst = totals.index(max(totals))
         raise RefusedError(
-            f"rank {worst} would receive {counted(totals[worst], 'id')}, more than max_ids={max_ids}. (All ranks "
-            f"would receive {list(totals)}.) Use a smaller batch, {advice}or place the tables of rank {worst} on "
-            "other ranks"
+            f"rank {worst} would receive {counted(totals[worst], 'id')}, more than max_ids={max_ids} (ranks would "
+            f"receive {list(totals)}). Use a smaller batch, {advice}or place the tables of rank {worst} on other ranks"
         )
 
 
