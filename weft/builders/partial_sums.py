@@ -15,9 +15,9 @@ def mapped_sums(
     o: PartialProducts, out: OutputMap, y: Buffer, *, gemm: Gemm = "chunks", add: Add = "reduce", by: CopyBy = "dma",
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append the reduce-scatter that `out` describes to the draft of `o`. Return (first row, rows) of each chunk of a rank.
+    """Append to the draft of `o` the reduce-scatter that `out` describes. Return (first row, rows) of each chunk of a rank.
 
-    y: this rank's rows of the sum.
+    y: the buffer of this rank's rows of the sum.
 
     For the other arguments see `weft.builders.output_map.steps.write`.
     """

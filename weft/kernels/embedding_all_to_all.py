@@ -8,8 +8,8 @@ buffer and an unpack pass. This kernel stores each vector in the output of the s
 
 Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice are
 pooled into a staging area of the program, which stays in the L2 cache. They are sent as one contiguous copy, followed
-by a fence and the slice's flag. One program pools a whole slice, so it needs no bitmask to find the last vector. The
-program waits to fence and to set a slice's flag until it has pooled its next slice: by then the copy has arrived.
+by a fence and the slice's flag. One program pools a whole slice, so it needs no bitmask to find the last vector. A
+program delays a slice's fence and flag until it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
   1. The first program grants every peer credit for output buffer number `slot` of this rank. At each peer it stores the

@@ -116,9 +116,9 @@ def choose_config(
     stage of operands.
 
     segments: the number of (source, expert) pairs of a launch; 0 if unknown. merged: True if tiles have rows of all
-    sources. Then a segment is an expert. There are fewer last tiles, which may be nearly empty, so tiles of 128 rows are
-    faster above 64 rows. These tiles are stored in two pieces: with BACK, addresses of a whole tile would not fit in the
-    registers.
+    sources. Then a segment is an expert. With fewer segments, fewer tiles are partly empty, so tiles of 128 rows are faster
+    for segments of more than 64 rows. These tiles are stored in two pieces: with BACK, addresses of a whole tile would
+    not fit in the registers.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN

@@ -1,18 +1,18 @@
 """Predicted times of collectives of CPU ranks on several hosts, from measured rates of the network and of memory.
 
-    time = far bytes / rate of the link + rounds * round trip / 2 + copied bytes / rate of copies + fresh bytes / rate of faults
+    time = far / rate of the link + rounds * round trip / 2 + (copied - fresh) / rate of copies + fresh / rate into new memory
 
     far       bytes that the busiest host sends to other hosts
     rounds    messages that depend on each other
     copied    bytes that a rank copies or adds before and after the transfers. All ranks copy at the same time, so the rate
               of copies includes the cores and the memory bandwidth that the ranks of a host share
-    fresh     the part of these bytes that is written to new memory, whose pages the kernel has to map first
+    fresh     the part of the copied bytes that is written to new memory, whose pages the kernel has to map first
 
 For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
 
     collective      by gloo: far, rounds, copied, fresh                  in two levels: far, rounds, copied
     all_gather      crossings (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S
-    reduce_scatter  as all_reduce, S + S / W, S                          (H - 1) S / H, 1, 2 S + S / L
+    reduce_scatter  far, rounds as all_reduce; S + S / W, S              (H - 1) S / H, 1, 2 S + S / L
     all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
@@ -24,7 +24,8 @@ link has two rates.
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
 buffer's other pages are mapped while bytes arrive, so they cost no time. glibc serves allocations of 32 MiB and more by
-mmap (mallopt(3), M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused.
+mmap (mallopt(3), M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused, so for
+smaller matrices fresh is 0.
 
 Computation at the same time is not modelled.
 """

@@ -213,7 +213,7 @@ def deviations(
 
 
 def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return a table of the deviations for other assumptions about the operations that are not simulated."""
+    """Return a table of `deviations` under other assumptions about the operations that are not simulated."""
     rows = {False: small, True: large}
     lines = [("as by the roofline", deviations(rows))]
     lines += [(f"{times:g} times the roofline", deviations(rows, times=times)) for times in (0.8, 1.2)]

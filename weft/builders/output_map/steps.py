@@ -221,7 +221,7 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Append the signal that a chunk of this rank's sums is complete, unless no other rank copies sums (`fetched`)."""
+        """Append the signal to all ranks that a chunk of this rank's sums is complete; nothing without `fetched`."""
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 

@@ -52,9 +52,9 @@ class Shape:
     """Numbers that are the same for all calls of a plan.
 
     split: the largest number of slots of a table. rows: the number of rows of all tables of this rank. bases: the first
-        linear row of each table. block_d, lanes:
-        the columns and rows of a tile, which follow from the slots of all ranks, so that sums do not depend on the
-        placement of tables. align: a divisor of all widths, at most 16 bytes. uniform: True if all widths are block_d.
+        linear row of each table. block_d, lanes: the columns and rows of a tile, which follow from the slots of all
+        ranks, so that sums do not depend on the placement of tables. align: a divisor of all widths, at most 16 bytes.
+        uniform: True if all widths are block_d.
     """
 
     split: int

@@ -307,7 +307,7 @@ def _check(
         if t.dtype != w.dtype or t.dtype not in TRITON_TYPE or t.shape[1:] != (columns,) or t.stride(1) != 1:
             raise ValueError(
                 f"{name} is {t.dtype} {tuple(t.shape)} with strides {t.stride()}: make it {w.dtype} [rows, {columns}] with "
-                f"contiguous rows, of one of the types {[str(t) for t in TRITON_TYPE]}"
+                f"contiguous rows, like w, whose type must be one of {[str(t) for t in TRITON_TYPE]}"
             )
     for name, table in (("counts", counts), ("splits", splits)):
         if table.dtype != torch.int64 or table.stride(-1) != 1:

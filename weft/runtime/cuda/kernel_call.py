@@ -24,7 +24,7 @@ class Base(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The two sizes of a grid that may differ in each run: the indices of the program's bases in which a run passes them."""
+    """A grid whose sizes may differ in each run. x, y: the indices of the program's bases in which a run passes the sizes."""
 
     x: int
     y: int
