@@ -87,7 +87,8 @@ class CallCounts:
     def refused_by_peers(self) -> dict[int, str]: ...
 
 class CallDigest:
-    """The digest of all calls up to each of the last `kept` calls, with the digest words of layers (`weft.symm.layers`).
+    """For each of the last `kept` calls, the digest of all calls up to this call, and the digest words of layers
+    (`weft.symm.layers`).
 
     digest, what: the digest after the last `note`, and its text. last: the number of the last call that has ended.
     """

@@ -2,7 +2,7 @@
 
     on CPU     tables of counts, in a rendezvous (`weft.runtime.meeting`), before data is sent
     on GPUs    a digest of the calls, off the critical path (`weft.symm.calls`)
-    WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks; on GPUs the CPU waits
+    WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks. The CPU waits for the GPU
 
 Tables of counts agree if every rank sends each peer as many rows as the peer expects. To compare tables cheaply, each
 rank contributes two numbers: a weighted sum of the counts that it sends, and a weighted sum of the counts that it

@@ -180,7 +180,7 @@ def agreement_on(device: torch.device) -> Agreement:
 
 
 def _short(details: str) -> str:
-    """Return details in the form that ranks exchange: details of several lines may be long, so they become a digest."""
+    """Return the form of `details` that ranks exchange: a digest if they have several lines, which may be long."""
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 

@@ -229,7 +229,7 @@ class CompiledOperator:
     def for_one_call(
         self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
     ) -> CompiledOperator:
-        """Return an operator for one unfused call of the problem `p`, which has another size. It is not cached.
+        """Return an operator for one unfused call of `p`, a problem of this family with another size. It is not cached.
 
         rows: the number of rows of the call's first tensor.
         """

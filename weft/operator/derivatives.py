@@ -75,7 +75,7 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 def require_no_tangents(operator: str) -> None:
     """Raise `ValueError` if a dispatcher operator is called inside a forward-mode derivative.
 
-    At this level of the dispatcher, tensors no longer show their tangents. So every call inside a forward-mode
+    Inside an operator of the dispatcher, tensors no longer show their tangents. So every call inside a forward-mode
     derivative raises.
     """
     if forward_ad._current_level >= 0:

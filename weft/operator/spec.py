@@ -72,7 +72,7 @@ class Operator(ABC, Generic[C]):
     and check calls in which ranks differ.
     """
     compared: ClassVar[tuple[str, ...]] = ()
-    """The fields that ranks compare as part of `given`, and that have no effect on the work."""
+    """The fields that `given` contains, so that ranks compare them, and that have no effect on the work."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """{field with a gradient: its argument name in the public function}"""
     arguments: ClassVar[Mapping[str, str]] = {}
@@ -100,8 +100,8 @@ class Operator(ABC, Generic[C]):
         """
 
     def size(self, call: C) -> int:
-        """Return a number that may differ between ranks, even if the text `said` is equal on all ranks. `problem` gets
-        the largest number of all ranks as `most`.
+        """Return a size of the call, such as its number of tokens, that may differ between ranks although `said` is equal.
+        `problem` gets the largest size of all ranks as `most`.
         """
         return 0
 

@@ -208,7 +208,7 @@ def agree(
     Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if texts or
     details differ. If only details differ, the error shows them, or their first line that differs.
 
-    check: a function that returns a text and details, which must be equal on all ranks, and this rank's number.
+    check: a function that returns (text, details, number), as `weft.operator.agreement.Check`.
     hint: advice for the error text if only sizes differ.
     """
     if group.size() == 1:

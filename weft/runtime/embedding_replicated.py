@@ -67,9 +67,9 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
 
 
 def gradients_of_rows(given: Sequence[RowGradients]) -> torch.Tensor:
-    """Return the same as `local_gradients`, for lookups without pooling: each id has its own gradient.
+    """Return flat gradients and flags, as `local_gradients` does, for lookups without pooling.
 
-    given: for each table, all its ids with their gradients.
+    given: for each table, all its ids, each with its own gradient.
     """
     dense = [gradient_of_table(one, 1.0, False, torch.float32).flatten() for one in given]
     return torch.cat([*dense, *(_flags(one.ids, one.table.num_embeddings) for one in given)])

@@ -193,9 +193,8 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
-    """Return a `difference` for a topic, which shows the details of each rank.
-
-    If details have several lines "name: value", it shows the first line that differs.
+    """Return a function for `Topic(difference=...)`. It returns the details of each rank as text, or, if details have
+    several lines "name: value", the first line that differs.
     """
     return lambda: _difference(comm, details)
 

@@ -45,7 +45,7 @@ class Cargo(Protocol):
     """The data of a collective that travel with a rendezvous. All tensors are bytes."""
 
     near_bytes: int
-    """The number of bytes for the ranks of this host."""
+    """The number of bytes that this rank shares with the ranks of its host."""
     far_bytes: int
     """The number of bytes for this rail's rank on each other host."""
 
@@ -161,12 +161,12 @@ class Rails:
         finish(work, self.comm, name, deadline_s, arguments, self.levels.rail, absent=absent)
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
-        """Return memory for `nbytes` more bytes to each other host, one tensor for each."""
+        """Return memory for a second message of `nbytes` to each other host: one tensor per host."""
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin to exchange the bytes of `more`, when all payloads have agreed. Return a function that waits for the bytes of
-        the other hosts and returns them, in order.
+        """Begin to exchange the second messages (`more`). All payloads must have agreed. Return a function that waits for the
+        messages of the other hosts and returns them, in the order of hosts.
         """
         levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
         sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]

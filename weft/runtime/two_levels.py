@@ -82,7 +82,9 @@ def levels_on(comm: Communicator) -> TwoLevels:
 
 
 def largest_collective_bytes(schedule: Schedule) -> int:
-    """Return the bytes of the largest matrix that a collective of the schedule gathers or reduces, if sizes are known."""
+    """Return the bytes of the largest matrix that a collective of the schedule gathers or reduces. Dynamic sizes do not
+    count.
+    """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective) if not variables_of(step)]
     wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]

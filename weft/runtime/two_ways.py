@@ -36,7 +36,8 @@ class TwoWays:
         self._taken: dict[int, bool] = {}
 
     def rule_out(self, size: int, most_gain_s: float) -> None:
-        """Never use the second implementation for this size if `most_gain_s` is too little. Call it before the first call.
+        """Never use the second implementation for this size if `most_gain_s` is too little. This method has no effect after
+        the first call of this size.
 
         most_gain_s: an upper bound on the gain, by prediction, the same on all ranks.
         """

@@ -44,7 +44,7 @@ class WithinHost:
         self._flat, self._counters = [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
-        """Return this rank's memory as a tensor, when no peer reads it any more."""
+        """Wait until no peer reads this rank's memory. Return the memory as a tensor with the dtype of `like`."""
         self._await(deadline_s, what)
         return self.of(self.ranks.index(self.comm.rank), like, *shape)
 
@@ -109,8 +109,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy the bytes that both pieces of a stream of bytes contain. dst_at, src_at: the offsets of the pieces in the
-    stream.
+    """Copy from `src` to `dst` the bytes that both contain. They are pieces of one stream of bytes, which begin at the
+    offsets `src_at` and `dst_at` of the stream.
     """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:

@@ -53,11 +53,11 @@ class Attempt:
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the store entry with the reason why this rank gave up.
+        """Return the store entry with the reason why this rank gave up, as a dict.
 
-        `cause` is the name of the attempt that failed first: every other rank raises this error once, even a rank that
-        arrives later. It is empty if this rank was late or lost a peer: then only the ranks of the attempts in `met`
-        raise this error, and all ranks may try again.
+        cause: the name of the attempt that failed first. Every other rank raises this error once, even a rank that
+        arrives later. If this rank was late or lost a peer, `cause` is empty: then only ranks whose attempts this rank
+        had seen (`met`) raise this error, and all ranks may try again.
         """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
         _heard.add((self.rank, cause))  # other ranks will repeat this error

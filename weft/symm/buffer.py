@@ -85,7 +85,7 @@ class Signal(_Handle):
         self.comm: Communicator = communicator(group, device)
         if self.comm.device.type != "cpu":
             raise ValueError(
-                f"device={device}: signals between CPU processes need device='cpu'; on GPUs, signals are set on streams"
+                f"device={device}: a Signal is for CPU processes, so pass device='cpu'. On GPUs, set signals in a schedule"
             )
         self._region = self.comm.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
 

@@ -73,8 +73,8 @@ class CpuRegion:
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve memory and exchange it (see `Communicator.allocate`). After each of the three rounds, all ranks have the
-    same information.
+    """Reserve this rank's memory, and map that of its peers (see `Communicator.allocate`). After each of the three rounds,
+    all ranks have the same information.
     """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Check that there is memory for all ranks before any rank reserves memory: otherwise the kernel's out-of-memory

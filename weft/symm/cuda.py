@@ -30,7 +30,7 @@ _SLAB_BYTES = 8 << 20  # the smallest slab, which signals and small buffers shar
 
 
 class CudaRegion:
-    """`nbytes` on every rank of the communicator's group, initially zero. Addresses are valid on this rank's device."""
+    """`nbytes` bytes of device memory on every rank of a group, initially zero. Addresses are valid on this rank's device."""
 
     def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
         self._slab: _Slab | None = slab

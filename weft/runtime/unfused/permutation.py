@@ -15,7 +15,7 @@ def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
-    """Return the arrival index of each row, for rows in the order of experts: [came]."""
+    """Return [came]: for each row in the order of experts, its index in the order of arrival."""
     world, experts = received.shape
     by_source, by_expert = received.flatten(), received.t().flatten()
     begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()
