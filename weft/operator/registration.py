@@ -44,7 +44,7 @@ def registered(op: O) -> O:
     if type(op).gradients is not Operator.gradients and not op.gradients_of:
         raise TypeError(
             f"{op.name}: the spec implements gradients(), but gradients_of is empty: set gradients_of = "
-            f"{{field: name in results}}"
+            f"{{field: its argument name in the public function}}"
         )
     OPERATORS[op.name], TABLES[op.name] = op, Table()
     BACKWARDS[op.name] = once(op.name)(backward_of_call)

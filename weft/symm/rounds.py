@@ -47,7 +47,7 @@ class Rounds:
             self._tell(peer, _NUMBER.pack(self._number))
 
     def hear(self, peer: int, body: bytes) -> None:
-        """Handle the number of a peer's round."""
+        """Handle a peer's message with the number of its round."""
         with self._lock:
             (self._known[peer],) = _NUMBER.unpack(body)
             if self._number >= self._known[peer]:

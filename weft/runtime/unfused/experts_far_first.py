@@ -200,7 +200,7 @@ def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
 
 
 def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of these cells, one cell after the other: a view if the cells are adjacent."""
+    """Return the rows of the cells `starts`, `counts` (see `_runs`), one cell after the other: a view if adjacent."""
     found = _runs(starts.ravel(), counts.ravel())
     return rows[found] if isinstance(found, slice) else rows.index_select(0, found)
 
