@@ -221,7 +221,8 @@ class Draft:
         _require_known("buffer", name, "role", role, _ROLES)
         if role == "symmetric" and not isinstance(rows, int):
             raise ValueError(
-                f"buffer {name}: symmetric memory has one size on all ranks, but rows={rows} depends on the rank"
+                f"buffer {name}: symmetric memory has one size on all ranks, but rows={rows} depends on the rank: give the "
+                "largest number of rows"
             )
         self._buffers[name] = made = Buffer(name, rows, cols, dtype, role)
         return made

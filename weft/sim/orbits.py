@@ -82,7 +82,8 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
     """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all ranks."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
-            f"{problem.world_size} ranks of {problem.name} are too many: only embedding_all_to_all can be simulated with so many"
+            f"{problem.world_size} ranks of {problem.name} are too many: use fewer, because only embedding_all_to_all can be "
+            "simulated with so many"
         )
     wiring = model.wiring
     if wiring.builder is not torus:

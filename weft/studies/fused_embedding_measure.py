@@ -12,7 +12,8 @@
 The paper's two nodes are two GPUs of a host here, so `put` sends over NVLink and not over InfiniBand. A slice is one
 sample's vectors of adjacent tables, which one program pools; the paper's has vectors of one table.
 
-The rival `pipelined-N` cuts pooling into N kernels, and overlaps NCCL's all-to-all of each with the next (2.2, 5).
+The rival `pipelined-N` cuts pooling into N kernels. While a kernel runs, NCCL's all-to-all sends the vectors of the kernel
+before it (2.2, 5).
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4, 4.2, 4.3.
 """
@@ -160,7 +161,9 @@ def _timeline(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> 
 
 
 def waits_of(lines: Lines) -> Record:
-    """Return the us that programs wait for peers: the shortest, median and longest wait, and the share of the kernel."""
+    """Return how long programs wait for peers: the shortest, median and longest wait in us, and the mean as a fraction of the
+    kernel's time.
+    """
     took = lines.waits[:, 1] - lines.waits[:, 0]
     if not len(took):
         return {}
@@ -171,7 +174,7 @@ def waits_of(lines: Lines) -> Record:
 
 
 def puts_of(lines: Lines) -> Record:
-    """Return the number of puts, the time of the last one, and the share of programs that put before their local slices."""
+    """Return the number of puts, the time of the last put, and the fraction of programs with all puts before their local slices."""
     remote = lines.sent > 0
     before = []
     for program in np.unique(lines.program):

@@ -18,7 +18,9 @@ from weft.studies.pages import block, where
 
 
 class LaunchRow(NamedTuple):
-    """A schedule of one shape. steps: of one rank. ms: by mode, only the modes that were recorded. cpu_us: of a queued call."""
+    """A schedule of one shape. steps: the number of steps of one rank. cpu_us: the CPU's time to launch a queued call. ms: {mode:
+    time of a call}, for the recorded modes.
+    """
 
     config: str
     schedule: str
@@ -86,5 +88,5 @@ def conclusions(rows: Sequence[LaunchRow]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     return block(notes(records), tables(rows_of(records)))

@@ -209,14 +209,16 @@ class _Inference(EmbeddingData):
         return out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the limit: for the baseline 1e-4, as sums of 64 rows, of products, and of 8,000 features round in fp32; for others
-        twice the baseline's error, or 1e-5.
+        """Return the largest allowed error. For the baseline it is 1e-4, because sums of 64 rows, of products, and of 8,000
+        features round in fp32. For other variants it is twice the baseline's error, but at least 1e-5.
         """
         return 1e-4 if name == PIPELINES[0] else max(2 * errors[PIPELINES[0]], 1e-5)
 
 
 class _Pipeline:
-    """One way to run a batch: which variant retrieves, and whether the dense MLP runs on a stream of its own."""
+    """One way to run a batch. retrieve: the variant that retrieves the vectors. beside: True to run the dense MLP on a separate
+    stream.
+    """
 
     def __init__(self, work: _Inference, retrieve: Variant, beside: bool) -> None:
         self.work, self.retrieve = work, retrieve

@@ -106,5 +106,5 @@ def conclusions(rows: Sequence[PowerRow]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block."""
+    """Return the page's generated block, as Markdown."""
     return block(notes(records), tables(rows_of(records)))

@@ -49,7 +49,10 @@ READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_
 
 @dataclass(frozen=True)
 class HardwareRow:
-    """The results of a sub-layer, in us and bytes. moved: {configuration ("sequential" or "t3-mca"): {kind: bytes}}."""
+    """The results of a sub-layer, in us and bytes. scatter_nmc: the reduce-scatter with memory that adds. t3, mca: GEMM and
+    reduce-scatter together. gemm_t3, gemm_mca: the end of their GEMM. moved: {configuration ("sequential" or "t3-mca"): {kind:
+    bytes}}.
+    """
 
     network: str
     layer: str

@@ -1,9 +1,9 @@
 """The GPU executor of embedding_all_to_all: one rank's part of every call, enqueued on the current stream.
 
-The CPU never waits. Results are valid in stream order. The device records errors (a missed deadline, ranks that
-disagree, bad indices) in pinned memory, and the next call or `check()` raises them. When the communicator fails (a peer
-died or gave up), the watchdog overwrites this rank's signals with POISON, using the copy engine. Kernels that wait for
-the signals then return.
+The CPU waits for the device only with bounds_check="fatal", with `timeline`, and when memory grows. Results are valid in
+stream order. The device records errors (a missed deadline, ranks that disagree, bad indices) in pinned memory, and the
+next call or `check()` raises them. When the communicator fails (a peer died or gave up), the watchdog overwrites this
+rank's signals with POISON, using the copy engine. Kernels that wait for the signals then return.
 """
 
 from __future__ import annotations
