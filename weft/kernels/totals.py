@@ -15,8 +15,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n_terms"], do_not_specialize_on_alignment=["held", "terms", "constants", "numbers"])
 def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
-    """Compute one number per program. held: int64. terms: `[numbers, n_terms, 3]` of (first, count, step). constants,
-    numbers: `[numbers]`.
+    """Compute one of N numbers per program. held: int64. terms: `[N, n_terms, 3]` of (first, count, step). constants,
+    numbers: int64 `[N]`.
     """
     number = tl.program_id(0).to(tl.int64)
     found = tl.load(constants + number)
