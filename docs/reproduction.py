@@ -171,7 +171,8 @@ def page() -> str:
     for paper, (title, _, study) in PAPERS.items():
         parts.append(f"## {title}\n\n{study}".rstrip() + f"\n\n{_table(rows[paper], reasons[paper]['why'])}")
         items = [(one["item"], one["what"], one["why"]) for one in reasons[paper]["not_built"]]
-        parts.append("Not covered by weft:\n\n" + _left(("figure, section or feature", "what it is", "why not"), items))
+        header = ("figure, section or feature", "what it is", "why")
+        parts.append(f"Parts of the paper for which weft has no number:\n\n{_left(header, items)}")
     return "\n\n".join(parts) + "\n"
 
 
