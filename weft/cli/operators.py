@@ -152,8 +152,8 @@ Ranks = Annotated[
     typer.Option(
         min=1,
         help=(
-            "Number of GPUs, at most 256. Rows that are gathered or scattered must be divisible by it. Default: the size in "
-            f"--topology if it has one, otherwise 2. {_MANY}"
+            "Number of GPUs, at most 256. Rows that are gathered or scattered must be divisible by this number. "
+            f"Default: the size in --topology if it has one, otherwise 2. {_MANY}"
         ),
         show_default=False,
     ),

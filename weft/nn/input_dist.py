@@ -108,8 +108,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers are being exchanged.
 
-    numbers: one tensor with three parts: the headers of all ranks (valid once received), this rank's own header, which
-        has the count of every feature, and the first offset.
+    numbers: one tensor of three parts: the headers of all ranks (valid once received), this rank's own header with its
+        count of every feature, and the first offset.
     """
 
     local: _LocalBatch | None

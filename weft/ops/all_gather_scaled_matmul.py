@@ -181,7 +181,7 @@ def _scale_of_rows(
         # A rank with one row treats a scale of this shape as row-wise. So this rank must treat it as row-wise too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
-        f"A_scale has shape {tuple(shape)}: pass one element, or one scale per row: shape {tuple(of_rows(extent))} for "
+        f"A_scale has shape {tuple(shape)}: pass one element, or one scale per row with shape {tuple(of_rows(extent))} for "
         f"this rank's rows, or {tuple(of_rows(sum(sizes)))} for the rows of all ranks"
     )
 

@@ -158,7 +158,7 @@ def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> t
         raise ValueError(
             f"output_shape={shape} does not match A {tuple(A.shape)} @ B {tuple(B.shape)}: pass "
             f"{(*A.shape[:-1], *B.shape[-1:])}, or flatten A to {(rows, A.shape[-1])} and pass an "
-            f"output_shape of {rows} rows in all"
+            f"output_shape with {rows} rows in total"
         )
     return shape[:-1]
 
@@ -169,7 +169,9 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
         return True
     if A_scale.numel() == 1:
         return False
-    raise ValueError(f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or one scale per row: shape {own}")
+    raise ValueError(
+        f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or one scale per row with shape {own}"
+    )
 
 
 class _Call(NamedTuple):

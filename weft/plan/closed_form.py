@@ -12,7 +12,7 @@ Until the last piece has arrived, steps take `slowdown` times as long, because c
 numbers are from the machine file; none is fitted to schedules or GEMMs.
 
 The formulas do not include the memory bandwidth that copies and GEMMs share, or the credits between calls. On eight
-MI300X, the formulas' times differ from the simulator's by up to 7%, and ratios of two schedules differ by less.
+MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two schedules' times by less.
 docs/studies/ficco.md compares the choices.
 
 Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.

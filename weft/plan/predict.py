@@ -456,8 +456,8 @@ def _lanes_us(built: _Built, model: Model) -> float:
     second is the time of the busiest kind of resource.
 
     Latencies of copies by kernel are not included, because one kernel may do several copies. Each rank has one resource
-    of each kind. If all ranks move the same number of bytes, the total load of one rank on all resources of a kind
-    equals the average load of one resource.
+    of each kind, and rank 0 also uses those of other ranks. If all ranks move the same number of bytes, the sum of rank
+    0's uses of a kind is the average load of a resource.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

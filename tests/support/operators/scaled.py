@@ -141,7 +141,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             "lengths": ({"B_scales": [B_scale] * 2}, "B_scales has 2 entries: pass one for each of 1 Bs"),
             "shape of A_scale": (
                 {"A_scale": scales(0, (5, 1), 1)},
-                "A_scale has shape (5, 1): pass one element, or one scale per row: shape (7, 1) for this rank's rows",
+                "A_scale has shape (5, 1): pass one element, or one scale per row with shape (7, 1) for this rank's rows",
             ),
             "dtype of A_scale": ({"A_scale": scale.half()}, "A_scale is torch.float16 on cpu: use torch.float32"),
             "a number": ({"A_scale": 0.5}, "A_scale is a float: pass a torch.Tensor"),
@@ -262,7 +262,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "a number": ({"A_scale": 0.5}, "A_scale is a float: pass a torch.Tensor"),
             "shape of A_scale": (
-                {"A_scale": of_rows[:5]}, "A_scale has shape (5, 1): pass one element, or one scale per row: shape (24, 1)"
+                {"A_scale": of_rows[:5]}, "A_scale has shape (5, 1): pass one element, or one scale per row with shape (24, 1)"
             ),
             "dtype of A_scale": ({"A_scale": scale.half()}, "A_scale is torch.float16 on cpu: use torch.float32"),
             "shape of B_scale": (

@@ -31,12 +31,12 @@ _KNOWN_BYTES = 1 << 30
 def count(
     calls: Mapping[str, Call], ranks: Ranks, input_sets: int, ms: Callable[[str], float | None]
 ) -> dict[str, Record]:
-    """Return {name: fields of `calls[name]`}, means over ranks, equal on all ranks. All ranks must make this call.
+    """Return the fields of every call by its name: means over ranks, equal on all ranks. All ranks must make this call.
 
     ms: a function that returns the time of one call; calls without a time are omitted.
 
-    Fields: watts, and for one call call_ms, joules, memory_bytes, sent_bytes, received_bytes; also idle_watts and counted_known. A
-    field is None if a driver does not provide it.
+    Fields: watts, idle_watts and counted_known; per call also call_ms, joules, memory_bytes, sent_bytes and
+    received_bytes. A field is None if a driver does not provide it.
     """
     shared, found = _known_loads(ranks), dict[str, Record]()
     with open_counters(_uuid(ranks.device)) as counters:

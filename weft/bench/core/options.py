@@ -23,9 +23,8 @@ class BenchOptions:
 
     preset: names separated by commas; None: all presets that suit the device.
     modes: the modes to time; None: the operator's modes.
-    scale: for embeddings, the scale of the configuration; None: the largest 1/2^k that fits. On GPUs memory limits the
-        scale. On CPU time limits it too (about a second per variant): each thread of a call may read `read_mib` MiB of
-        rows.
+    scale: for embeddings, the scale of the configuration; None: the largest 1/2^k that fits into memory. On CPU also at
+        most `read_mib` MiB of rows are read per thread and call, so that a variant takes about a second.
     seconds: the time for the slowest variant of a mode.
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.

@@ -102,8 +102,7 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return (shape of the largest size, different sizes up to it). There are `count` sizes, or fewer if not so many
-    exist.
+    """Return the shape of the largest size, and `count` different sizes up to that size (fewer if not so many exist).
 
     A size is M, the number of tokens of a rank, or the number of samples of all ranks.
     """

@@ -7,7 +7,7 @@ Variants in addition to weft's:
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only
     prefetch  as FSDP does if x is a weight's shard: NCCL gathers the next call's x on a second stream during the GEMM of this call.
-              The first gather of a timed row of calls precedes the row. GPUs only, if named
+              The x of the first timed call was gathered before timing started. GPUs only, if named
 
 Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
 overlap takes as long as the longer of the GEMM and the copies.

@@ -112,7 +112,7 @@ FULL = Scale()
 class EmbeddingPreset:
     name: str
     about: str
-    tables: tuple[TableShape, ...]  # all tables, or one rank's tables with tables_per_rank
+    tables: tuple[TableShape, ...]  # all tables; with tables_per_rank, the tables of each rank
     tables_per_rank: bool
     global_batch: int
     indices: Zipf = Zipf(0)
