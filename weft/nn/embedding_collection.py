@@ -280,7 +280,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             compare_ranks(symm.communicator(self.group, self.device), topic, of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
-        """Update the tables with the gradients that this rank received in several calls."""
+        """Update the tables once, with the gradients that this rank received in one call or in all collected calls."""
         tables = of.tables
         assert tables is not None
         given = []

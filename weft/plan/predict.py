@@ -305,7 +305,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
 
 
 def _stages(step: Step) -> bool:
-    """True if the step's tiles compute and copy, or multiply and set signals."""
+    """True if the step is a tile kernel whose inner steps compute and copy, or multiply and set signals."""
     kinds = {inner.kind for inner in step.inner if step.tile_kernel}
     return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
 

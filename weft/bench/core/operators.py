@@ -15,7 +15,7 @@ from weft.bench.core.arguments import one_of
 from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
-"""{fp8 operator: the operator that replaces it in plans and measurements, with `--dtype fp8`}"""
+"""{fp8 operator: the operator to name instead, with `--dtype fp8`, in order to plan or measure it}"""
 LAYERS = "tensor_parallel"
 """The benchmark of layers that call several operators. Layers are planned operator by operator."""
 _STUDIES = {
