@@ -2,7 +2,6 @@
 
 It uses weft.all_to_all_matmul and weft.matmul_all_to_all.
 
-
     python examples/moe.py                                        # Mixtral's layer, an eighth as wide, on 2 CPU processes
     python examples/moe.py --preset deepseek --ranks 4
     python examples/moe.py --schedule "dispatch[by=kernel,rest=each]" --back "combine[chunks=1,by=store]"

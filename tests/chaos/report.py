@@ -2,7 +2,7 @@
 
     python -m tests.chaos.report docs/failures.md benchmarks/chaos/*.jsonl
 
-rewrites what stands between `<!-- chaos:NAME -->` and `<!-- /chaos -->`, where NAME is a record's name without ".jsonl".
+The command rewrites the tables between `<!-- chaos:NAME -->` and `<!-- /chaos -->`. NAME is a record's name without ".jsonl".
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Trial:
 
 
 def may_last(injection: Injection, begin: float, fault_at: float | None, *, first: bool) -> tuple[float, float]:
-    """Return (start, allowed duration) of a call. The duration is the deadline and 5 s.
+    """Return (start, allowed duration) of a call. The duration is the deadline plus 5 s.
 
     If the group does not have to survive the fault, the start is at least the time of the fault. Before a fault, a
     first call may take longer, because it may measure schedules on a busy machine.

@@ -34,7 +34,7 @@ OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
 
 @dataclass(frozen=True)
 class Steps:
-    """`count` training steps. Each step has a batch like that of `p`, with new ids and a new upstream gradient.
+    """`count` training steps. Each step has a batch of the problem `p`, with new ids and a new upstream gradient.
 
     is_hot: True to give almost all ids the same value.
     """
@@ -88,7 +88,7 @@ def trained(
 
 
 def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype) -> bool:
-    """True if gradients that are sent in 16 bits train the same bits as gradients that are rounded to 16 bits before."""
+    """True if sending gradients in 16 bits gives the same tables as rounding them to 16 bits before."""
     device, found = device_of(group), []
     generator = torch.Generator().manual_seed(5)
     upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)[p.rows_of(group.rank())]
@@ -106,7 +106,7 @@ def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: t
 
 
 def narrowed(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype, transport: str) -> torch.Tensor:
-    """Return this rank's pooled vectors with `output_dtype=name`. Check that backward trains the same bits as with
+    """Return this rank's pooled vectors with `output_dtype=name`. Check that backward gives the same tables as with
     float32 vectors.
     """
     device, found, out = device_of(group), [], torch.empty(0)

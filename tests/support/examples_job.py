@@ -1,6 +1,6 @@
 """A job of four ranks, on one host or on two. It runs the examples with few steps, and `weft doctor --group`.
 
-torchrun ... tests/support/examples_job.py FILE rank 0 writes the results to FILE
+torchrun ... tests/support/examples_job.py FILE        # rank 0 writes the results to FILE
 """
 
 from __future__ import annotations

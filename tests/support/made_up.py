@@ -30,9 +30,9 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """Return an all-gather in a ring. Each rank copies shards from its left neighbour only, in W - 1 hops with a signal
     each.
 
-        pull:     copy this rank's shard into its box; at each hop, wait until the left rank has the next shard, copy
-        it, and signal to the right rank compute:  the rows of y from this rank's shard; then the rows from each shard
-        when it has arrived
+        lane pull     copy this rank's shard into its box. At each hop, wait until the left rank has the next shard, copy
+                      it, and signal to the right rank
+        lane compute  compute the rows of y from this rank's shard, then from each shard that has arrived
 
     Only its owner writes a box. The rank on the right reads it, and signals when it has finished (`credit`).
     """

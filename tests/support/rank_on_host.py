@@ -1,10 +1,10 @@
 """A rank that makes the calls that its standard input lists, and prints their results. Tests of faults between hosts
 use it.
 
-python tests/support/rank_on_host.py RANK WORLD_SIZE ADDRESS PORT
+    python tests/support/rank_on_host.py RANK WORLD_SIZE ADDRESS PORT
 
-A line "GROUP DEADLINE [ROWS]" is a call on one of the groups: "all", or "two", of the first two ranks. ROWS: of the matrix that is
-reduced, by default 4 for each rank.
+A line "GROUP DEADLINE [ROWS]" makes a call. GROUP is "all", or "two" for the first two ranks. ROWS is the number of rows of the
+matrix that is reduced, by default 4 for each rank.
 """
 
 from __future__ import annotations

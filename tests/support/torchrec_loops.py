@@ -41,7 +41,7 @@ def collection(device: str = "meta", is_weighted: bool = False, data_type: str =
 
 
 class Model(nn.Module):
-    """The sparse part is two levels down, as in TorchRec's DLRM."""
+    """A model whose sparse part is two levels down, as in TorchRec's DLRM."""
 
     def __init__(self, ebc: Any, weighted: Any = None) -> None:
         super().__init__()
