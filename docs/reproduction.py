@@ -11,12 +11,21 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.bench.core import records as files
 from weft.bench.core.tables import Record, by_config, geomean, markdown_table
 from weft.bench.report import speedups
-from weft.studies import ficco, ficco_claims, fused_embedding, losses, pgas, t3_hardware
+from weft.studies import (
+    ficco,
+    ficco_claims,
+    fused_embedding,
+    fused_embedding_measured,
+    losses,
+    pgas,
+    pgas_measured,
+    t3_hardware,
+)
 from weft.studies.claims import POINTS, RATIO, Claim
 from weft.studies.ficco_rows import EIGHT, KINDS, SHARD
 
@@ -50,6 +59,16 @@ def of_fused_embedding() -> Iterator[Row]:
     for claim in fused_embedding.claims(fused_embedding.rows_of(found)):
         yield Row(claim, _on(found[-1]))
     yield from _measured_zero_copy()
+    yield from _measured_on_gpus(fused_embedding_measured, "fused-embedding")
+
+
+def _measured_on_gpus(study: Any, name: str) -> Iterator[Row]:
+    """Judge the records of a measured study, `GPU-NAME.jsonl`, of the newest GPU that has such a file."""
+    for gpu in ("h200", "h100"):
+        if (_RESULTS / f"{gpu}-{name}.jsonl").exists():
+            found = read(f"{gpu}-{name}")
+            yield from (Row(claim, _on(found[-1])) for claim in study.claims(study.rows_of(found)))
+            return
 
 
 def _measured_zero_copy() -> Iterator[Row]:
@@ -134,6 +153,7 @@ def of_pgas() -> Iterator[Row]:
             if config in gains:
                 what = f"{scaling} scaling, 2 GPUs: speedup over the baseline, measured on {gpu}"
                 yield Row(Claim(what, where, paper, gains[config], "x"), _on(found[-1]))
+    yield from _measured_on_gpus(pgas_measured, "pgas")
 
 
 PAPERS = {

@@ -56,7 +56,9 @@ _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 tables show measured records.
 """
 
-_OTHER_STUDIES = ("fused_embedding", "launches", "pgas", "power", "t3_hardware")
+_OTHER_STUDIES = (
+    "fused_embedding", "fused_embedding_measured", "launches", "pgas", "pgas_measured", "power", "t3_hardware",
+)  # fmt: skip
 """The other studies. If a study simulates an operator of another study, its records contain the study's name."""
 
 

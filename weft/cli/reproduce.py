@@ -142,10 +142,17 @@ def fused_embedding(
     The evaluation covers slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM training pass
     on 128 nodes. All numbers in the paper's text are compared with the model's. A sensitivity analysis changes each
     assumed number by 20%.
-    """
-    from weft.studies import fused_embedding as study
 
-    _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
+    To measure figures 9 to 14 on two GPUs, and show them:
+
+        weft bench fused_embedding --json fused.jsonl
+
+        weft reproduce fused-embedding --records fused.jsonl --pictures fused
+    """
+    from weft.studies import fused_embedding, fused_embedding_measured
+
+    study = fused_embedding_measured if _is_measured(records, fused_embedding_measured) else fused_embedding
+    _reproduce(study, lambda step: fused_embedding.simulated(progress=step), records, json, pictures)
 
 
 @reproduce.command()
@@ -156,13 +163,16 @@ def pgas(
     """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), by simulation.
 
     The output compares the paper's speedups with the model's. It also shows a lower bound for each part, and the
-    bandwidth that follows from the paper's baseline times. To measure on two GPUs:
+    bandwidth that follows from the paper's baseline times. To measure on two GPUs, and show the figures:
 
-        weft bench embedding_all_to_all --preset pgas-weak,pgas-strong
+        weft bench pgas --json pgas.jsonl
+
+        weft reproduce pgas --records pgas.jsonl --pictures pgas
     """
-    from weft.studies import pgas as study
+    from weft.studies import pgas, pgas_measured
 
-    _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
+    study = pgas_measured if _is_measured(records, pgas_measured) else pgas
+    _reproduce(study, lambda step: pgas.simulated(progress=step), records, json, pictures)
 
 
 @reproduce.command("all")
@@ -198,6 +208,13 @@ def all_studies(
     if pictures is not None:
         for path in (path for one in found for path in one.draw(pictures)):
             print(f"drawn: {path}")
+
+
+def _is_measured(records: Path | None, study: Any) -> bool:
+    """True if a file has records of a measured study."""
+    from weft.bench.core import records as files
+
+    return records is not None and any(map(study.is_mine, files.read([records])))
 
 
 def _is_of_hardware(records: Path) -> bool:

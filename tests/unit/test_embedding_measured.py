@@ -1,0 +1,170 @@
+"""The pages of the measured studies of embeddings, from handmade records: numbers of claims, tables, and pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.bench.report import rewrite
+from weft.studies import fused_embedding_measured as fused
+from weft.studies import pgas_measured as pgas
+
+COMMON = {
+    "run": "1",
+    "machine": "2 x GPU",
+    "ranks": 2,
+    "dtype": "fp32",
+    "commit": "abc",
+    "date": "2026-01-02T",
+    "tiny": False,
+    "batch": 256,
+    "device": "cuda",
+    "error": 0.0,
+    "speedup": 1.0,
+}
+
+
+def record(study: str, figure: str, config: str, variant: str, ms: float | None, **more: Any) -> dict[str, Any]:
+    of = {"study": study, "figure": figure, "config": config, "variant": variant, "p50_ms": ms, "rank_ms": [ms, ms]}
+    return {**COMMON, **of, **more}
+
+
+def fused_records() -> list[dict[str, Any]]:
+    def one(figure: str, variant: str, ms: float | None, **more: Any) -> dict[str, Any]:
+        return record(fused.STUDY, figure, "1024|256", variant, ms, **more)
+
+    occupied = {"registers": 128, "spilled": 0, "occupancy": 0.1, "fit": 16, "programs_of_multiprocessors": [4, 4]}
+    spans = [[[[0, 2, 1.5], [2, 4, 0]], [4, 8]]]
+    curve = {"us": [0, 1, 2], "sent_mb": [0, 1, 1], "peak_gbps": 90.0}
+    waits = {
+        "wait_us": [1, 2, 9],
+        "kernel_us": 100,
+        "wait_share": 0.02,
+        "puts": 7,
+        "last_put_us": 50,
+        "puts_first": 0.99,
+    }
+    return [
+        one("grid", "embedding_bag", 10),
+        one("grid", "put", 5),
+        one("grid", "per-table", 8),
+        one("grid", "pooling", 6),
+        one("grid", "exchange", 3),
+        one("grid", "pipelined-4", 6.25),
+        one("grid", "put-natural", 6, rank_ms=[6, 5]),
+        *(
+            one("occupancy", f"put-programs{count}", ms, programs=count, of_usual=count / 16, **occupied)
+            for count, ms in ((4, 10), (12, 6), (14, 9))
+        ),
+        one("slices", "put-slice4", 10),
+        one("slices", "put-slice64", 4),
+        one("slices", "put-slice128", 5),
+        one("timeline", "put-slice16", 4, spans=spans, **curve, **waits),
+        one("timeline", "direct", 4, **curve),
+        one("timeline", "exchange", 1, peak_gbps=80.0),
+        one(
+            "kernels",
+            "embedding_bag",
+            None,
+            kernels=[{"name": "EmbeddingBag_x", "registers": 32, "threads": 256, "occupancy": 1.0}],
+        ),
+        one("kernels", "put", None, kernels=[{"name": "weft", "registers": 128, "threads": 32, "occupancy": 0.25}]),
+    ]
+
+
+def pgas_records() -> list[dict[str, Any]]:
+    def one(config: str, variant: str, ms: float, **more: Any) -> dict[str, Any]:
+        return record(pgas.STUDY, *config.split("/"), variant, ms, **({"single_ms": ms, "sent_bytes": 1e6} | more))  # type: ignore[arg-type]
+
+    curve = {"us": [0, 500, 1000], "sent_mb": [0, 7, 7]}
+    found = []
+    for scaling, times in {
+        "weak/1": (4, 4, 3.8),
+        "weak/2": (8, 4, 3.8),
+        "strong/1": (6, 6, 6),
+        "strong/2": (6, 3, 2),
+    }.items():
+        base, direct, batched = times
+        found += [
+            one(scaling, "embedding_bag-async", base),
+            one(scaling, "computation", 4),
+            one(scaling, "direct", direct, **curve),
+            one(scaling, "batched computation", batched),
+            one(scaling, "phase", 3.5),
+            one(scaling, "one float", 0.5),
+        ]
+    found += [
+        one("batch/256", name, ms)
+        for name, ms in (
+            ("computation", 0.1),
+            ("phase", 0.5),
+            ("one float", 0.3),
+            ("embedding_bag-async", 1),
+            ("direct", 0.1),
+            ("batched computation", 0.1),
+        )
+    ]
+    found += [one(f"width/{dim}", "direct", ms) for dim, ms in ((16, 2), (256, 1))]
+    pipelines = {"direct": 3, "direct, MLP beside": 2, "baseline, MLP beside": 5}
+    return found + [one("dlrm/weak", name, ms, batches=100, retrieval_ms=ms) for name, ms in pipelines.items()]
+
+
+def of(claims: list[Any]) -> dict[str, Any]:
+    return {claim.what: claim.ours if claim.held is None else claim.held for claim in claims}
+
+
+def test_claims_of_fused_embedding() -> None:
+    found = of(fused.claims(fused.rows_of(fused_records())))
+    put = "two GPUs of a host, 70 rows a bag, slices of 32: time saved, mean"
+    skews = "skew of two GPUs of a host, put, {} order, mean (the paper's is between nodes)"
+    wanted = {
+        put: 50,
+        skews.format("natural"): 20,
+        skews.format("remote first"): 0,
+        "measured: slices of 64 instead of 4: time saved": 60,
+        "measured: slices of 128 instead of 64: time saved": -25,
+        "measured, put: time saved by 75% of the usual programs instead of 25%": 40,
+        "measured, put: time added by 87.5% of the usual programs instead of 75%": 50,
+        "measured: occupancy of the fused kernel below that of torch's EmbeddingBag, in points": 75,
+        "measured: the fused kernel needs less bandwidth at its peak": False,
+        "measured: programs wait for different times": True,
+        "measured, 70 rows a bag: small batches gain more than full overlap gives": True,
+        "measured, 70 rows a bag: one kernel with puts beats pooling in 4 kernels that overlaps with NCCL": True,
+    }
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_claims_of_pgas() -> None:
+    found = of(pgas.claims(pgas.rows_of(pgas_records())))
+    wanted = {
+        "measured: weak scaling, 2 GPUs: speedup over EmbeddingBagCollection": 2,
+        "measured: weak scaling factor of the baseline, 2 GPUs": 0.5,
+        "measured: weak scaling of PGAS is close to ideal": True,
+        "measured: strong scaling, 2 GPUs: speedup over EmbeddingBagCollection": 2,
+        "measured: strong scaling of the baseline, 2 GPUs: its time over one GPU's": 1.5,
+        "measured: strong scaling of PGAS, 2 GPUs: speedup over one GPU": 2,
+        "measured: communication takes less time than computation, weak, 2 GPUs": True,
+        "measured: PGAS is slightly above its computation, strong, 2 GPUs": False,
+        "measured: bytes leave over the whole kernel, weak, 2 GPUs": False,
+        "measured: synchronisation dominates small batches": True,
+        "measured: the dense MLP beside the retrieval saves time, weak": True,
+        "measured: inference over 100 batches, weak scaling, 2 GPUs: speedup of the retrieval": 2.5,
+        "measured: small messages use the links less well": True,
+    }
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("study", "records"), [(fused, fused_records()), (pgas, pgas_records())], ids=["fused", "pgas"]
+)
+def test_a_page_has_tables_and_pictures(study: Any, records: list[dict[str, Any]], tmp_path: Path) -> None:
+    name = study.__name__.rpartition(".")[2]
+    page = rewrite(f"<!-- study:{name} x -->\n<!-- /study -->\n", {"x": records})
+    rows = study.rows_of(records)
+    assert all(table.title in page for table in study.tables(rows))
+    assert "Measured on 2 x GPU" in page
+    drawn = study.draw(tmp_path / "pictures", rows, "title")
+    assert drawn
+    assert all(path.stat().st_size > 5000 for path in drawn)
+    with pytest.raises(ValueError, match="no measured records"):
+        study.rows_of([])

@@ -1,0 +1,277 @@
+"""PGAS embedding retrieval as measured by `weft bench pgas`: records to claims, tables and pictures.
+
+Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
+Systems", III-A, IV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.bench.core.records import last_runs
+from weft.bench.core.tables import Record, ResultTable, milliseconds, table, times
+from weft.studies.claims import Claim, claims_table
+from weft.studies.pages import block, figure
+
+STUDY = "pgas_measured"
+BASELINE, COMPUTATION = "embedding_bag-async", "computation"
+_SENT = 0.99  # the share of the bytes that must have left
+
+Rows = Mapping[tuple[str, str], Mapping[str, Record]]
+"""{(figure, configuration): {variant: record}}"""
+
+
+class _Scaling(NamedTuple):
+    name: str
+    where: str
+    speedup: float
+    figures: tuple[str, str, str]
+
+
+_SCALINGS = (
+    _Scaling("weak", "IV-A", 2.10, ("figure 5", "figure 6", "figure 7")),
+    _Scaling("strong", "IV-B", 2.95, ("figure 8", "figure 9", "figure 10")),
+)
+
+
+def is_mine(record: Record) -> bool:
+    return record.get("study") == STUDY
+
+
+def rows_of(records: Sequence[Record]) -> Rows:
+    """Return each configuration's last run; raise `ValueError` if there are no records."""
+    mine = [record for record in records if is_mine(record)]
+    if not mine:
+        raise ValueError("no measured records of PGAS retrieval: run weft bench pgas --json FILE on 2 GPUs")
+    last = last_runs(mine, lambda r: (r["figure"], r["config"]))
+    return {(of[0]["figure"], of[0]["config"]): {r["variant"]: r for r in of} for of in last.values()}
+
+
+class Parts(NamedTuple):
+    """The baseline's components in ms, by the paper's method, with a synchronisation in each call."""
+
+    computation: float
+    communication: float
+    sync_and_unpack: float
+    whole: float
+    direct: float
+    batched_computation: float
+
+
+def parts_of(by: Mapping[str, Record]) -> Parts | None:
+    """Return the components of a configuration; None if they were not measured."""
+    names = (COMPUTATION, "phase", "one float", BASELINE, "direct", "batched computation")
+    if any("single_ms" not in by.get(name, {}) for name in names):
+        return None
+    pooled, phase, one, whole, direct, batched = (by[name]["single_ms"] for name in names)
+    return Parts(pooled, phase - one, one, whole, direct, batched)
+
+
+def sending_share(record: Record) -> float | None:
+    """Return the share of the kernel's time in which its bytes leave; None without a curve of bytes."""
+    if "us" not in record:
+        return None
+    total = record["sent_mb"][-1]
+    end = next(us for us, mb in zip(record["us"], record["sent_mb"], strict=True) if mb >= _SENT * total)
+    return float(end / record["us"][-1])
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Return the paper's claims, as far as they were measured."""
+    return [*(claim for scaling in _SCALINGS for claim in _of_scaling(scaling, rows)), *_of_others(rows)]
+
+
+def _of_scaling(scaling: _Scaling, rows: Rows) -> Iterator[Claim]:
+    name, where, (of_factor, of_parts, of_volume) = scaling.name, scaling.where, scaling.figures
+    one, two = rows.get((name, "1")), rows.get((name, "2"))
+    if two is not None:
+        ours = two[BASELINE]["p50_ms"] / two["direct"]["p50_ms"]
+        yield Claim(
+            f"measured: {name} scaling, 2 GPUs: speedup over EmbeddingBagCollection", where, scaling.speedup, ours, "x"
+        )
+    if one is not None and two is not None:
+        base = two[BASELINE]["p50_ms"] / one[COMPUTATION]["p50_ms"]  # one GPU exchanges nothing
+        direct = two["direct"]["p50_ms"] / one["direct"]["p50_ms"]
+        if name == "weak":
+            yield Claim(
+                "measured: weak scaling factor of the baseline, 2 GPUs", f"{where}1, {of_factor}", 0.46, 1 / base
+            )
+            said = f"{direct:.2f} times the time of one GPU"
+            what = "measured: weak scaling of PGAS is close to ideal"
+            yield Claim(what, f"{where}1, {of_factor}", "yes", said, held=direct <= 1.1)
+        else:
+            what = "measured: strong scaling of the baseline, 2 GPUs: its time over one GPU's"
+            yield Claim(what, f"{where}1, {of_factor}", 1.8, base, "x")
+            what = "measured: strong scaling of PGAS, 2 GPUs: speedup over one GPU"
+            yield Claim(what, f"{where}1, {of_factor}", 1.6, 1 / direct, "x")
+    if two is not None and (parts := parts_of(two)) is not None:
+        said = f"{parts.communication:.2f} of {parts.computation:.2f} ms"
+        what = f"measured: communication takes less time than computation, {name}, 2 GPUs"
+        yield Claim(what, f"{where}2, {of_parts}", "yes", said, held=0 < parts.communication < parts.computation)
+        said = f"{parts.direct:.2f} ms; computation {parts.computation:.2f} ms with a kernel for each table, "
+        said += f"{parts.batched_computation:.2f} ms with one kernel"
+        what = f"measured: PGAS is slightly above its computation, {name}, 2 GPUs"
+        held = parts.direct <= 1.1 * parts.batched_computation
+        yield Claim(what, f"{where}2, {of_parts}", "yes", said, held=held)
+    if two is not None and (share := sending_share(two["direct"])) is not None:
+        said = f"over the first {share:.0%}"
+        what = f"measured: bytes leave over the whole kernel, {name}, 2 GPUs"
+        yield Claim(what, f"{where}2, {of_volume}", "yes", said, held=share > 0.95)
+
+
+def _of_others(rows: Rows) -> Iterator[Claim]:
+    batches = {
+        int(config): parts for (of, config), by in rows.items() if of == "batch" and (parts := parts_of(by)) is not None
+    }
+    if batches:
+        batch = min(batches)
+        parts = batches[batch]
+        said = f"batch {batch}: {parts.sync_and_unpack:.3f} ms sync + unpack, {parts.computation:.3f} ms computation, "
+        said += f"{parts.communication:.3f} ms communication"
+        held = parts.sync_and_unpack > max(parts.computation, parts.communication)
+        yield Claim("measured: synchronisation dominates small batches", "III-A", "yes", said, held=held)
+    for (of, config), by in rows.items():
+        if of == "dlrm":
+            before, after = (by[name] for name in ("direct", "direct, MLP beside"))
+            said = f"{after['p50_ms']:.3f} ms a batch instead of {before['p50_ms']:.3f} ms"
+            what = f"measured: the dense MLP beside the retrieval saves time, {config}"
+            yield Claim(what, "II-C, figure 4", "yes", said, held=after["p50_ms"] < before["p50_ms"])
+            base = by["baseline, MLP beside"]
+            if "retrieval_ms" in base:
+                what = f"measured: inference over 100 batches, {config} scaling, 2 GPUs: speedup of the retrieval"
+                paper = next(scaling.speedup for scaling in _SCALINGS if scaling.name == config)
+                yield Claim(what, "IV", paper, base["retrieval_ms"] / after["retrieval_ms"], "x")
+    widths = {int(config): by for (of, config), by in rows.items() if of == "width"}
+    if len(widths) > 1:
+        few, many = (_gbps(widths[dim]["direct"]) for dim in (min(widths), max(widths)))
+        said = f"{few:.0f} GB/s with vectors of {4 * min(widths)} bytes, {many:.0f} GB/s with {4 * max(widths)} bytes"
+        yield Claim("measured: small messages use the links less well", "IV-A2", "yes", said, held=few < 0.95 * many)
+
+
+def _gbps(record: Record) -> float:
+    return float(record["sent_bytes"] / record["p50_ms"] / 1e6)
+
+
+# --- tables ---
+
+
+def tables(rows: Rows) -> list[ResultTable]:
+    made = [claims_table("The paper's numbers and ours", claims(rows))]
+    made += [table_ for scaling in _SCALINGS if (table_ := _scaling_table(scaling, rows)) is not None]
+    parts = [
+        (f"{of}, {config}", found)
+        for (of, config), by in rows.items()
+        if of != "width" and (found := parts_of(by)) is not None
+    ]
+    if parts:
+        made.append(_parts_table(parts))
+    if widths := [(config, by) for (of, config), by in rows.items() if of == "width"]:
+        made.append(_widths_table(widths))
+    if inference := [(config, record) for (of, config), by in rows.items() if of == "dlrm" for record in by.values()]:
+        made.append(_inference_table(inference))
+    return made
+
+
+def _scaling_table(scaling: _Scaling, rows: Rows) -> ResultTable | None:
+    one, two = rows.get((scaling.name, "1"), {}), rows.get((scaling.name, "2"), {})
+    names = [name for name in two if "error" in two[name] and two[name]["error"] is not None]
+    if not names:
+        return None
+
+    def factor(name: str) -> str:
+        return f"{one[name]['p50_ms'] / two[name]['p50_ms']:.2f}" if name in one else ""
+
+    columns: dict[str, Callable[[str], str]] = {
+        "variant": str, "1 GPU, ms": lambda v: milliseconds(one[v]["p50_ms"]) if v in one else "",
+        "2 GPUs, ms": lambda v: milliseconds(two[v]["p50_ms"]), "scaling factor": factor,
+        "speedup, 2 GPUs": lambda v: times(two[BASELINE]["p50_ms"] / two[v]["p50_ms"]),
+        "1 GPU, synchronised, ms": lambda v: milliseconds(one[v]["single_ms"]) if v in one else "",
+        "2 GPUs, synchronised, ms": lambda v: milliseconds(two[v]["single_ms"]),
+    }  # fmt: skip
+    title = f"{scaling.name.capitalize()} scaling ({scaling.figures[0]}); scaling factor: time of one GPU over the time"
+    return table(title, names, columns)
+
+
+def _parts_table(parts: Sequence[tuple[str, Parts]]) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "configuration": lambda of: of[0], "computation ms": lambda of: milliseconds(of[1].computation),
+        "communication ms": lambda of: milliseconds(of[1].communication),
+        "sync + unpack ms": lambda of: milliseconds(of[1].sync_and_unpack), "baseline ms": lambda of: milliseconds(of[1].whole),
+        "direct ms": lambda of: milliseconds(of[1].direct),
+        "computation in one kernel ms": lambda of: milliseconds(of[1].batched_computation),
+    }  # fmt: skip
+    title = "The baseline's components by the paper's method, and direct, each call synchronised (figures 6, 9)"
+    return table(title, parts, columns)
+
+
+def _widths_table(widths: Sequence[tuple[str, Mapping[str, Record]]]) -> ResultTable:
+    def ms(name: str) -> Callable[[Any], str]:
+        return lambda of: milliseconds(of[1][name]["p50_ms"]) if name in of[1] else ""
+
+    def rate(name: str) -> Callable[[Any], str]:
+        return lambda of: f"{_gbps(of[1][name]):.0f}" if name in of[1] else ""
+
+    columns: dict[str, Callable[[Any], str]] = {
+        "D": lambda of: of[0],
+        "bytes of a vector": lambda of: str(4 * int(of[0])),
+    }
+    columns |= {f"{name} ms": ms(name) for name in ("batched computation", "exchange", "batched", "direct", "put")}
+    columns |= {f"{name} GB/s": rate(name) for name in ("exchange", "direct", "put")}
+    return table("Cost of small messages: the same bytes as vectors of D columns, one row a bag", widths, columns)
+
+
+def _inference_table(lines: Sequence[tuple[str, Record]]) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "scaling": lambda of: of[0], "pipeline": lambda of: of[1]["variant"], "batches": lambda of: str(of[1]["batches"]),
+        "ms a batch": lambda of: milliseconds(of[1]["p50_ms"]), "speedup": lambda of: times(of[1]["speedup"]),
+        "retrieval, ms a batch": lambda of: milliseconds(of[1].get("retrieval_ms")),
+    }  # fmt: skip
+    return table(
+        "Inference of a DLRM on two GPUs (figure 4); speedup over the baseline without the MLP beside it",
+        lines,
+        columns,
+    )
+
+
+def conclusions(rows: Rows) -> list[str]:
+    made = claims(rows)
+    return [f"{sum(bool(claim.reproduced) for claim in made)} of {len(made)} claims are reproduced on these GPUs."]
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    last = [record for record in records if is_mine(record)][-1]
+    tiny = " Tiny sizes for a test: the times say nothing." if last["tiny"] else ""
+    return [
+        f"Measured on {last['machine']}, {last['dtype']}, each call alone after a barrier; commit {last['commit']}, "
+        f"{last['date'][:10]}.{tiny}"
+    ]
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return the page's generated block, as Markdown."""
+    rows = rows_of(records)
+    return block(notes(records), tables(rows), conclusions(rows))
+
+
+def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
+    """Write pictures of bytes over time (figures 7, 10) into `directory`, created if needed."""
+    shown = [
+        (scaling, by) for scaling in _SCALINGS if "us" in (by := rows.get((scaling.name, "2"), {})).get("direct", {})
+    ]
+    if not shown:
+        return []
+    path = directory / "measured-7-volume.png"
+    with figure(path, f"{title} (figures 7, 10)", (9, 3 * len(shown)), len(shown)) as axes:
+        for axis, (scaling, by) in zip(axes, shown, strict=True):
+            for name, colour in (("direct", "#2f7d5b"), ("put", "#e0a030")):
+                if "us" in by.get(name, {}):
+                    axis.plot([us / 1e3 for us in by[name]["us"]], by[name]["sent_mb"], color=colour, label=name)
+            parts, total = parts_of(by), by["direct"]["sent_mb"][-1]
+            if parts is not None:  # as in the paper: the bytes are spread over the communication
+                ends = (0, parts.computation, parts.computation + parts.communication, parts.whole)
+                axis.plot(ends, (0, 0, total, total), "--", color="#b8432f", label="baseline")
+            axis.set_ylabel(f"{scaling.name}: MB sent", fontsize=9)
+        axes[-1].set_xlabel("ms", fontsize=9)
+    return [path]
