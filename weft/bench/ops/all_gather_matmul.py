@@ -217,7 +217,7 @@ class _AllGatherBenchmark(TorchOperator):
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs")
         if PREFETCH in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {PREFETCH!r} cannot run here: it needs streams of a GPU")
+            raise ValueError(f"variant {PREFETCH!r} needs a GPU's streams: choose another variant, or device cuda")
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:

@@ -1,4 +1,6 @@
-"""A rival of fused embedding + all-to-all: pooling cut into kernels, whose exchanges overlap with the next kernels."""
+"""A rival of fused embedding + all-to-all that pools in chunks. The all-to-all of a chunk overlaps with pooling the
+next chunk.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from weft.timeline import Timeline
 
 
 class PipelinedVariant:
-    """A rival without fusion: pooling is cut into kernels, and the all-to-all of each overlaps with the pooling of the next.
+    """A rival without fusion: the all-to-all of a chunk overlaps with the kernel that pools the next chunk.
 
     A chunk is a number of adjacent tables of each rank. weft's own kernel pools the chunk, NCCL exchanges it on its own
     stream, and a third stream unpacks it into the output. The fused embedding paper (2.2, 5) argues against this way,
@@ -90,7 +92,9 @@ def _shares(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _runs(slots: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return runs (first column of these slots, column of the output, width) that are adjacent in both."""
+    """Return each run of slots that are adjacent in the output, as (first column among the slots, first column of the
+    output, width).
+    """
     runs: list[tuple[int, int, int]] = []
     taken = 0
     for slot in slots:

@@ -39,7 +39,7 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A shape to measure, [m, k] @ [k, n], with n per rank. Shapes with equal names compare equal.
+    """A shape to measure, [m, k] @ [k, n], with n per rank.
 
     symmetric: the input is in symmetric memory, so peers can read it in place. own: the operator's own options. written: the
     syntax of a shape on the command line. example: a small shape.
