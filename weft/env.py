@@ -46,8 +46,7 @@ def check_calls() -> bool:
 
     On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
     To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If
-    ranks call from different lines, the group fails. In place of 1 and 0, all switches accept true, yes and on, or
-    false, no and off.
+    ranks call from different lines, the group fails.
     """
     return _is_on("WEFT_CHECK_CALLS")
 
@@ -115,10 +114,10 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 def self_calibration() -> bool:
-    """`WEFT_SELF_CALIBRATION`: 0 disables the measurement of unknown GPUs, and of links between hosts (default 1). By
-    default, the first call of a group measures GPUs that have neither a machine file nor a calibration. This takes up
-    to 2 seconds, once per machine. With 0, weft plans with numbers derived from the driver. If CPU ranks are on several
-    hosts, the first call measures the links between them. This takes about half a second, once per set of hosts.
+    """`WEFT_SELF_CALIBRATION`: 0 disables two measurements at the first call of a group (default 1). GPUs are measured if
+    they have neither a machine file nor a calibration. This takes up to 2 seconds, once per machine. With 0, weft plans
+    with numbers derived from the driver. Links between hosts are measured if CPU ranks are on several hosts. This takes
+    about half a second, once per set of hosts.
     """
     return _is_on("WEFT_SELF_CALIBRATION", "1")
 
