@@ -57,9 +57,10 @@ GRID = ((256, 256), (512, 64), (512, 256), (1024, 64), (1024, 256), (2048, 64), 
 VARIANTS = (
     BASELINE, "batched", "fbgemm", "pipelined-4", "per-table", "direct", "direct-natural", "put", "put-natural",
 )  # fmt: skip
-PROGRAMS = {"direct": (1, 3, 6, 9, 12), "put": (1, 4, 8, 12, 14, 16)}
-"""Programs on a multiprocessor. As many as 12 and 16 fit with the kernels' own limits of registers."""
-REGISTERS = {"direct": (128, 96, 64), "put": (96, 64)}
+PROGRAMS = (1, 4, 8, 12, 14, 16)
+"""Programs on a multiprocessor. As many as 16 fit with the kernels' own limits of registers, on GPUs from sm_80 on."""
+REGISTERS = (96, 80, 64)
+_COUNTED = 8  # the most programs of a multiprocessor that are counted: the kernel with a timeline has more registers
 SLICES = (2, 4, 8, 16, 32, 64, 128)
 TIMED = ("put-slice16", "put-slice16-natural", "direct", "direct-natural")
 _SHOWN = 32  # programs whose spans are recorded, as many as in figure 9
@@ -119,8 +120,8 @@ def _compare(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> F
 
 
 def _occupancy(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> Found:
-    names = [f"{transport}-programs{count}" for transport, counts in PROGRAMS.items() for count in counts]
-    names += [f"{transport}-registers{count}" for transport, counts in REGISTERS.items() for count in counts]
+    limits = [*(f"programs{count}" for count in PROGRAMS), *(f"registers{count}" for count in REGISTERS)]
+    names = [f"{transport}-{limit}" for transport in ("put", "direct") for limit in limits]
     found, built = checked_times(work, [BASELINE, *names], lambda _: {}, repetitions=repetitions, step=step)
     more: dict[str, Record] = {}
     for name in (name for name in names if name in built):
@@ -135,7 +136,7 @@ def _occupancy(part: Part, work: EmbeddingData, repetitions: int, step: Step) ->
             "registers": of.registers, "spilled": of.spilled, "programs": running, "fit": of.programs,
             "of_usual": running / usual.programs, "occupancy": running / 64, "multiprocessors": of.multiprocessors,
         }  # fmt: skip
-        if programs is not None:  # are the programs spread evenly?
+        if programs is not None and programs <= _COUNTED:  # are the programs spread evenly?
             each = np.bincount(timeline_of(variant, 0).waits[:, 3].astype(int), minlength=of.multiprocessors)
             more[name] |= {"programs_of_multiprocessors": [int(each.min()), int(each.max())]}
     return found, more, []
