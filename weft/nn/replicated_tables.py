@@ -282,7 +282,9 @@ class JointUpdate(FusedUpdate):
 
 
 def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | None) -> FusedUpdate | None:
-    """Return the update of all tables that an optimizer in backward changes; None if there is none."""
+    """Return one update for both: the sharded parts, and the replicated tables that backward updates. None if backward
+    updates no tables.
+    """
     of_replicated = None if replicated is None else replicated.update
     if of_parts is None or of_replicated is None:
         return of_parts or of_replicated

@@ -275,8 +275,8 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The index of per-sample weights among the tensors of a call that follow the tables. The last of these tensors is the
-anchor.
+"""The index of per-sample weights among values, offsets, per-sample weights and `Training.anchor`, the tensors after
+the tables.
 """
 _TRACKED = 4
 """The number of tensors that autograd tracks in a call with an optimizer."""

@@ -150,7 +150,9 @@ class Verdict:
         return share([overlaps(row) for row in self.gaining])
 
     def added_us(self, overlapped: bool) -> float | None:
-        """Return the median over all shapes of the microseconds that weft adds to single calls."""
+        """Return the median of the microseconds that weft adds to single calls: of rows whose schedule overlaps
+        (`overlapped=True`), or of the others.
+        """
         found = [added_us(row) for row in self.timed if row["mode"] == "single" and overlaps(row) == overlapped]
         return median(found) if found else None
 
