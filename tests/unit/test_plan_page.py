@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft import plan
-from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_CHUNKED, CLEARLY_OWN, CLEARLY_US, SPARED
+from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_OWN, CLEARLY_ROUGH, CLEARLY_US, SPARED
 from weft.plan.predict import HOPELESS
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -43,7 +43,7 @@ def test_the_page_says_the_planners_thresholds() -> None:
     text = PAGE.read_text()
     first = text.index("## How the choice is made")
     steps = " ".join(text[text.index("\n1. ", first) : text.index("\n4. ", first)].split())
-    parts = CLEARLY, CLEARLY_CHUNKED, CLEARLY_OWN, ALIKE, SPARED
+    parts = CLEARLY, CLEARLY_ROUGH, CLEARLY_OWN, ALIKE, SPARED
     assert set(re.findall(r"(\d+)%", steps)) == {f"{100 * part:.0f}" for part in parts}
     assert set(re.findall(r"(\d+) us", steps)) == {f"{us:.0f}" for us in (CLEARLY_US, ALIKE_US, CLEARLY_US / SPARED)}
     assert re.findall(r"([\d.]+) times the best", steps) == [str(HOPELESS)]

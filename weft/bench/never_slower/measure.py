@@ -130,7 +130,11 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Measure mode `changing`: call weft and serial for each size, with a synchronisation after each call."""
+    """Measure mode `changing`: call weft and serial for each size, with a synchronisation after each call.
+
+    Before that, call serial once without timing it. cuBLAS loads kernels and searches its heuristics at the first GEMM of a size,
+    which takes up to 5 ms. Otherwise this time would count for weft or for serial, whichever comes first.
+    """
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -138,6 +142,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
         of_size = work.resized(size)
         variants = [of_size.variant(name) for name in names]
         took, made = [0.0, 0.0], [torch.empty(0)] * 2
+        variants[1](0)
         for which in (0, 1) if number % 2 else (1, 0):
             ranks.synchronize()
             ranks.start_together()
