@@ -27,7 +27,7 @@ from weft.builders.operands import all_gather_matmul_operands
 from weft.hw import load_machine
 from weft.hw.topology import load_topology
 from weft.plan import predict as predict_module
-from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
+from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_OWN, CLEARLY_ROUGH, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, Mode, predict
 from weft.schedule import Schedule
 from weft.sim import Model, model_of, simulate
@@ -239,6 +239,19 @@ def test_where_the_device_does_not_decide_the_host_is_spared() -> None:
     assert "uses less CPU time" in choice.reason
     assert decide(long, replace(H200, host_call_us=0.0), mode="queued").candidate.name == "serial"
     assert decide(AllGatherMatmul.even(64, 3072, 4096, 2), H200, mode="queued").candidate.name == "serial"
+
+
+def test_a_doubtful_gain_does_not_hide_a_clear_one() -> None:
+    """The prediction for `tracked` is the fastest but too uncertain. The next candidate is clearly faster than serial, so it is chosen,
+    although a third candidate takes as long as serial and needs less CPU time.
+    """
+    choice = decide(MatmulReduceScatter.even(16384, 3072, 1152, 8), model_of(load_machine("h200"), 8), mode="queued")
+    serial_us, names = choice.row("serial").us or 0.0, [row.candidate.builder for row in choice.rows if not row.rough]
+    assert names[0] == "tracked"
+    assert serial_us - (choice.rows[0].us or 0.0) < CLEARLY_ROUGH * serial_us
+    assert choice.candidate.builder == "direct"
+    assert serial_us - choice.predicted_us > CLEARLY_OWN * serial_us
+    assert choice.row("scatter").host_us < choice.row("serial").host_us
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,9 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
             f"{best.candidate.name} {among}: {in_us(best.us or 0.0)} {how}; serial, {in_us(serial.us)}, cannot be "
             "captured, because the CPU reads sizes"
         )
-    needed_us = _needed_us(fastest, serial, mode)
+    clear = [row for row in timed if row.us is not None and serial.us - row.us >= _needed_us(row, serial, mode)]
     sparing = [row for row in timed if row is not serial and _spares_host(row, serial)]
-    if mode == "queued" and not measured and serial.us - fastest.us < needed_us and sparing:
+    if mode == "queued" and not measured and not clear and sparing:
         best = min(sparing, key=_simplicity)
         return best, (
             f"{best.candidate.name} takes as long as serial, {in_us(best.us or 0.0)} {how}, and uses less CPU time: about "
@@ -216,7 +216,6 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         if others:
             return serial, f"serial is the fastest: {in_us(serial.us)} {how}, the next best {in_us(min(others))}"
         return serial, f"serial is taken, {in_us(serial.us)} {how}: {_no_other(rows, serial, mode, measured)}"
-    clear = [row for row in timed if row.us is not None and serial.us - row.us >= _needed_us(row, serial, mode)]
     if not clear:
         return serial, (
             f"nothing is clearly faster than serial, {in_us(serial.us)} {how}: {fastest.candidate.name} at "
