@@ -98,14 +98,15 @@ def _mend() -> None:
     """Replace parts of Triton 3.6's interpreter that are wrong or slow.
 
     Wrong: it converts the bounds of a loop from one-element arrays, which numpy refuses from version 2.4 on. Its `dot`
-    multiplies the bits of bf16 numbers as integers.
+    multiplies the bits of bf16 numbers as integers. It multiplies in fp32 by BLAS, which on some CPUs adds in another order in
+    another row of a tile; on a GPU all rows have the same order.
 
     Slow: it patches the language at every call of a function, builds a dict at every look-up of a dtype, and computes
     overflow conditions that it does not use.
     """
     from triton.runtime import interpreter
 
-    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
     patch_language, make_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     np_dtypes: dict[str, np.dtype] = {}
 
@@ -113,11 +114,16 @@ def _mend() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def widen(operand: Any) -> Any:
+    def widen(operand: Any) -> np.ndarray[Any, Any]:
+        data = operand.data
         if operand.dtype.scalar.is_bf16():
-            bits = operand.data.astype(np.uint32) << 16
-            return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
-        return operand
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        return np.asarray(data, np.float64)
+
+    def dot(self: Any, a: Any, b: Any, added: Any, *rest: Any) -> Any:
+        """Multiply in fp64 and round once, so that the order of sums does not matter."""
+        product = np.matmul(widen(a), widen(b)).astype(added.data.dtype)
+        return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
 
     def get_np_dtype(dtype: Any) -> np.dtype:
         name = dtype.scalar.name
@@ -134,7 +140,7 @@ def _mend() -> None:
     interpreter._get_np_dtype = get_np_dtype
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 if __name__ == "__main__":
