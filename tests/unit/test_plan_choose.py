@@ -242,10 +242,11 @@ def test_where_the_device_does_not_decide_the_host_is_spared() -> None:
 
 
 def test_a_doubtful_gain_does_not_hide_a_clear_one() -> None:
-    """The prediction for `tracked` is the fastest but too uncertain. The next candidate is clearly faster than serial, so it is chosen,
-    although a third candidate takes as long as serial and needs less CPU time.
+    """The prediction for `tracked` is the fastest but too uncertain. The next candidate is clearly faster than serial, so
+    it is chosen, although a third candidate takes as long as serial and needs less CPU time.
     """
-    choice = decide(described("matmul_reduce_scatter", m=16384, n=3072, k=1152, ranks=8), model_of(load_machine("h200"), 8), mode="queued")
+    problem = described("matmul_reduce_scatter", m=16384, n=3072, k=1152, ranks=8)
+    choice = decide(problem, model_of(load_machine("h200"), 8), mode="queued")
     serial_us, names = choice.row("serial").us or 0.0, [row.candidate.builder for row in choice.rows if not row.rough]
     assert names[0] == "tracked"
     assert serial_us - (choice.rows[0].us or 0.0) < CLEARLY_ROUGH * serial_us

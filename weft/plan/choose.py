@@ -33,12 +33,12 @@ long as torch's. One schedule that was predicted to be 6% faster than serial was
 """
 
 CLEARLY_ROUGH = 0.35
-"""The same fraction for `chunked` of matmul_all_reduce and `tracked` of matmul_reduce_scatter, so that the planner chooses them only
-for a large predicted gain.
+"""The same fraction for `chunked` of matmul_all_reduce and `tracked` of matmul_reduce_scatter, so that the planner chooses
+them only for a large predicted gain.
 
-The model does not predict them well. On H100s `chunked`, whose copies to peers run concurrently with its copies from peers, took 1.2
-to 1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl). `tracked` took 0.65 to 1.5 times its
-predicted time on five shapes, and was slower than `scatter` or `direct` on each.
+The model does not predict them well. On H100s `chunked`, whose copies to peers run concurrently with its copies from peers,
+took 1.2 to 1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl). `tracked` took 0.65 to
+1.5 times its predicted time on five shapes, and was slower than `scatter` or `direct` on each.
 """
 
 SPARED = 0.05
