@@ -94,7 +94,7 @@ def test_a_table_has_what_was_measured() -> None:
     assert text.splitlines()[0] == header
     assert "| llama-3-8b mlp | 6 | 10 | 9 | 25% | 5 | 7.5 | 1.50x |" in text
     assert "asynctp: the compiler put none of AsyncTP's operators into a call: its collectives did not overlap." in text
-    assert "asynctp gathers by NVLink multicast for M <= 2048 only, so not here." in text
+    assert "asynctp never gathers by NVLink multicast here, because M is above 2048." in text
     assert "which it uses to gather for M <= 2048." in OPERATOR.table([r | {"length": 512} for r in rows])
     noisy = [r | {"p20_ms": 0.3 * r["p50_ms"], "p80_ms": 1.7 * r["p50_ms"]} for r in rows]
     assert "| (1.50x) |" in OPERATOR.table(noisy)

@@ -197,7 +197,7 @@ def more_units_readings_table(record: Record) -> ResultTable:
         "in the ideal": lambda line: "{} of {}".format(*line[1]["ideal"]),
         "OP gains more by T3-MCA": lambda line: "{} of {}".format(*line[1]["OP"]),
     }
-    return table("Twice the units, with more memory or links besides (figure 20)", record["readings"], columns)
+    return table("Twice the units, and also faster memory or links (figure 20)", record["readings"], columns)
 
 
 def more_units_table(record: Record) -> ResultTable:

@@ -241,7 +241,7 @@ class _TensorParallel(OperatorBenchmark[Block]):
         if few := [r for r in torchs if r["length"] <= remarks.MULTICAST_M]:
             said += remarks.of_asynctp(few)
         elif torchs:
-            said.append(f"{ASYNCTP} gathers by NVLink multicast for M <= {remarks.MULTICAST_M} only, so not here.")
+            said.append(f"{ASYNCTP} never gathers by NVLink multicast here, because M is above {remarks.MULTICAST_M}.")
         return [*said, *(remarks.of_nccl(rows) if rows else [])]
 
 
