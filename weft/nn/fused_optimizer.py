@@ -169,9 +169,15 @@ def _of_state(states: Mapping[str, Any], name: str, like: torch.Tensor) -> torch
         _refuse(name, states)
     check_tensor(name, states[name])
     if states[name].shape != like.shape:
-        raise ValueError(f"state {name!r} has shape {list(states[name].shape)} and must have {list(like.shape)}")
+        raise ValueError(
+            f"state {name!r} has shape {list(states[name].shape)} but must have {list(like.shape)}: load a state dict that "
+            "this rank's optimizer saved"
+        )
     if states[name].dtype != like.dtype:
-        raise ValueError(f"state {name!r} is {states[name].dtype} and must be {like.dtype}")
+        raise ValueError(
+            f"state {name!r} is {states[name].dtype} but must be {like.dtype}: load a state dict that this rank's "
+            "optimizer saved"
+        )
     found: torch.Tensor = states[name]
     return found
 

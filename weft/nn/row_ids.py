@@ -84,7 +84,9 @@ class RowIds:
         return place_of[part], ids - part * size
 
     def split(self, rows: torch.Tensor | None, of_replicated: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the rows of each output feature. rows: the rows of all ids of sharded tables."""
+        """Return the rows of each output feature. rows: for all ids of sharded tables. of_replicated: for all ids of
+        data-parallel tables.
+        """
         partition = self._partition
         is_replicated = [isinstance(partition.shardings[slot.table], DataParallel) for slot in partition.slots]
         blocks = {}

@@ -27,7 +27,9 @@ from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, P
 from weft.hw import Machine, load_machine, machine_of
 
 _ABOVE = 5.0
-"""The multiple of the threshold above which the heuristic chooses hetero-unfused-1D."""
+"""The heuristic chooses hetero-unfused-1D above this multiple of the machine's threshold (`heuristic.threshold`, as
+FLOP).
+"""
 
 _PAPERS = "mi300x"
 """The paper's machine. Its threshold is used for unknown machines, such as CPUs."""
