@@ -267,9 +267,11 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
     """Return sentences on the schedules that the paper does not study, and on the source of its numbers."""
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
+    changed = rows.others.get("sensitivity") if isinstance(rows, GemmRows) else None
     return [
         f"For {others} of {len(best)} GEMMs the fastest schedule is one of the four that the paper omits. For {hetero} it has "
         "a hetero start: the rank first multiplies its own shard as a whole.",
+        *([] if changed is None else [sensitivity.omitted(changed)]),
         PAPER_SAYS,
     ]
 
