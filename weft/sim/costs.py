@@ -93,11 +93,22 @@ class Links(NamedTuple):
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
         """Yield the use of each link by a transfer of `count` bytes that takes `us`."""
-        routes = self.paths(source, target).routes
-        for link in itertools.chain(*routes):
-            at = (link.at - self.rank) % self.topology.ranks
-            whole = _part(count, us, link.bytes_per_us)
-            yield Use("share", (link.kind, at), whole / len(routes), whole if len(routes) > 1 else 0.0)
+        routes, links = self._links(source, target)
+        for place, per_us in links:
+            whole = _part(count, us, per_us)
+            yield Use("share", place, whole / routes, whole if routes > 1 else 0.0)
+
+    def _links(self, source: int, target: int) -> tuple[int, list[tuple[ResourcePlace, float]]]:
+        """Return (number of routes, (resource, bytes per us) of each link). The topology caches the result."""
+        key = "links", self.rank, source, target
+        found = self.topology.known.get(key)
+        if found is None:
+            routes, ranks = self.paths(source, target).routes, self.topology.ranks
+            links = [
+                ((link.kind, (link.at - self.rank) % ranks), link.bytes_per_us) for link in itertools.chain(*routes)
+            ]
+            found = self.topology.known[key] = len(routes), links
+        return found
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
@@ -392,8 +403,9 @@ def merged_cost(
     """Return a `Cost`. Uses of the same kind and place are summed, and uses of amount 0 are dropped."""
     merged: dict[tuple[How, ResourcePlace], Use] = {}
     for use in uses:
-        same = merged.get((use.how, use.place))
-        merged[use.how, use.place] = (
+        key = use.how, use.place
+        same = merged.get(key)
+        merged[key] = (
             use if same is None else use._replace(amount=same.amount + use.amount, whole=max(same.whole, use.whole))
         )
     kept = tuple(use for use in merged.values() if use.amount > 0)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeGuard, cast
@@ -211,20 +211,47 @@ _KNOWN_COSTS = 1 << 16
 """The capacity of a model's cache of costs."""
 
 
+class _Here:
+    """The items (`NumberedStep`) of a lane that are present on a rank.
+
+    order: the keys (`NumberedStep.same`) of the items. The other lists have each different item once.
+    sets, tiled: items that set signals, and items with tiles, with the number of their occurrences.
+    works: items that take time, including items with tiles.
+    """
+
+    __slots__ = ("order", "origins", "sets", "tiled", "waits", "works")
+
+    def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
+        self.order, self.origins = [item.same for item in items], [item.origin for item in items]
+        self.sets: list[tuple[NumberedStep, int]] = []
+        self.tiled: list[tuple[NumberedStep, int]] = []
+        self.waits: list[NumberedStep] = []
+        self.works: list[NumberedStep] = []
+        for same, times in Counter(self.order).items():
+            item = different[same]
+            if item.distance is not None:
+                self.sets.append((item, times))
+            elif item.awaited is not None:
+                self.waits.append(item)
+            else:
+                self.works.append(item)
+                if item.tiled:
+                    self.tiled.append((item, times))
+
+
 class _Present:
-    """The items (`NumberedStep`) of a lane that are present on a rank. Usually all items are present on all ranks."""
+    """The items of a lane on each rank. Usually all items are present on all ranks."""
 
     def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
         self._items, self._different = items, different
         self._everywhere = all(isinstance(item.present, int) for item in different.values())
-        self._found: tuple[list[NumberedStep], Counter[int], list[Origin]] | None = None
+        self._found: _Here | None = None
 
-    def at(self, rank: int) -> tuple[list[NumberedStep], Counter[int], list[Origin]]:
-        """Return (items, number of occurrences of each, origins) for `rank`. Ranks may share these objects."""
+    def at(self, rank: int) -> _Here:
+        """Return the items on `rank`. Ranks may share this object."""
         if self._found is None or not self._everywhere:
             there = {same: at_rank(item.present, rank) for same, item in self._different.items()}
-            here = [item for item in self._items if there[item.same]]
-            self._found = here, Counter([item.same for item in here]), [item.origin for item in here]
+            self._found = _Here([item for item in self._items if there[item.same]], self._different)
         return self._found
 
 
@@ -240,6 +267,7 @@ class _Lowering:
         self._load_ids: dict[Load, int] = {}
         self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
+        self._delays: dict[tuple, float] = {}
         self._in_parts: set[int] = set()  # counters with a wait for fewer than all sets
         self._tile_costs: dict[tuple, Cost] = {}
         self._models = {model.kernel_copy_units: model}  # compute units of copy kernels -> model
@@ -263,42 +291,58 @@ class _Lowering:
             self._period = self._topology.period
         self._distances = distances(self._topology, self._period)
         ranks = tuple(range(self._period))
-        different = [{item.same: item for item in of_lane} for of_lane in items]
-        placed: list[tuple[LaneProgram, list[NumberedStep], dict[int, Raised]]] = []
-        sets: Counter[int] = Counter()
-        present = [_Present(its, of_lane) for its, of_lane in zip(items, different, strict=True)]
+        placed: list[tuple[LaneProgram, _Here, dict[int, int], dict[int, Raised]]] = []
+        sets: defaultdict[int, int] = defaultdict(int)
+        present = [_Present(of_lane, {item.same: item for item in of_lane}) for of_lane in items]
         for rank in ranks:
             for number, lane in enumerate(self.schedule.lanes):
-                here, times, origins = present[number].at(rank)
-                raised = {same: self._raised(different[number][same], rank) for same in times}
-                for same, of_one in raised.items():
-                    for counter, one in of_one:
-                        sets[counter] += one.times * times[same]
-                placed.append((LaneProgram(rank, lane.name, number, [], origins), here, raised))
-        for program, _, raised in placed:
-            for item in (different[program.number][same] for same in raised):
-                if item.awaited is not None:
-                    counter = self._counter(program.rank, item.signal, at_rank(item.place, program.rank))
-                    if at_rank(item.awaited, program.rank) != sets[counter]:
-                        self._in_parts.add(counter)
-        for program, here, raised in placed:
-            alike_items = different[program.number]
-            tasks = {same: self._task(alike_items[same], program.rank, sets, of_one) for same, of_one in raised.items()}
-            program.tasks = [tasks[item.same] for item in here]
-        lanes = [program for program, _, _ in placed]
+                here = present[number].at(rank)
+                raised = {item.same: self._raised(item, rank) for item, _ in here.tiled}
+                for item, times in here.tiled:
+                    for counter, one in raised[item.same]:
+                        sets[counter] += one.times * times
+                counters = {}
+                for item, times in here.sets:
+                    counter = counters[item.same] = self._set(item, rank)
+                    sets[counter] += times
+                program = LaneProgram(rank, lane.name, number, [], here.origins)
+                placed.append((program, here, counters, raised))
+        for program, here, counters, _ in placed:
+            for item in here.waits:
+                counter = counters[item.same] = self._counter(
+                    program.rank, item.signal, at_rank(item.place, program.rank)
+                )
+                if at_rank(item.awaited, program.rank) != sets[counter]:  # type: ignore[arg-type]
+                    self._in_parts.add(counter)
+        for program, here, counters, raised in placed:
+            rank, tasks = program.rank, dict[int, Task]()
+            for item, _ in here.sets:
+                distance = at_rank(item.distance, rank)  # type: ignore[arg-type]
+                tasks[item.same] = Raise(counters[item.same], self._delay_us(item, rank, distance), distance != 0)
+            for item in here.waits:
+                number = counters[item.same]
+                awaited = at_rank(item.awaited, rank)  # type: ignore[arg-type]
+                tasks[item.same] = Await(number, awaited, sets.get(number, 0), item.previous)
+            for item in here.works:
+                tasks[item.same] = (
+                    self._tiled_work(item, rank, raised[item.same]) if item.tiled else self._work(item, rank)
+                )
+            program.tasks = [tasks[same] for same in here.order]
+        lanes = [program for program, *_ in placed]
         return LoweredSchedule(self.schedule, ranks, lanes, list(self._load_ids), len(self._counters), self._places)
 
     # -- tasks
 
+    def _set(self, item: NumberedStep, rank: int) -> int:
+        """Return the counter that `item`, a set, increments if `rank` makes it."""
+        distance, place = at_rank(item.distance, rank), item.place  # type: ignore[arg-type]
+        owner, setter = self._owner_and_setter(rank, distance)
+        return self._counter(owner, item.signal, at_rank(place, setter))
+
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
-        """Return the sets that `item`, a step, makes on `rank`."""
-        if item.distance is not None:
-            to = at_rank(item.distance, rank)
-            owner, setter = self._owner_and_setter(rank, to)
-            place = at_rank(item.place, setter)
-            return ((self._counter(owner, item.signal, place), SetBy(item.signal, to, place, 1)),)
+        """Return the sets that the tiles of `item` make on `rank`."""
         raised = []
-        for i, one in enumerate(item.tiled[rank].sets if item.tiled else ()):
+        for i, one in enumerate(item.tiled[rank].sets):
             owner, setter = self._owner_and_setter(rank, one.distance)
             raised.append((self._counter(owner, one.signal, item.tiled[setter].sets[i].place), one))
         return tuple(raised)
@@ -313,15 +357,7 @@ class _Lowering:
     def _counter(self, rank: int, signal: str, place: int) -> int:
         return self._counters.setdefault((rank, signal, place), len(self._counters))
 
-    def _task(self, item: NumberedStep, rank: int, sets: Mapping[int, int], raised: Raised) -> Task:
-        if item.distance is not None:
-            ((counter, one),) = raised
-            return Raise(counter, self._delay_us(item, rank, one.distance), one.distance != 0)
-        if item.awaited is not None:
-            number = self._counter(rank, item.signal, at_rank(item.place, rank))
-            return Await(number, at_rank(item.awaited, rank), sets.get(number, 0), item.previous)
-        if not item.tiled:
-            return self._work(item, rank)
+    def _tiled_work(self, item: NumberedStep, rank: int, raised: Raised) -> Work:
         step = cast(Tiles, item.origin.step)
         count = sum(times for _, _, times in item.tiled[rank].parts)
         raises = tuple(
@@ -334,6 +370,13 @@ class _Lowering:
         return self._tiles(item, step, rank)._replace(raises=raises, pulses=pulses(raises))
 
     def _delay_us(self, item: NumberedStep, rank: int, distance: int) -> float:
+        key = rank, distance, item.carried or bool(item.tiled), item.signal if self.captured else ""
+        found = self._delays.get(key)
+        if found is None:
+            found = self._delays[key] = self._new_delay_us(item, rank, distance)
+        return found
+
+    def _new_delay_us(self, item: NumberedStep, rank: int, distance: int) -> float:
         if not distance:
             engine = self.captured and item.signal in self._for_engines
             return self.model.signal_local_us + (self.model.graph_signal_us if engine else 0.0)
@@ -451,9 +494,12 @@ class _Lowering:
         # entries.
         by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
         whole: dict[int, float] = {}
+        places, world, period = self._places, self.world, self._period
         for how, (kind, at), amount, of_transfer in found.uses:
-            place = (kind, (rank + at) % self.world % self._period)
-            number = self._places.setdefault(place, len(self._places))
+            place = kind, (rank + at) % world % period
+            number = places.get(place)
+            if number is None:
+                number = places[place] = len(places)
             by_how[how].append((number, amount))
             if of_transfer:
                 whole[number] = of_transfer

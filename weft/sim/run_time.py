@@ -58,6 +58,20 @@ def dynamic_steps(schedule: Schedule) -> int:
     held = {contents.buffer for contents in schedule.contents}
     if not held:
         return 0
+    kept = _dynamic.get(id(schedule))
+    if kept is None:
+        if len(_dynamic) >= _MOST_KEPT:
+            _dynamic.clear()
+        kept = _dynamic[id(schedule)] = schedule, _count_dynamic(schedule, held)
+    return kept[1]
+
+
+_MOST_KEPT = 256
+_dynamic: dict[int, tuple[Schedule, int]] = {}
+"""{id of a schedule: (the schedule, its `dynamic_steps`)}, because a plan asks several times."""
+
+
+def _count_dynamic(schedule: Schedule, held: set[str]) -> int:
     count = 0
     for lane in schedule.lanes:
         before: TileKernel | None = None

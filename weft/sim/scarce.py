@@ -45,7 +45,8 @@ def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
 
 
 def _kept(uses: Uses, resources: set[int]) -> Uses:
-    return tuple((resource, amount) for resource, amount in uses if resource in resources)
+    kept = [use for use in uses if use[0] in resources]
+    return uses if len(kept) == len(uses) else tuple(kept)
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
@@ -58,7 +59,7 @@ def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
         return lane
 
     first: dict[int, int] = {}
-    resources = [set(_taken(load)) for load in loads]
+    resources = [{resource for uses in (load.share, load.hold, load.disturb) for resource, _ in uses} for load in loads]
     for lane, of_lane in enumerate(lanes):
         for resource in set().union(*(resources[key] for key in of_lane)):
             above[part(lane)] = part(first.setdefault(resource, lane))
