@@ -21,17 +21,24 @@ from weft.studies import (
     ficco_claims,
     fused_embedding,
     fused_embedding_measured,
+    launches,
     losses,
     pgas,
     pgas_measured,
+    power,
     t3_hardware,
 )
+from weft.studies import t3 as t3_software
 from weft.studies.claims import POINTS, RATIO, Claim
 from weft.studies.ficco_rows import EIGHT, KINDS, SHARD
 
 HERE = Path(__file__).parent
 PAGE, REASONS = HERE / "reproduction.md", HERE / "reproduction.toml"
 _RESULTS = HERE.parent / "benchmarks" / "results"
+
+
+_LOSSES = ("h100-inefficiency", "h200-inefficiency")
+"""Records of losses, the newest first: only the newest has N divided by the ranks, and whole shards."""
 
 
 class Row(NamedTuple):
@@ -95,28 +102,41 @@ def t3() -> Iterator[Row]:
     found = read("sim-t3-hardware")
     for claim in t3_hardware.claims(t3_hardware.rows_of(found)):
         yield Row(claim, _on(found[-1]))
+    yield from _measured_on_gpus(t3_software, "t3")
+    yield from _measured_on_gpus(power, "t3-counters")
 
 
 def of_ficco() -> Iterator[Row]:
     yield from _measured_losses()
     yield from _measured_schedules()
+    yield from _measured_on_gpus(launches, "ficco-launches")
+    yield from _measured_on_gpus(power, "ficco-power")
+    yield from _measured_experts()
     found = read("sim-ficco")
     for claim in ficco_claims.claims(ficco.rows_of(found)):
         yield Row(claim, _on(found[-1]))
 
 
 def _measured_losses() -> Iterator[Row]:
-    found = read("h200-inefficiency")
+    found = read(next(name for name in _LOSSES if (_RESULTS / f"{name}.jsonl").exists()))
     rows, on = losses.rows_of(found), _on(found[-1])
     names = {
         losses.gather_name("dma"): ("decomposition loss of the all-gather, geomean", "IV-C2, figure 8"),
         losses.gemm_beside("dma"): ("contention loss of the GEMM, geomean", "IV-D1, figure 9"),
         losses.gather_beside("dma"): ("contention loss of the all-gather, geomean", "IV-D2, figure 9"),
     }
+    shards = "of shard overlap (whole shards"
+    names |= {
+        losses.gemm_beside("dma", 1): (f"contention loss of the GEMM, geomean, {shards}", "IV-D1"),
+        losses.gather_beside("dma", 1): (f"contention loss of the all-gather, geomean, {shards}", "IV-D2"),
+    }
     for variant, (what, where) in names.items():
-        mean = geomean([loss for row in rows if (loss := row.loss(variant)) is not None]) or 1.0
+        mean = geomean([loss for row in rows if (loss := row.loss(variant)) is not None])
+        if mean is None:
+            continue
         paper = round(100 * (losses.PAPER_MEANS[variant] - 1), 9)
-        yield Row(Claim(f"{what} (by copy engines)", where, paper, 100 * (mean - 1), "%"), on)
+        of = ", by copy engines)" if shards in what else " (by copy engines)"
+        yield Row(Claim(f"{what}{of}", where, paper, 100 * (mean - 1), "%"), on)
     for claim in losses.claims(rows):
         if claim.where != "not in the paper":
             yield Row(Claim(claim.text, claim.where, "yes", claim.numbers, held=bool(claim.held)), on)
@@ -139,6 +159,22 @@ def _measured_schedules() -> Iterator[Row]:
     )
     said = f"geomean {ours:.2f}x against {shard:.2f}x"
     yield Row(Claim("FiCCO is faster than shard overlap, measured", where, "yes", said, held=ours > shard), on)
+
+
+def _measured_experts() -> Iterator[Row]:
+    """Judge FiCCO before experts (g13 to g16): the fastest 2D schedule with one expert on each rank, against serial."""
+    for gpu in ("h200", "h100"):
+        if (_RESULTS / f"{gpu}-ficco-experts.jsonl").exists():
+            found = read(f"{gpu}-ficco-experts")
+            gains = {}
+            for config, of in by_config([r for r in found if r["mode"] == "queued"]).items():
+                best = min((r["p50_ms"] for name, r in of.items() if name.startswith("ficco_2d")), default=None)
+                if best is not None:
+                    gains[config] = of["serial"]["p50_ms"] / best
+            said = ", ".join(f"{gain:.2f}x for {config}" for config, gain in gains.items())
+            what = "FiCCO's 2D schedules before experts (shapes of g13 to g16) are faster than serial"
+            yield Row(Claim(what, "VI-C, figure 13", "yes", said, held=min(gains.values()) > 1), _on(found[-1]))
+            return
 
 
 def of_pgas() -> Iterator[Row]:

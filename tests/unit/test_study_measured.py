@@ -43,6 +43,14 @@ def test_pinned_schedules_layouts_and_dtypes_of_t3() -> None:
     line = dict(zip(tables[0].columns, tables[0].cells[0], strict=True))
     assert (line["tracked ms"], line["fastest tracked"], line["mapped ms"]) == ("6", TRACKED, "2.5")
     assert "tracked ms" not in tables[1].columns
+    claims = {claim.what: (claim.ours, claim.reproduced) for claim in t3.claims(rows)}
+    assert claims["speedup of tracked GEMMs in software on 2 GPUs, geometric mean"] == (
+        pytest.approx(100 * (5 / 6 - 1)),
+        False,
+    )
+    assert claims["speedup of weft's choice on 2 GPUs, geometric mean"][0] == pytest.approx(
+        100 * ((5 / 4 * 9 / 6) ** 0.5 - 1)
+    )
     assert "Tracked GEMMs: 0.83x the speed of serial, and 0.67x the speed of weft's choice (means)." in t3.conclusions(
         rows
     )
@@ -91,6 +99,27 @@ def test_power_and_traffic_of_calls() -> None:
         power.rows_of(records({"serial": 5.0}))
 
 
+def test_claims_on_traffic_and_power() -> None:
+    """Weft's choice saves a quarter of the memory accesses, and tracked GEMMs add a half. FiCCO by engines needs 0.3 J."""
+    scattered = records({"serial": 5.0, "weft": 4.0, TRACKED: 4.0})
+    for r, nbytes in zip(scattered, (4e8, 3e8, 6e8), strict=True):
+        r["counters"] = counters(memory_bytes=nbytes)
+    ficco = "ficco_1d[start=hetero,gemms=fused,steps=0,by={}]"
+    gathered = records({"serial": 5.0, ficco.format("dma"): 4.0, ficco.format("kernel"): 4.5}, op="all_gather_matmul")
+    for r, joules in zip(gathered, (0.4, 0.3, 0.35), strict=True):
+        r["counters"] = counters(joules=joules, watts=650.0)
+        r["counters_beside"] = {"gemm": counters(watts=660.0), "communication": counters(watts=200.0)}
+    found = {
+        claim.what: (claim.ours, claim.reproduced) for claim in power.claims(power.rows_of([*scattered, *gathered]))
+    }
+    assert found == {
+        "memory accesses saved by weft's choice, mean, counted by the driver": (25.0, True),
+        "memory accesses saved by tracked GEMMs, mean, counted by the driver": (-50.0, False),
+        "overlap with copy engines needs less energy for a call than with copying kernels": ("0.300 and 0.350 J", True),
+        "concurrent execution draws more power than the GEMM or the copies alone": ("650 and 660 W", False),
+    }
+
+
 def test_launches_of_finer_schedules() -> None:
     names = {"serial": 1.0, "weft": 0.9, MAPPED: 0.8, "direct[chunks=4,by=dma,add=gemm]": 0.7}
     single = records({name: 2 * ms for name, ms in names.items()}, mode="single")
@@ -106,5 +135,16 @@ def test_launches_of_finer_schedules() -> None:
     (table,) = launches.tables(rows)
     line = dict(zip(table.columns, table.cells[0], strict=True))
     assert (line["CPU us"], line["single ms"], line["queued ms"], line["single / graph"]) == ("50", "2", "1", "2.00x")
+    assert not launches.claims(rows)  # one shape with three schedules is too little
+    more = [f"direct[chunks={chunks},by={by},add=gemm]" for chunks in (1, 2, 4) for by in ("dma", "kernel")]
+    found = []
+    for config, factor in (("1024x512x512", 3.0), ("8192x4096x4096", 1.1)):
+        steps = {row.schedule: row.steps for row in launches.rows_of(records(dict.fromkeys(more, 1.0), config))}
+        for mode, ms in (("queued", 1.0), ("single", factor), ("graph", 1.0)):
+            for name, many in steps.items():
+                found += records({name: ms}, config, mode=mode, host_us=10.0 * many)
+    cpu, graphs = launches.claims(launches.rows_of(found))
+    assert (cpu.held, cpu.ours) == (True, "rank correlation of steps and CPU time +1.00 to +1.00")
+    assert (graphs.held, graphs.ours) == (True, "3.00x for 1024x512x512, 1.10x for 8192x4096x4096")
     with pytest.raises(ValueError, match="no record has a pinned schedule"):
         launches.rows_of(records({"weft": 1.0}))

@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.bench.core.records import last_runs
-from weft.bench.core.tables import Record, ResultTable, milliseconds, number, table
+from weft.bench.core.tables import Record, ResultTable, geomean, milliseconds, number, table
 from weft.builders import described, named
+from weft.studies.claims import Claim
+from weft.studies.losses import spearman
 from weft.studies.pages import block, where
+
+_LEAST = 5  # schedules of a shape
 
 
 class LaunchRow(NamedTuple):
@@ -83,8 +87,32 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [where(records[-1]).replace(", queued", "")]
 
 
-def conclusions(rows: Sequence[LaunchRow]) -> list[str]:
-    return []
+def claims(rows: Sequence[LaunchRow]) -> list[Claim]:
+    """Return the paper's claims on launch overhead, as far as recorded."""
+    by: dict[str, list[LaunchRow]] = {}
+    for row in rows:
+        by.setdefault(row.config, []).append(row)
+    found = []
+    growths = [
+        spearman([row.steps for row in of], [row.cpu_us or 0.0 for row in of])
+        for of in by.values()
+        if len(of) >= _LEAST
+    ]
+    if growths:
+        said = f"rank correlation of steps and CPU time {min(growths):+.2f} to {max(growths):+.2f}"
+        what = "the CPU needs longer to launch finer schedules"
+        found.append(Claim(what, "IV", "yes", said, held=min(growths) > 0))
+    saved = {
+        config: [row.ms["single"] / row.ms["graph"] for row in of if {"single", "graph"} <= row.ms.keys()]
+        for config, of in by.items()
+    }
+    means = {config: mean for config, of in saved.items() if (mean := geomean(of)) is not None}
+    if len(means) > 1:
+        said = ", ".join(f"{mean:.2f}x for {config}" for config, mean in means.items())
+        what = "graphs save launch overhead, mostly if operations are small (single / graph)"
+        first, *others = means.values()
+        found.append(Claim(what, "IV", "yes", said, held=first > 1 and first >= max(others)))
+    return found
 
 
 def markdown(records: Sequence[Record]) -> str:

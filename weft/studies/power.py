@@ -9,7 +9,8 @@ traffic). "Design Space Exploration of DMA based Finer-Grain Compute Communicati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -18,14 +19,19 @@ from weft.bench.core.tables import Record, ResultTable, milliseconds, number, ta
 from weft.builders import described, named
 from weft.hw import file_of, load_machine
 from weft.sim.traffic import traffic
+from weft.studies.claims import Claim
 from weft.studies.pages import block, model_for, where
 
 _ALONE = {"gemm": "the GEMM alone", "communication": "copies to the peer alone", "collective": "NCCL alone"}
 
 
 class PowerRow(NamedTuple):
-    """A call. schedule: the schedule that ran; None for calls alone. computed_bytes: None if weft cannot compute it."""
+    """A call of operator `op`.
 
+    schedule: the schedule that ran; None for calls alone. computed_bytes: None if weft cannot compute it.
+    """
+
+    op: str
     config: str
     variant: str
     schedule: str | None
@@ -48,9 +54,10 @@ def rows_of(records: Sequence[Record]) -> list[PowerRow]:
     for of_config in last_runs(mine, lambda r: (r["op"], r["config"], r["dtype"])).values():
         for r in of_config:
             schedule = r.get("chosen") or r["variant"]
-            rows.append(PowerRow(r["config"], r["variant"], schedule, r["counters"], _computed(r, schedule)))
-        beside = of_config[-1].get("counters_beside") or {}
-        rows += [PowerRow(of_config[-1]["config"], name, None, of, None) for name, of in beside.items()]
+            rows.append(PowerRow(r["op"], r["config"], r["variant"], schedule, r["counters"], _computed(r, schedule)))
+        last = of_config[-1]
+        beside = last.get("counters_beside") or {}
+        rows += [PowerRow(last["op"], last["config"], name, None, of, None) for name, of in beside.items()]
     return rows
 
 
@@ -101,8 +108,62 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [" ".join(said)]
 
 
-def conclusions(rows: Sequence[PowerRow]) -> list[str]:
-    return []
+def claims(rows: Sequence[PowerRow]) -> list[Claim]:
+    """Return the papers' claims on traffic (GEMM + reduce-scatter) and on power (all-gather + GEMM), as far as recorded."""
+    configs: dict[tuple[str, str], dict[str, PowerRow]] = {}
+    for row in rows:
+        configs.setdefault((row.op, row.config), {})[row.variant] = row
+    found = [
+        *_traffic([of for (op, _), of in configs.items() if op == "matmul_reduce_scatter"]),
+        *_power([of for (op, _), of in configs.items() if op == "all_gather_matmul"]),
+    ]
+    return [claim for claim in found if claim is not None]
+
+
+def _traffic(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
+    """Return T3's claim on memory accesses, for the chosen schedule and for tracked GEMMs."""
+
+    def saved(what: str, begin: str) -> Claim | None:
+        shares = []
+        for of in configs:
+            mine = [row.counters["memory_bytes"] for name, row in of.items() if name.startswith(begin)]
+            serial = of["serial"].counters["memory_bytes"] if "serial" in of else None
+            if serial and mine and None not in mine:
+                shares.append(100 * (1 - min(mine) / serial))
+        mean = sum(shares) / len(shares) if shares else None
+        text = f"memory accesses saved by {what}, mean, counted by the driver"
+        return None if mean is None else Claim(text, "6.2", 22, mean, "%")
+
+    return [saved("weft's choice", "weft"), saved("tracked GEMMs", "tracked")]
+
+
+def _power(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
+    """Return FiCCO's claims on power: copy engines against copying kernels, and concurrent against isolated execution."""
+    fewer, higher = list[tuple[float, float]](), list[tuple[float, float]]()
+    for of in configs:
+        by = {how: _of_ficco(of, how) for how in ("dma", "kernel")}
+        if by["dma"] and by["kernel"]:
+            fewer.append((by["dma"].counters["joules"], by["kernel"].counters["joules"]))
+        alone = [of[name].counters["watts"] for name in ("gemm", "communication") if name in of]
+        if by["dma"] and len(alone) == 2 and None not in alone:
+            higher.append((by["dma"].counters["watts"], max(alone)))
+    less = "overlap with copy engines needs less energy for a call than with copying kernels"
+    more = "concurrent execution draws more power than the GEMM or the copies alone"
+    return [_held(less, "J", fewer, operator.lt, 3), _held(more, "W", higher, operator.gt, 0)]
+
+
+def _of_ficco(of: Mapping[str, PowerRow], how: str) -> PowerRow | None:
+    found = (row for name, row in of.items() if name.startswith("ficco") and name.endswith(f"by={how}]"))
+    return next((row for row in found if row.counters["watts"] is not None), None)
+
+
+def _held(
+    what: str, unit: str, pairs: Sequence[tuple[float, float]], holds: Callable[[float, float], bool], digits: int
+) -> Claim | None:
+    if not pairs:
+        return None
+    said = "; ".join(f"{a:.{digits}f} and {b:.{digits}f} {unit}" for a, b in pairs)
+    return Claim(what, "VIII-B", "yes", said, held=all(holds(a, b) for a, b in pairs))
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -38,6 +38,7 @@ from weft.schedule import Draft
 from weft.sim import Model, simulate
 from weft.sim.losses import gemms_us
 from weft.sim.traffic import traffic
+from weft.studies.claims import Claim
 from weft.studies.pages import bars, block, figure, head, model_for, where
 from weft.words import counted
 
@@ -330,6 +331,22 @@ def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
                 f"{title}: {times(serial)} the speed of serial, and {times(weft)} the speed of weft's choice (means)."
             )
     return found
+
+
+def claims(rows: Sequence[SublayerRow]) -> list[Claim]:
+    """Return the paper's claims on speedups of the first two networks (6.1), for software on two GPUs, as far as recorded."""
+    mine = [row for row in rows if not row.network.large and row.problem.dtype == "bf16" and not row.row_major]
+    tracked = [row.serial_ms / best[0] for row in mine if (best := row.fastest("tracked"))]
+    gains: tuple[tuple[str, str, float, Sequence[float]], ...] = (
+        ("tracked GEMMs in software", "6.1.2", 20, tracked),
+        ("weft's choice", "6.1.2", 20, [row.speedup for row in mine]),
+        ("the ideal", "6.1.1", 35, [row.ideal for row in mine]),
+    )
+    return [
+        Claim(f"speedup of {what} on 2 GPUs, geometric mean", where, paper, 100 * (mean - 1), "%")
+        for what, where, paper, of in gains
+        if (mean := geomean(of)) is not None
+    ]
 
 
 def markdown(records: Sequence[Record]) -> str:
