@@ -200,12 +200,12 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
     small, *_, large = sorted(rows["10"]["lines"], key=lambda line: int(line[0].partition("|")[0]))
     full = [line[6] - (line[2] + line[3]) / sum(line[1:4]) for line in (small, large)]
     said = f"{100 * full[0]:+.0f} points at batch {small[0]}, {100 * full[1]:+.0f} at {large[0]}"
-    what = "small batches gain more than full overlap gives, because one kernel replaces a kernel for each table"
+    what = "small batches gain more than full overlap explains, because one kernel replaces a kernel for each table"
     found.append(Claim(what, "4.2, figure 10", "yes", said, held=full[0] > 0 and full[0] > full[1]))
     of = rows["15"]
     flat = [gain for line in of["gains"] for gain in line]
     real = " and ".join(f"{gain:.1%}" for gain in of["real"])
-    said = f"{100 * min(flat):.0f} to {100 * max(flat):.0f}%; from 10% on: {_where(of, 0.10)} (samples x tables of a node); "
+    said = f"{100 * min(flat):.0f} to {100 * max(flat):.0f}%; at least 10% with {_where(of, 0.10)} (samples x tables of a node); "
     said += f"856 tables: {real} with {REAL_SMALL[0]} and {REAL[0]} samples"
     held = min(flat) <= 0.10 <= max(flat)
     found.append(

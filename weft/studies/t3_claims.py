@@ -46,10 +46,10 @@ def _shares(rows: Sequence[HardwareRow], future: Record) -> Iterator[Claim]:
     ):  # fmt: skip
         for i, phase in enumerate(iteration.PHASES):
             shares = [pair[i].collectives / pair[i].total() for _, pair in lines if pair[i].large == large]
-            what = f"communication's share of {phase}, most of {whose}"
+            what = f"communication's share of {phase}, maximum of {whose}"
             yield Claim(what, "2.4, figure 4", paper[i], 100 * max(shares), "%")
     twice = [iteration.share_with_faster_gemms(pair[1]) for _, pair in lines]
-    what = "communication's share if GEMMs are twice as fast (ours: of the sub-layers, most)"
+    what = "communication's share if GEMMs are twice as fast (ours: maximum of the sub-layers)"
     yield Claim(what, "2.4", 75, 100 * max(twice), "%")
 
 
@@ -124,7 +124,7 @@ def _iterations(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> I
             speedups = [one.speedup(variant) for one in of]
             for what, paper, ours in (
                 ("geometric mean", mean, geomean(speedups) or 1.0),
-                ("most", most, max(speedups)),
+                ("maximum", most, max(speedups)),
             ):
                 if paper is not None:
                     name = f"{phase} of {whose}, {_LAYER_SPEEDUPS[variant]} faster, {what}"

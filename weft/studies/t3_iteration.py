@@ -149,8 +149,8 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
     columns["with GEMMs twice as fast"] = lambda line: f"{share_with_faster_gemms(line[1][1]):.0%}"
     last = []
     for what, some, paper in (
-        ("most of Mega-GPT-2 and T-NLG", [pair for _, pair in lines if not pair[0].large], ("34%", "43%")),
-        ("most of the large and the futuristic", [pair for _, pair in lines if pair[0].large], ("46%", "44%")),
+        ("maximum of Mega-GPT-2 and T-NLG", [pair for _, pair in lines if not pair[0].large], ("34%", "43%")),
+        ("maximum of the large and the futuristic", [pair for _, pair in lines if pair[0].large], ("46%", "44%")),
     ):
         shares = {
             f"{phase}: collectives": f"{max(pair[i].collectives / pair[i].total() for pair in some):.0%} ({of})"
@@ -184,7 +184,7 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
             cells.append(
                 (f"{phase}: {one.name}", *(f"{100 * (one.speedup(v) - 1):.1f}%" for v in ("t3", "t3-mca", "ideal")))
             )
-        for i, what in enumerate(("geometric mean", "most")):
+        for i, what in enumerate(("geometric mean", "maximum")):
             line = [f"{phase}: {what}"]
             for variant in ("t3", "t3-mca", "ideal"):
                 paper = PAPER[phase, large].get(variant, (None, None))[i]
@@ -205,7 +205,7 @@ def deviations(
         for variant, numbers in paper.items():
             speedups = [one.speedup(variant, rest, times) for one in of]
             ours = geomean(speedups) or 1.0, max(speedups)
-            for what, paper_s, mine in zip(("mean", "most"), numbers, ours, strict=True):
+            for what, paper_s, mine in zip(("mean", "maximum"), numbers, ours, strict=True):
                 if paper_s is not None:
                     name = f"{phase}{', large' * large}: {_TITLES[variant]}, {what}"
                     found[name] = 100 * (mine - 1) - paper_s

@@ -257,7 +257,7 @@ def speedups_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
     means = summary(rows)
     last = [
         {"sub-layer": what} | {titles[variant]: f"{of[i]:.2f}x" for variant, of in means.items()}
-        for i, what in enumerate(("geometric mean", "most"))
+        for i, what in enumerate(("geometric mean", "maximum"))
     ]
     return table(title, rows, columns, last)
 
