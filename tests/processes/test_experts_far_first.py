@@ -3,7 +3,8 @@
 1. `WithinHost.exchange` of tensors that are larger than its memory. 2. Results of both operators and their gradients,
 for several placements of ranks, uneven and empty splits, `max_rows` and returned tokens. Inputs are whole numbers, so
 GEMMs are exact in every order. 3. All ranks avoid an implementation that is slower on one rank. 4. A rank that fails
-between two exchanges ends the group.
+between two exchanges ends the group. 5. Combines that are begun before the rendezvous: repeated calls, calls that a rank
+refuses or whose tables differ, too large messages, and ranks that make another call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import weft
 from weft import symm
 from weft.launch import Pool
 from weft.runtime import two_ways
+from weft.runtime.unfused import begun as early
 from weft.runtime.unfused import experts_far_first
 from weft.runtime.within_host import WithinHost
 
@@ -151,3 +153,55 @@ def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:
     assert here[0] == "MemoryError"
     assert "no room for a GEMM" in there[1]
     assert (failed_there, failed_here) == (True, True)
+
+
+def begun(group, most_bytes):
+    """Return the errors of refused calls, and the number of exchanges before a rendezvous after each kind of call."""
+    rank, world, count = group.rank(), group.size(), []
+    w = numbers(world, K, N, seed=1)
+    kind = early.Early
+    with (
+        on_two_hosts(group) as own,
+        mock.patch.object(early, "_MOST_BYTES", most_bytes),
+        mock.patch.object(two_ways.TwoWays, "takes_other", return_value=True),
+        mock.patch.object(kind, "begin", autospec=True, side_effect=kind.begin) as exchanges,
+    ):
+
+        def combined(seed, h_rows=0, expects=0):
+            """Compare a call with its reference. h_rows, expects: numbers of rows that are wrong on rank 3."""
+            splits = torch.randint(0, 9, (world, world), generator=torch.Generator().manual_seed(seed))
+            tokens = [numbers(int(row.sum()), K, seed=10 * seed + r) for r, row in enumerate(splits)]
+            parts = [x.split(row.tolist()) for x, row in zip(tokens, splits, strict=True)]
+            h, mine, came = torch.cat([of[rank] for of in parts]), splits[rank].clone(), splits[:, rank].clone()
+            if rank == 3:
+                h, mine[0] = h[: len(h) - h_rows], mine[0] + expects
+            y = weft.matmul_all_to_all(h, w[rank : rank + 1], came.view(-1, 1), mine, group=own, capacity=100)
+            assert torch.equal(y, torch.cat([x @ w[e] for e, x in enumerate(parts[rank])]))
+            count[-1] = exchanges.call_count - before
+
+        errors = []
+        for wrong in ({}, {"h_rows": 1}, {"expects": 1}):
+            count.append(0)
+            before = exchanges.call_count
+            if wrong:
+                errors.append(error_of(lambda wrong=wrong: combined(5, **wrong)))
+            for seed in range(1, 5):
+                before = exchanges.call_count
+                combined(seed)
+        if rank < 2:
+            other = error_of(lambda: combined(1))
+        else:
+            other = error_of(lambda: weft.matmul_all_reduce(torch.ones(4, K), torch.ones(K, 4), own))
+        return errors, count, other
+
+
+@pytest.mark.parametrize(("most_bytes", "exchanges"), [(4 << 20, 1), (8 * K, 0)])
+def test_combines_are_begun_before_ranks_meet(pool: Pool, most_bytes: int, exchanges: int) -> None:
+    for errors, count, other in pool.run(begun, most_bytes, ranks=4, timeout_s=90):
+        refused, differs = errors
+        assert refused[0] == "RefusedError"
+        assert "rank 3" in refused[1]
+        assert differs[0] == "RefusedError"
+        assert "rank 0 sends" in differs[1]
+        assert count == [exchanges] * 3
+        assert other[0] == "DisagreementError"

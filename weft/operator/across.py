@@ -5,10 +5,10 @@
     WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks. The CPU waits for the GPU
 
 Tables of counts agree if every rank sends each peer as many rows as the peer expects. To compare tables cheaply, each
-rank contributes two numbers: a weighted sum of the counts that it sends, and a weighted sum of the counts that it
-expects. A weight depends on sender, receiver and position in the table. If the tables agree, both sums have the same
-total over all ranks. If the tables differ, the totals are equal only with a probability of 2^-64. If the totals differ,
-ranks exchange the tables to find the difference.
+rank contributes a number: the weighted sum of the counts that it sends, minus the weighted sum of the counts that it
+expects. A weight depends on sender, receiver and position in the table. If the tables agree, the numbers of all ranks
+add up to 0. If the tables differ, they do so only with a probability of 2^-64. If the total is not 0, ranks exchange
+the tables to find the difference.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from weft.errors import RefusedError
 from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
 from weft.runtime.meeting import Topic
+from weft.runtime.unfused.begun import Begun
+from weft.runtime.within_host import NO_WORK
 from weft.symm import Communicator
 from weft.words import by_rank, counted
 
@@ -52,18 +54,23 @@ class AcrossRanks:
         self._compares_pairs = type(op).pairs is not Operator.pairs and (self._agreement.meets or self._compares_all)
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 
-    def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> bool:
-        """Compare this rank's call with the calls of its peers. Return True if CPU ranks have synchronised to do so.
+    def begin(
+        self, call: Any, capturing: bool, deadline_s: float | None, begun: Begun | None = None
+    ) -> list[int] | None:
+        """Compare this rank's call with the calls of its peers. Return the numbers of all ranks if CPU ranks have
+        synchronised to do so; otherwise None.
 
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
-        While a CUDA graph is captured (`capturing`), only add the call to the digest.
+        While a CUDA graph is captured (`capturing`), only add the call to the digest. begun: the call, if this rank may
+        begin it while it waits for others. Ranks exchange its number.
         """
         self.note()
+        numbers = None
         if self._compares_pairs and not capturing:
-            self._compare_pairs(call, deadline_s)
+            numbers = self._compare_pairs(call, deadline_s, begun)
         if self._compares_values and not capturing:
             self._compare_values(call, deadline_s)
-        return self._compares_pairs and self._agreement.meets
+        return numbers if self._agreement.meets else None
 
     def note(self) -> None:
         if self._made is not None:
@@ -73,16 +80,19 @@ class AcrossRanks:
         if self._made is not None:
             self._made.note(self.fingerprint ^ _BACKWARD, f"backward of {self.what}")
 
-    def _compare_pairs(self, call: Any, deadline_s: float | None) -> None:
+    def _compare_pairs(self, call: Any, deadline_s: float | None, begun: Begun | None) -> list[int]:
+        """Return the numbers of all ranks."""
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
         assert pairs is not None
         sent, expected = (table.reshape(world, -1).cpu().numpy() for table in pairs)
         weights = _weights(world, sent.shape[1])
-        sums = _sum(sent, weights[comm.rank]), _sum(expected, weights[:, comm.rank])
-        both = self._agreement.exchange_sums(comm, self._topic, sums, deadline_s)
-        if sum(one for one, _ in both) % 2**64 == sum(other for _, other in both) % 2**64:
-            return
+        excess = (_sum(sent, weights[comm.rank]) - _sum(expected, weights[:, comm.rank])) & _MASK
+        number, meanwhile = (0, NO_WORK) if begun is None else (begun.number, begun.alone())
+        found = self._agreement.exchange_numbers(comm, self._topic, (excess, number), deadline_s, meanwhile)
+        if sum(excess for excess, _ in found) & _MASK == 0:
+            return [number for _, number in found]
+        self._agreement.count_refusal(comm)
         tables = comm.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")
         for source in range(world):
             for target in range(world):
@@ -92,6 +102,7 @@ class AcrossRanks:
                         f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects "
                         f"{_rows(other)}: pass the numbers of rows of the same dispatch on all ranks"
                     )
+        raise AssertionError("the checksums of equal tables differ")
 
     def _compare_values(self, call: Any, deadline_s: float | None) -> None:
         mine = {name: _digest(tensor) for name, tensor in self._op.equal(call).items()}
@@ -122,6 +133,7 @@ def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
+@lru_cache(maxsize=64)
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
     """Return weights by [sender, receiver, position in the table]. They are the same on all ranks."""
     return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ the numbers of all ranks. The function raises `ValueError` to refuse the call.
 """
 
 _NUMBER = struct.Struct("<qq")
-_SUMS = struct.Struct("<QQ")
+_NUMBERS = struct.Struct("<QQ")
 
 
 class Agreement:
@@ -71,11 +71,18 @@ class Agreement:
         """Return the digest of the group's calls; None if this protocol has no digest."""
         return None
 
-    def exchange_sums(
-        self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
-    ) -> list[tuple[int, int]]:
-        """Exchange `sums`, the two checksums of this rank. Return those of every rank. All ranks must make this call."""
-        return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
+    def exchange_numbers(
+        self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
+        meanwhile: Iterator[None],
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        """Exchange two numbers of this rank. Return those of every rank. All ranks must make this call.
+
+        meanwhile: work that needs no other rank, in short steps. A protocol may do it while it waits.
+        """
+        return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
+
+    def count_refusal(self, comm: Communicator) -> None:
+        """Record that every rank refuses a call after ranks have synchronised."""
 
 
 class CpuAgreement(Agreement):
@@ -112,11 +119,16 @@ class CpuAgreement(Agreement):
             raise RefusedError(refusals) from error
         return True
 
-    def exchange_sums(
-        self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
-    ) -> list[tuple[int, int]]:
-        extras = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
-        return [_SUMS.unpack(one) for one in extras]
+    def exchange_numbers(
+        self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
+        meanwhile: Iterator[None],
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        extra = _NUMBERS.pack(*numbers)
+        extras = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=extra, meanwhile=meanwhile)
+        return [_NUMBERS.unpack(one) for one in extras]
+
+    def count_refusal(self, comm: Communicator) -> None:
+        meeting_of(comm).refused += 1
 
 
 class GpuAgreement(Agreement):

@@ -82,6 +82,9 @@ class CompiledOperator:
         self._turns: Turns | None = None
         if self.comm is not None and agreement_on(device).meets:
             self._turns = Turns(f"{op.title}, {shown}", self.comm, said, op.arguments)
+        self._begins = (  # True if ranks begin unfused calls before they have synchronised
+            self._turns is not None and not self._turns.comm.all_mapped and type(op).begun is not Operator.begun
+        )
         self._serial = named(p, "serial").build()
         if self._turns is not None:
             self._turns.reserve(largest_collective_bytes(self._serial))
@@ -108,9 +111,13 @@ class CompiledOperator:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
-        op, capturing, met = self.op, is_captured(self.device), False
+        op, capturing = self.op, is_captured(self.device)
+        turn, begun, numbers = STRAIGHT, None, None
         if self._across:
-            met = self.across(call).begin(call, capturing, deadline_s)
+            if self._begins and self.known_serial(capturing):
+                turn = self.turn(deadline_s, timeline).met
+                begun = op.begun(self.p, call, self.group, turn)
+            numbers = self.across(call).begin(call, capturing, deadline_s, begun)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if op.has_executors:
             executor = self.executor(call, inputs, capturing, deadline_s)
@@ -123,8 +130,12 @@ class CompiledOperator:
         results = (
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
-        if results is None:
-            results = self.in_turn(call, inputs, deadline_s, timeline, met)
+        if results is None and begun is not None:
+            assert numbers is not None
+            results = begun.end(numbers)
+            turn.end()
+        elif results is None:
+            results = self.in_turn(call, inputs, deadline_s, timeline, numbers is not None)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
         elif not capturing:

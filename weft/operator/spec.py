@@ -21,6 +21,7 @@ from weft.builders import Problem
 from weft.builders.problem import PROBLEMS
 from weft.operator.select import Chosen
 from weft.runtime.executors import Tensors
+from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 
@@ -266,6 +267,12 @@ class Operator(ABC, Generic[C]):
     def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor] | None:
         """Return the results, computed by torch's collectives and GEMMs. Return None to run the serial schedule
         instead.
+        """
+        return None
+
+    def begun(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
+        """Return an unfused call that CPU ranks on several hosts begin before they have synchronised; None if they must
+        synchronise first.
         """
         return None
 

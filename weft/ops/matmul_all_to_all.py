@@ -25,6 +25,7 @@ from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
 from weft.ops.all_to_all_matmul import check_experts, expert_weights, rounded_up
 from weft.runtime.unfused import experts
+from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import in_expert_order
 from weft.runtime.unfused.sizes import Sizes, sizes_of, total_of
@@ -345,6 +346,10 @@ class _MatmulAllToAll(Operator[_Call]):
         w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
         sizes = sizes_of(call.splits, call.received)
         return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn, most=p.most)]
+
+    def begun(self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
+        h, sizes = contiguous(call.h, "h"), sizes_of(call.splits, call.received)
+        return experts.begin_matmul_all_to_all(h, call.w, sizes, group, call.tokens or 0, turn, p.most)
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:

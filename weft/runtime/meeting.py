@@ -2,7 +2,7 @@
 
 Each rank publishes its next call (a `Topic`), or the reason why it refuses the call, and reads its peers' messages.
 This is a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all
-ranks are known to make the same call:
+ranks are known to make the same call (`weft.runtime.unfused.begun` has the exception):
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
     topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group fails
@@ -20,7 +20,7 @@ import hashlib
 import re
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ from weft import env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.rails import Cargo, rails_for
+from weft.runtime.within_host import NO_WORK
 from weft.symm import Communicator, Exchange
 from weft.symm.calls import calls_of
 from weft.symm.layers import Noted, differ, difference
@@ -83,6 +84,7 @@ class Meeting:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.calls = 0  # number of calls that this rank has published
+        self.refused = 0  # number of calls that any rank has refused, the same on all ranks
         self.schedules = 0  # number of schedules made for this group
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self._publishing = threading.Lock()
@@ -99,11 +101,14 @@ class Meeting:
             self.rails.close()
 
     def meet(
-        self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None
-    ) -> list[bytes]:
+        self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None,
+        meanwhile: Iterator[None] = NO_WORK,
+    ) -> list[bytes]:  # fmt: skip
         """Wait until every rank is about to make the same call. Return the 16 bytes `extra` of each rank, by rank.
 
         cargo: a collective whose data travel with this rendezvous, only if there are `rails`. This call completes it.
+        meanwhile: work that needs no other rank, in short steps. With `rails` this call completes it; otherwise it does not
+            begin it.
         """
         noted = self._layers.take()
         of_topic = topic.compared
@@ -115,8 +120,9 @@ class Meeting:
         def agree(payloads: list[bytes]) -> bool:
             return all(payload[:1] == _CALL and payload[_LAYERS_AT:] == compared for payload in payloads)
 
-        payloads, data = self._publish(_CALL + extra + compared, topic.text, deadline_s, agree, cargo)
+        payloads, data = self._publish(_CALL + extra + compared, topic.text, deadline_s, agree, cargo, meanwhile)
         if refusals := _refusals(payloads):
+            self.refused += 1
             raise RefusedError(refusals)
         if any(payload[_LAYERS_AT:] != compared for payload in payloads):
             if any(payload[_AT:] != of_topic for payload in payloads):
@@ -130,6 +136,7 @@ class Meeting:
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse it."""
         self._layers.take()
+        self.refused += 1
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
             return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s)[0])
@@ -139,6 +146,7 @@ class Meeting:
     def _publish(
         self, payload: bytes, what: str, deadline_s: float | None,
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
+        meanwhile: Iterator[None] = NO_WORK,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         """Publish `payload`. Return the payloads of all ranks, and the data that arrived for `cargo`."""
         with self._publishing:
@@ -148,7 +156,9 @@ class Meeting:
             try:
                 if self.rails is not None:
                     until_s = env.deadline_s() if deadline_s is None else deadline_s
-                    return self.rails.exchange(payload, agree, cargo, deadline_s=until_s, name=name)
+                    return self.rails.exchange(
+                        payload, agree, cargo, deadline_s=until_s, name=name, meanwhile=meanwhile
+                    )
                 assert self._exchange is not None
                 return self._exchange.exchange(payload, deadline_s=deadline_s, name=name), {}
             except DeadlineError as error:

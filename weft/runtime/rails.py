@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from weft.errors import WeftError
 from weft.runtime.collectives import exchange_now, finish
 from weft.runtime.two_levels import levels_on, ranks_per_host
-from weft.runtime.within_host import WithinHost
+from weft.runtime.within_host import NO_WORK, WithinHost
 from weft.symm import Communicator
 
 _SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
@@ -91,14 +91,16 @@ class Rails:
         self.near.close()
 
     def exchange(
-        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, *, deadline_s: float, name: str
-    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:
+        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, *, deadline_s: float, name: str,
+        meanwhile: Iterator[None] = NO_WORK,
+    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         """Return every rank's payload, by rank, and the data for `cargo.unpack`.
 
-        agree: a function of payloads that returns True if the ranks that sent them make the same call.
+        agree: a function of payloads that returns True if the ranks that sent them make the same call. meanwhile: work
+            that needs no other rank, in short steps. It is complete at the end.
         """
         try:
-            return self._exchange(payload, agree, cargo, deadline_s, name)
+            return self._exchange(payload, agree, cargo, deadline_s, name, meanwhile)
         except WeftError:  # every rank raises this error, or the group has already failed
             raise
         except BaseException as error:  # for example Ctrl-C: peers wait for this rank
@@ -106,8 +108,9 @@ class Rails:
             raise
 
     def _exchange(
-        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, deadline_s: float, name: str
-    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:
+        self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, deadline_s: float, name: str,
+        meanwhile: Iterator[None],
+    ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         comm, near, levels = self.comm, self.near, self.levels
         comm.begin_round()
         size = self._slot + (cargo.near_bytes if cargo is not None else 0)
@@ -115,7 +118,7 @@ class Rails:
         own[: self._slot].numpy().data[: _LENGTH.size + len(payload)] = _joined([payload])
         if cargo is not None:
             cargo.load(own[self._slot :])
-        near.publish(deadline_s=deadline_s, what=name)
+        near.publish(deadline_s=deadline_s, what=name, meanwhile=meanwhile)
         of_near = [near.of(index, _BYTE, size) for index in range(levels.per_host)]
         payloads = [_split(memory.numpy().data, 1)[0] for memory in of_near]
         agreed = cargo if cargo is not None and agree(payloads) else None
@@ -126,6 +129,8 @@ class Rails:
         if agreed is not None:
             agreed.go_on()
         near.release()
+        for _ in meanwhile:
+            pass
         self._finish(work, arguments, deadline_s, name)
         received = iter(self._received.split(self._capacity))
         found, arrived = [], {}

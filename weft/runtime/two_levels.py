@@ -132,20 +132,9 @@ class TwoLevels:
         self.host, self.index = divmod(comm.rank, per_host)
         self.near = WithinHost(comm)
         self._kept: dict[str, torch.Tensor] = {}
-        name = comm.all_gather(secrets.token_hex(8), what="the name of rails")[0]
-        error = _until(deadline_s, comm, lambda: self._connect(f"weft/{name}", store_of(comm.group), deadline_s))
-        if errors := [text for text in comm.all_gather(error, what="connections of rails") if text]:
-            raise DeadlineError(errors[0])
+        whom = "its rail, the ranks with its index on other hosts"
+        self.rail = gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s)
         comm._holders.add(self)
-
-    def _connect(self, name: str, store: dist.Store, deadline_s: float) -> None:
-        """Make the rail's group without registering it in torch, since registration would involve all ranks of the job."""
-        own = dist.PrefixStore(f"{name}/{self.index}", store)
-        gloo = dist.ProcessGroupGloo(own, self.host, self.n_hosts, datetime.timedelta(seconds=deadline_s))
-        gloo._set_default_timeout(_LONG)
-        self.rail = dist.ProcessGroup(own, self.host, self.n_hosts)
-        self.rail._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.rail._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def close(self) -> None:
         """Drop the rail and the memory when the communicator ends."""
@@ -230,7 +219,33 @@ def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tens
     return total.to(parts[0].dtype)
 
 
-def _until(deadline_s: float, comm: Communicator, connect: Callable[[], None]) -> str:
+def gloo_of_its_own(
+    comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
+) -> dist.ProcessGroup:
+    """Return a new gloo group of ranks of `comm`, which torch does not register, since registration would involve all ranks
+    of the job. All ranks of `comm` must make this call.
+
+    rank, size: of the new group. part: distinguishes new groups of this call. whom: the ranks of the group, for error
+        texts.
+    """
+    until_s = setup_deadline_s(deadline_s)
+    name = comm.all_gather(secrets.token_hex(8), what="the name of a group of weft")[0]
+    store = dist.PrefixStore(f"weft/{name}/{part}", store_of(comm.group))
+    made = dist.ProcessGroup(store, rank, size)
+
+    def connect() -> None:
+        gloo = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=until_s))
+        gloo._set_default_timeout(_LONG)
+        made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    error = _until(until_s, comm, whom, connect)
+    if errors := [text for text in comm.all_gather(error, what="connections of a group of weft") if text]:
+        raise DeadlineError(errors[0])
+    return made
+
+
+def _until(deadline_s: float, comm: Communicator, whom: str, connect: Callable[[], None]) -> str:
     """Call `connect` on a thread, and wait for it until the deadline. Return "" or the error.
 
     The thread is needed because torch waits without a limit if the process that serves the store is stopped.
@@ -250,8 +265,4 @@ def _until(deadline_s: float, comm: Communicator, connect: Callable[[], None]) -
     while thread.is_alive() and time.monotonic() < until:
         thread.join(_LOOK_S)
         comm.check()
-    return (
-        f"rank {comm.rank} could not connect to its rail, the ranks with its index on other hosts: {errors[0]}"
-        if errors
-        else ""
-    )
+    return f"rank {comm.rank} could not connect to {whom}: {errors[0]}" if errors else ""

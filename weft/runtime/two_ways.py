@@ -34,6 +34,7 @@ class TwoWays:
         # By size bucket, in blocks of both implementations.
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._taken: dict[int, bool] = {}
+        self._ruled_out: set[int] = set()
 
     def rule_out(self, size: int, most_gain_s: float) -> None:
         """Never use the second implementation for this size if `most_gain_s` is too little. This method has no effect after
@@ -44,10 +45,16 @@ class TwoWays:
         bucket = size.bit_length()
         if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
             self._taken[bucket] = False
+            self._ruled_out.add(bucket)
 
-    def takes_other(self, size: int) -> bool:
-        """True if the next call of this size must use the second implementation."""
+    def takes_other(self, size: int, is_faster: bool = False) -> bool:
+        """True if the next call of this size must use the second implementation.
+
+        is_faster: True if it is known to be faster, unless it is ruled out. The same on all ranks.
+        """
         bucket = size.bit_length()
+        if is_faster:
+            return bucket not in self._ruled_out
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:

@@ -10,7 +10,7 @@ peer still reads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,6 +19,8 @@ from weft.symm import Communicator
 
 _START = 64  # offset of the bytes: the counter has its own cache line
 _BYTE = torch.empty(0, dtype=torch.uint8)
+NO_WORK: Iterator[None] = iter(())
+"""The steps of work that a rank does while it waits, if there are none."""
 
 
 class WithinHost:
@@ -53,9 +55,14 @@ class WithinHost:
         nbytes = torch.Size(shape).numel() * like.itemsize
         return self._flat[index][:nbytes].view(like.dtype).view(shape)
 
-    def publish(self, *, deadline_s: float, what: str) -> None:
-        """Publish this rank's memory. Return when all ranks of this host have published theirs."""
+    def publish(self, *, deadline_s: float, what: str, meanwhile: Iterator[None] = NO_WORK) -> None:
+        """Publish this rank's memory. Return when all ranks of this host have published theirs.
+
+        meanwhile: work to do while ranks are missing, in short steps.
+        """
         self._advance()
+        while self._is_missing() and next(meanwhile, self) is None:
+            pass
         self._await(deadline_s, what)
 
     def release(self) -> None:
@@ -70,33 +77,54 @@ class WithinHost:
         Tensors are contiguous. If they are larger than the reserved memory, they are copied in several rounds. Each
         rank writes the byte offsets of its tensors first, so all ranks know the number of rounds.
         """
+        self.begin_exchange(sent, deadline_s=deadline_s, what=what)(received)
+
+    def begin_exchange(
+        self, sent: Sequence[torch.Tensor], *, deadline_s: float, what: str
+    ) -> Callable[[Sequence[torch.Tensor]], None]:
+        """Begin `exchange` without waiting for peers to publish. Return a function that takes `received` and ends the exchange."""
         mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
-        received[mine].copy_(sent[mine])
         outgoing = [_bytes_of(part)[: 0 if index == mine else None] for index, part in enumerate(sent)]
         bounds = [0, *itertools.accumulate(len(part) for part in outgoing)]
         head = 8 * len(bounds)
-        room, first, rounds, theirs = self.nbytes - head, 0, 1, [bounds] * count
-        while first < rounds * room:
+        room = self.nbytes - head
+
+        def write(first: int) -> None:
             own = self.own(_BYTE, self.nbytes, deadline_s=deadline_s, what=what)
             own[:head].view(torch.int64).copy_(torch.tensor(bounds))
             for part, start in zip(outgoing, bounds, strict=False):
                 _copy_overlap(own[head:], first, part, start)
-            self.publish(deadline_s=deadline_s, what=what)
-            all_bytes = [self.of(index, _BYTE, self.nbytes) for index in range(count)]
-            if not first:
-                theirs = [of_rank[:head].view(torch.int64).tolist() for of_rank in all_bytes]
-                rounds = max(1, *(-(-of_rank[-1] // room) for of_rank in theirs))
-            for index, (of_rank, whole) in enumerate(zip(all_bytes, received, strict=True)):
-                if index != mine:
-                    start, end = theirs[index][mine : mine + 2]
-                    assert end - start == whole.nbytes, (end - start, whole.nbytes)
-                    _copy_overlap(_bytes_of(whole), start, of_rank[head:], first)
-            self.release()
-            first += room
+            self._advance()
+
+        def end(received: Sequence[torch.Tensor]) -> None:
+            received[mine].copy_(sent[mine])
+            first, rounds, theirs = 0, 1, [bounds] * count
+            while first < rounds * room:
+                if first:
+                    write(first)
+                self._await(deadline_s, what)
+                all_bytes = [self.of(index, _BYTE, self.nbytes) for index in range(count)]
+                if not first:
+                    theirs = [of_rank[:head].view(torch.int64).tolist() for of_rank in all_bytes]
+                    rounds = max(1, *(-(-of_rank[-1] // room) for of_rank in theirs))
+                for index, (of_rank, whole) in enumerate(zip(all_bytes, received, strict=True)):
+                    if index != mine:
+                        start, stop = theirs[index][mine : mine + 2]
+                        assert stop - start == whole.nbytes, (stop - start, whole.nbytes)
+                        _copy_overlap(_bytes_of(whole), start, of_rank[head:], first)
+                self.release()
+                first += room
+
+        write(0)
+        return end
 
     def _advance(self) -> None:
         self._epoch += 1
         _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
+
+    def _is_missing(self) -> bool:
+        """True if a rank of this host has not reached this rank's epoch."""
+        return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:
         for rank, counter in zip(self.ranks, self._counters, strict=True):

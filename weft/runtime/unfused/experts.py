@@ -14,16 +14,18 @@ CPU ranks on several hosts may send the rows for other hosts first (`weft.runtim
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.rails import gather
-from weft.runtime.unfused.experts_far_first import FarFirst, far_first_on
-from weft.runtime.unfused.grouped_matmul import grouped_matmul
+from weft.runtime.unfused.begun import Begun
+from weft.runtime.unfused.experts_far_first import far_first_made, far_first_on
+from weft.runtime.unfused.far_first import ending_the_group
+from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
 from weft.runtime.unfused.permutation import expert_order
 from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import STRAIGHT, Turn
@@ -34,8 +36,6 @@ _SPLITS, _TOKENS = (
     "exchange tokens -> unordered",
 )  # names of steps, as in the executors' timelines
 _BACK = "exchange ordered -> y"
-
-T = TypeVar("T")
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
@@ -75,10 +75,15 @@ def all_to_all_matmul(
         y = grouped_matmul(x, w, sizes, cut=rows < came)
         return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
 
-    return _faster(
-        "dispatch", tokens, w, turn, _TOKENS, plain,
-        lambda far: far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x), most,
-    )  # fmt: skip
+    if (comm := turn.comm_between_hosts) is None:
+        return plain(turn)
+    far = far_first_on(comm)
+    size = most if turn.has_met else turn.largest(_TOKENS, tokens.shape[0])  # both implementations need this rendezvous
+    is_far, ended = far.way(("dispatch", w.shape, w.dtype), size, w.shape[1] * tokens.itemsize, turn)
+    with ending_the_group(comm, _TOKENS):
+        results = far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x) if is_far else plain(turn.met)
+    ended()
+    return results
 
 
 def matmul_all_to_all(
@@ -92,34 +97,78 @@ def matmul_all_to_all(
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
-
-    def plain(turn: Turn) -> torch.Tensor:
-        came = sum(sizes.host.came)
-        made = turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:came], w, sizes))
-        if w.shape[0] > 1:
-            made = torch.empty_like(made).index_copy_(0, expert_order(sizes.received, came), made)
-            turn.done(Permute.kind, made)
-        y = h.new_empty(rows, w.shape[2])
-        send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
-        return turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
-
-    return _faster(
-        "combine", h, w, turn, _BACK, plain, lambda far: far.combine(h, w, sizes, rows, turn, _BACK), most
-    )  # fmt: skip
-
-
-def _faster(
-    what: str, x: torch.Tensor, w: torch.Tensor, turn: Turn, name: str, plain: Callable[[Turn], T],
-    far_first: Callable[[FarFirst], T], most: int,
-) -> T:  # fmt: skip
-    """Run a call. Between hosts, use the faster of two implementations (`weft.runtime.unfused.experts_far_first`)."""
     if (comm := turn.comm_between_hosts) is None:
-        return plain(turn)
-    far = far_first_on(comm)
-    size = most if turn.has_met else turn.largest(name, x.shape[0])  # both implementations need this rendezvous
-    key = what, w.shape, w.dtype
-    row_bytes = w.shape[1 if what == "dispatch" else 2] * x.itemsize
-    return far.faster(key, size, row_bytes, turn, name, lambda: plain(turn.met), lambda: far_first(far))
+        made = grouped_matmul(h[: sum(sizes.host.came)], w, sizes)
+        made = _by_source(turn.done(LibraryGroupedMatmul.kind, made), w, sizes, turn)
+        return _send_back(made, sizes, group, rows, turn)
+    size = most if turn.has_met else turn.largest(_BACK, h.shape[0])
+    far_first_on(comm)
+    begun = begin_matmul_all_to_all(h, w, sizes, group, rows, turn.met, size)
+    assert begun is not None
+    with ending_the_group(comm, _BACK):
+        return begun.end(None)[0]
+
+
+def begin_matmul_all_to_all(
+    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn, most: int
+) -> Begun | None:  # fmt: skip
+    """Return a call of `matmul_all_to_all` on several hosts that this rank begins before ranks have synchronised. It uses the
+    faster of two implementations. None if ranks have not chosen between them yet.
+    """
+    comm = turn.comm_between_hosts
+    if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
+        return None
+    key = "combine", w.shape, w.dtype
+    early = far.early((*key, most))
+    is_far, ended = far.way(key, most, w.shape[2] * h.itemsize, turn, early)
+    call = h, w, sizes, rows, turn, ended
+    return far.combine(*call, _BACK, (*key, most)) if is_far else _Combined(group, *call)
+
+
+class _Combined:
+    """A call that multiplies all rows, then exchanges them."""
+
+    number = 0
+
+    def __init__(
+        self, group: dist.ProcessGroup, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn,
+        ended: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._group, self._h, self._w, self._sizes, self._rows, self._turn = group, h, w, sizes, rows, turn
+        self._ended = ended
+        self._made: torch.Tensor | None = None
+
+    def alone(self) -> Iterator[None]:
+        w, sizes, came = self._w, self._sizes, sum(self._sizes.host.came)
+        made = self._h.new_empty(came, w.shape[2])
+        yield from multiply(self._h[:came], w, sizes, made)
+        self._made = _by_source(self._turn.done(LibraryGroupedMatmul.kind, made), w, sizes, self._turn)
+
+    def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
+        if self._made is None:
+            for _ in self.alone():
+                pass
+        assert self._made is not None
+        y = _send_back(self._made, self._sizes, self._group, self._rows, self._turn)
+        self._ended()
+        return [y]
+
+
+def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) -> torch.Tensor:
+    """Return the rows `made`, which are sorted by expert, sorted by source rank."""
+    if w.shape[0] == 1:
+        return made
+    order = expert_order(sizes.received, made.shape[0])
+    return turn.done(Permute.kind, torch.empty_like(made).index_copy_(0, order, made))
+
+
+def _send_back(
+    made: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn
+) -> torch.Tensor:  # fmt: skip
+    """Exchange the rows `made`, which are sorted by source rank."""
+    y, (sent, came, _) = made.new_empty(rows, made.shape[1]), sizes.host
+    send(made, y, came, sent, group, turn, _BACK).wait()
+    return turn.done(_BACK, y, (len(made) - came[group.rank()]) * made.shape[1] * y.itemsize)
 
 
 def begin_in_expert_order(
