@@ -87,6 +87,14 @@ def test_the_document_says_what_its_records_say(name: str) -> None:
     assert all(r["p50_ms"] >= 1 for r in rows if r["device"] == "cpu"), "shorter ones are noise on CPU"
 
 
+def test_the_command_of_every_record_is_known() -> None:
+    told = (ROOT / "benchmarks" / "README.md").read_text()
+    missing = [
+        path.name for path in sorted((ROOT / "benchmarks" / "results").iterdir()) if f"`{path.name}`" not in told
+    ]
+    assert not missing, "add a line with its command to benchmarks/README.md"
+
+
 def test_every_harness_is_explained() -> None:
     explained = re.findall(r"^\| (\d+) \|", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
     assert [int(number) for number in explained] == list(range(1, HARNESS + 1))
