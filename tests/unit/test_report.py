@@ -148,20 +148,20 @@ def test_experts_have_baselines_by_mode() -> None:
     assert "| 2 |  | 4 |  | 0.50x |  |  | 0.4 | 0.5 |  |  |" in lines["| two-zipf1"], (
         "what was not measured is left empty"
     )
-    said = next(line for line in text.splitlines() if line.startswith("Speed of weft on 2 shapes"))
-    assert (
-        "2.00x the speed of serial for 1 with even routing, 0.50x the speed of serial for 1 with skewed routing" in said
-    ), "means apart"
+    said = next(line for line in text.splitlines() if line.startswith("Geometric means of the speed of weft:"))
+    assert "with even routing (1 shape) 2.00x serial; with skewed routing (1 shape) 0.50x serial" in said, "means apart"
     assert "The worst speed is 0.50x serial (two-zipf1). 50% of the shapes reach at least 0.98x serial." in said
     assert "On 0% of the shapes the time is within 3% of the fastest of 1 schedule pinned by name" in said
-    bounded = next(line for line in text.splitlines() if line.startswith("Speed of weft-bounded on 1 shape"))
+    bounded = next(
+        line for line in text.splitlines() if line.startswith("Geometric means of the speed of weft-bounded:")
+    )
     assert (
-        "2.50x the speed of serial and 5.00x the speed of padded for 1 with even routing. The worst speed is 2.50x serial (one) "
+        "with even routing (1 shape) 2.50x serial and 5.00x padded. The worst speed is 2.50x serial (one) "
         "and 5.00x padded (one)." in bounded
     )
     graph = text[text.index("**graph**") :]
     assert "| 3 | 1.5 | 2.00x | 0.4 | 0.5 |" in graph
-    assert "2.00x the speed of padded for 1 with even routing. The worst speed is 2.00x padded (one)" in graph
+    assert "with even routing (1 shape) 2.00x padded. The worst speed is 2.00x padded (one)" in graph
 
 
 _GATHER = {
@@ -195,9 +195,12 @@ def test_a_later_run_replaces_an_earlier_one_whole() -> None:
 def test_what_calls_cost_the_host_is_said_of_queued_ones() -> None:
     common = _GATHER | {"host_us": 80.0, "first_call_ms": 3.0}
     rows = [_shape("64x1x1", variant, 1.0) | common for variant in ("serial", "weft")]
-    said = "first call (medians): 80 us and 3 ms with serial, 80 us and 3 ms with weft."
+    said = (
+        "Medians: a call keeps the CPU busy for 80 us with serial, 80 us with weft. The first call of a shape takes 3 ms with "
+        "serial, 3 ms with weft."
+    )
     assert said in markdown([r | {"mode": "queued"} for r in rows])
-    assert "in the median" not in markdown([r | {"mode": "graph"} for r in rows])
+    assert "Medians:" not in markdown([r | {"mode": "graph"} for r in rows])
 
 
 def test_the_fastest_of_each_kind_is_told_where_there_are_many() -> None:

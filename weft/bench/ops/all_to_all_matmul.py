@@ -409,12 +409,12 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         for what, some in (("even", [r for r in mine if not r["skew"]]), ("skewed", [r for r in mine if r["skew"]])):
             found = [(geomean([speed for speed, _ in _speeds(some, over)]), over) for over in overs]
             if some:
-                said = " and ".join(f"{times(mean)} the speed of {over}" for mean, over in found if mean is not None)
-                means.append(f"{said} for {len(some)} with {what} routing")
+                said = " and ".join(f"{times(mean)} {over}" for mean, over in found if mean is not None)
+                means.append(f"with {what} routing ({counted(len(some), 'shape')}) {said}")
         worst = [f"{times(speed)} {over} ({where})" for over in overs for speed, where in [min(_speeds(mine, over))]]
         not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
         of_all = [
-            f"Speed of {variant} on {counted(len(mine), 'shape')}, as geometric means: {', '.join(means)}",
+            f"Geometric means of the speed of {variant}: {'; '.join(means)}",
             f"The worst speed is {' and '.join(worst)}",
             f"{not_slower:.0%} of the shapes reach at least {NEVER_BELOW}x {overs[0]}",
             f"The geometric mean of the time is {number(geomean([r['roofline_ratio'] for r in mine]), 2)} times the roofline",

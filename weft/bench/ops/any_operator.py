@@ -383,12 +383,14 @@ class GemmOperator(OperatorBenchmark[S]):
         """Return sentences on the CPU time of calls."""
         if rows[0]["mode"] != "queued":
             return []
-        found, fields = [], ("host_us", "first_call_ms")
+        calls, firsts, fields = [], [], ("host_us", "first_call_ms")
         for variant in self.fixed:
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
-                found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        return [f"CPU time of a call, and time of a shape's first call (medians): {', '.join(found)}."] if found else []
+                calls.append(f"{median(busy):.0f} us with {variant}")
+                firsts.append(f"{median(first):.0f} ms with {variant}")
+        said = f"a call keeps the CPU busy for {', '.join(calls)}. The first call of a shape takes {', '.join(firsts)}."
+        return [f"Medians: {said}"] if calls else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) for each pinned schedule of a shape, the fastest first."""
