@@ -164,10 +164,15 @@ class _Engine:
     def run(self, most_us: float = math.inf) -> Simulated:
         for rank in self.ranks.values():
             self._begin_run(rank)
-        timed, fluid = self.timed, self.fluid
-        while (now := min(fluid.next_us(), timed[0][0] if timed else math.inf)) < math.inf:
+        timed, fluid, inf = self.timed, self.fluid, math.inf
+        while True:
+            now = fluid.next_us()
+            if timed and timed[0][0] < now:
+                now = timed[0][0]
+            if now == inf:
+                break
             if now > most_us and not all(rank.ends for rank in self.ranks.values()):
-                ends = dict.fromkeys(self.ranks, (math.inf,) * self.runs)
+                ends = dict.fromkeys(self.ranks, (inf,) * self.runs)
                 return Simulated(self.program, self.runs, ends, self.events)
             self._step(now)
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
@@ -181,7 +186,8 @@ class _Engine:
     def _step(self, now: float) -> None:
         """Advance to `now`, the next moment at which a step begins or ends, and handle its events."""
         self.now, timed = now, self.timed
-        self._hear(self.fluid.to(now))
+        if due := self.fluid.to(now):
+            self._hear(due)
         while timed and timed[0][0] <= now:
             _, _, waiting, works, counter, times = heapq.heappop(timed)
             if waiting is None:
@@ -219,21 +225,28 @@ class _Engine:
 
     def _advance(self, lane: _Lane) -> None:
         """Execute the lane's tasks until one takes time or waits."""
-        while lane.next < len(lane.tasks):
-            task = lane.tasks[lane.next]
-            if lane.issued and lane.rank.start + lane.issued[lane.next] > self.now:
-                return self._plan(lane.rank.start + lane.issued[lane.next], lane)
-            lane.since = self.now
-            if isinstance(task, Work):
-                return self._begin(lane, task)
-            if isinstance(task, Raise):
+        tasks, rank, now = lane.tasks, lane.rank, self.now
+        while lane.next < len(tasks):  # most tasks are sets and waits, so they call no methods here
+            task = tasks[lane.next]
+            if lane.issued and rank.start + lane.issued[lane.next] > now:
+                return self._plan(rank.start + lane.issued[lane.next], lane)
+            lane.since = now
+            if type(task) is Raise:
                 lane.next += 1
-                self._raise_after(task.delay_us, task.counter, 1)
+                if task.delay_us:
+                    self.planned += 1
+                    heapq.heappush(self.timed, (now + task.delay_us, self.planned, None, False, task.counter, 1))
+                else:
+                    self._raise(task.counter, 1)
                 continue
-            wanted = (lane.rank.run - 1 - task.previous) * task.sets_per_run + task.sets
-            if self.counters[task.counter] < wanted and not (task.previous and lane.rank.run == 1):
+            if type(task) is Work:
+                return self._begin(lane, task)
+            assert type(task) is Await
+            wanted = (rank.run - 1 - task.previous) * task.sets_per_run + task.sets
+            if self.counters[task.counter] < wanted and not (task.previous and rank.run == 1):
                 return self.waiting.setdefault(task.counter, []).append((wanted, lane))
-            self._note(lane)
+            self.events.append((lane.program, lane.next, rank.run, now, now))
+            lane.next += 1
         lane.rank.open -= 1
         if not lane.rank.open:
             lane.rank.ends.append(self.now)

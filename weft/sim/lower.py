@@ -301,18 +301,16 @@ class _Lowering:
                 for item, times in here.tiled:
                     for counter, one in raised[item.same]:
                         sets[counter] += one.times * times
-                counters = {}
+                counters = {item.same: self._set(item, rank) for item, _ in here.sets}
                 for item, times in here.sets:
-                    counter = counters[item.same] = self._set(item, rank)
-                    sets[counter] += times
+                    sets[counters[item.same]] += times
                 program = LaneProgram(rank, lane.name, number, [], here.origins)
                 placed.append((program, here, counters, raised))
         for program, here, counters, _ in placed:
+            rank = program.rank
             for item in here.waits:
-                counter = counters[item.same] = self._counter(
-                    program.rank, item.signal, at_rank(item.place, program.rank)
-                )
-                if at_rank(item.awaited, program.rank) != sets[counter]:  # type: ignore[arg-type]
+                counter = counters[item.same] = self._counter(rank, item.signal, at_rank(item.place, rank))
+                if at_rank(item.awaited, rank) != sets[counter]:  # type: ignore[arg-type]
                     self._in_parts.add(counter)
         for program, here, counters, raised in placed:
             rank, tasks = program.rank, dict[int, Task]()
@@ -335,9 +333,13 @@ class _Lowering:
 
     def _set(self, item: NumberedStep, rank: int) -> int:
         """Return the counter that `item`, a set, increments if `rank` makes it."""
-        distance, place = at_rank(item.distance, rank), item.place  # type: ignore[arg-type]
-        owner, setter = self._owner_and_setter(rank, distance)
-        return self._counter(owner, item.signal, at_rank(place, setter))
+        distance, place = item.distance, item.place
+        if distance.__class__ is not int:
+            distance = int(distance[rank])  # type: ignore[index]
+        owner = (rank + distance) % self.world % self._period  # as in `_owner_and_setter`
+        if place.__class__ is not int:
+            place = int(place[(owner - distance) % self.world])  # type: ignore[index]
+        return self._counters.setdefault((owner, item.signal, place), len(self._counters))
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
         """Return the sets that the tiles of `item` make on `rank`."""

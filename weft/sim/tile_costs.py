@@ -159,8 +159,21 @@ def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) ->
     return kernel_cost(model, links, "matmul", (a, *factors), out, us, busy_us, out.bytes)
 
 
-def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one expert's segment, without reads from the rank's own memory."""
+def _segment(model: Model, links: Links, *operands: Operand) -> Cost:
+    """Return the cost of one expert's segment, without reads from the rank's own memory.
+
+    The model keeps the costs of segments whose operands are all local: uneven routing has many segments of few sizes.
+    """
+    key = (_segment, operands)
+    found: Cost | None = model.costs.get(key)
+    if found is None:
+        found = _new_segment(model, links, *operands)
+        if not any(operand.at for operand in operands):
+            model.costs[key] = found
+    return found
+
+
+def _new_segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
     *factors, out = more
     found = model.segment(out.rows, out.cols, a.cols, a.dtype)
     alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
