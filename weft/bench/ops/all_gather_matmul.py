@@ -15,6 +15,7 @@ overlap takes as long as the longer of the GEMM and the copies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Self
@@ -41,6 +42,7 @@ from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 
 PREFETCH = "prefetch"
+_PLACES = 3  # a place is read by the last GEMM, one by this GEMM, and one is being filled
 _BLOCK = 4096  # rows of the reference per computation
 
 
@@ -134,25 +136,37 @@ class GatherVariants(TorchVariants):
     def prefetched(self) -> Variant:
         """Return the variant that gathers the operand of the next call during the GEMM of this call.
 
-        A call expects that the next call has the next input set. If not, it gathers first.
+        As in FSDP, the stream of the gathers has a high priority. A gather may begin with the GEMM of the call before. So up to two
+        gathers of a timed row of calls run before the row, which favours this variant. A call expects that the next call
+        has the next input set; otherwise the next call gathers first.
         """
-        side = torch.cuda.Stream(self.ranks.device)
-        places = [torch.empty_like(self.gathered) for _ in range(self.input_sets)]
-        ready: dict[int, torch.cuda.Event] = {}
+        side = torch.cuda.Stream(self.ranks.device, priority=-1)
+        places = [torch.empty_like(self.gathered) for _ in range(_PLACES)]
+        free: list[torch.cuda.Event | None] = [None] * _PLACES  # after the last GEMM that read the place
+        ready: dict[int, tuple[int, torch.cuda.Event]] = {}  # input set -> (place, after its gather)
+        begun = [torch.cuda.current_stream().record_event()]  # before the GEMM of the call before
+        turn = itertools.cycle(range(_PLACES))
 
         def gather(which: int) -> None:
-            side.wait_stream(torch.cuda.current_stream())  # the last GEMM that reads this place was launched before
+            place = next(turn)
+            for event in (free[place], begun[0]):
+                if event is not None:
+                    side.wait_event(event)
             with torch.cuda.stream(side):
-                all_gather_by_torch(sendable(places[which]), sendable(self.x_shards[which]), group=self.ranks.group)
-                ready[which] = torch.cuda.Event()
-                ready[which].record(side)
+                all_gather_by_torch(sendable(places[place]), sendable(self.x_shards[which]), group=self.ranks.group)
+            ready[which] = place, side.record_event()
 
         def call(which: int) -> torch.Tensor:
+            main = torch.cuda.current_stream()
             if which not in ready:
                 gather(which)
-            torch.cuda.current_stream().wait_event(ready.pop(which))
+            place, gathered = ready.pop(which)
             gather((which + 1) % self.input_sets)
-            return self.gemm(places[which])
+            main.wait_event(gathered)
+            begun[0] = main.record_event()
+            y = self.gemm(places[place])
+            free[place] = main.record_event()
+            return y
 
         return call
 
