@@ -67,27 +67,27 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/gpu --i
 test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
-test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find. PART=1/2: half of them
+test-slow: setup  ## More ranks and random cases, whole commands and examples, planted faults. PART=1/2: half of them
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "slow and not gpu and not multigpu" $(if $(PART),--part $(PART))
 
-test-models: setup  ## Other people's models, which it installs (transformers, torchtitan): with weft's styles they learn the same
+test-models: setup  ## Train a Hugging Face and a torchtitan Llama with weft's styles and with torch's; installs both packages
 	$(INSTALL) -q -c constraints.txt transformers torchtitan
 	@$(BYTECODE)
 	$(BIN)/python -m pytest tests/processes/test_parallel_styles.py -n 2 -k "hugging_face or debug_llama"
 
 # TorchRec wants the CUDA build of FBGEMM, of half a gigabyte: these are its other needs.
 TORCHREC := torchrec fbgemm-gpu-cpu tensordict torchmetrics pyre-extensions typing-inspect mypy-extensions cloudpickle pyvers tqdm
-test-torchrec: setup  ## TorchRec's loops with weft's sharder beside TorchRec's; installs TorchRec and FBGEMM for CPUs, 10 MB
+test-torchrec: setup  ## Train with weft's sharder and with TorchRec's; installs TorchRec and FBGEMM for CPUs, 10 MB
 	$(INSTALL) -q --no-deps -c constraints.txt $(TORCHREC)
 	$(BIN)/python -m pytest tests/processes/test_torchrec.py
 
-test-all: test test-slow test-models test-torchrec  ## All four
+test-all: test test-slow test-models test-torchrec  ## The four targets above
 
 .PHONY: chaos chaos-gpu
 N ?= 250
 SEED ?= 0
 HOSTS ?= 1
-chaos: setup  ## Inject faults: N=250 of SEED=0 take less than 10 minutes; more go on where they were stopped. HOSTS=2: between two hosts
+chaos: setup  ## Inject faults: N=250 of SEED=0 take less than 10 minutes; an interrupted campaign resumes. HOSTS=2: between two hosts
 	$(BIN)/python -m tests.chaos -n $(N) --seed $(SEED) --hosts $(HOSTS)
 
 chaos-gpu:  ## The same on a machine with GPUs, as gpu-check: 200 injections into OUT=folder
@@ -98,20 +98,20 @@ lint: setup  ## Style, types, layers
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports; layers=$$?; wait $$types && exit $$layers
 
-bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the documents' tables up to date
+bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/, and update the documents' tables
 	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl
 	$(BIN)/python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
 gpu-check:  ## On a machine with GPUs, torch and Triton (no .venv, no network): build, test, measure into OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(OUT)
 
-commit-note: setup  ## Write benchmarks/.commit, by which a copy of this tree without .git knows its commit
+commit-note: setup  ## Write benchmarks/.commit, so that records made in a copy without .git contain the commit
 	@$(BIN)/python -m weft.bench.provenance
 
 wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .
 
-docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables, factors and the README's picture from the records
+docs: setup  ## Update the generated documents and pictures (CONTRIBUTING.md lists them)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 	$(BIN)/python docs/speedups.py
