@@ -15,6 +15,7 @@ from typing import Any
 
 import weft
 from weft import env
+from weft.embedding import EmbeddingOptimizer
 
 HERE = Path(__file__).parent
 _GENERATED = "<!-- Generated from {source} by `python docs/generate.py`: edit there. -->\n\n"
@@ -32,6 +33,8 @@ _MODULES = (
     "timeline",
     "launch",
 )
+_OF_EMBEDDING = ("EmbeddingOptimizer", "plan_tables")
+"""Names of `weft.embedding` that the page describes in full."""
 
 
 def api() -> str:
@@ -49,6 +52,7 @@ def api() -> str:
     parts += [f"### weft.nn.{name}\n\n{_full(getattr(weft.nn, name))}" for name in weft.nn.__all__]
     ours = [name for name in weft.parallel.__all__ if getattr(weft.parallel, name).__module__.startswith("weft.")]
     parts += [f"### weft.parallel.{name}\n\n{_full(getattr(weft.parallel, name))}" for name in ours]
+    parts += [f"### weft.embedding.{name}\n\n{_full(getattr(weft.embedding, name))}" for name in _OF_EMBEDDING]
     parts.append("## weft.errors\n\n" + _sentence(weft.errors) + "\n")
     parts.append(_table(_defined(weft.errors)))
     for name in _MODULES:
@@ -114,6 +118,8 @@ def _defined(module: Any) -> dict[str, Any]:
 def _full(value: Any) -> str:
     parameters = inspect.signature(value).parameters
     text = f"```python\n{_signature(value)}\n```\n\n{_markdown(inspect.getdoc(value) or '', set(parameters))}\n"
+    if inspect.isclass(value) and issubclass(value, EmbeddingOptimizer) and value is not EmbeddingOptimizer:
+        text += "\nThe other arguments are those of [EmbeddingOptimizer](#weftembeddingembeddingoptimizer).\n"
     if inspect.isclass(value):
         fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
         # Show members of undocumented base classes with the class.
