@@ -91,5 +91,5 @@ def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
             near = sum(of <= NEAR for of in lost)
             said = f"{near} of {len(lost)}, at most {max(lost):.1%} lost"
             held = near >= wanted and max(lost) <= 0.1
-            bar = f"bar: {wanted} of 16, at most 10% lost"
+            bar = f"target: {wanted} of 16, at most 10% lost"
             yield Claim(f"closed form within {NEAR:.0%} of the best of eight, {what}", "ours", bar, said, held=held)
