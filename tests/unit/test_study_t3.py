@@ -133,5 +133,6 @@ def test_the_picture_says_why_bars_pass_the_ideal(tmp_path: Path, monkeypatch: p
 
 def test_the_page_is_made_from_its_records() -> None:
     page = Path(__file__).parents[2] / "docs" / "studies" / "t3.md"
-    results = {name: files.read([RESULTS / f"{name}.jsonl"]) for name in ("sim-t3", "h200-matmul_reduce_scatter")}
+    names = ("sim-t3", "h200-matmul_reduce_scatter", "h100-t3", "h100-t3-counters")
+    results = {name: files.read([RESULTS / f"{name}.jsonl"]) for name in names}
     assert rewrite(page.read_text(), results) == page.read_text()

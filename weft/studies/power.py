@@ -105,6 +105,10 @@ def notes(records: Sequence[Record]) -> list[str]:
         said.append(f"Of 1 GiB with known traffic the driver counts {shares}.")
     else:
         said.append("The driver gives no memory traffic on this machine.")
+    said.append(
+        "Each call was repeated for about a second. At the GPU's power limit the clock falls, so calls may take longer than in "
+        "other tables."
+    )
     return [" ".join(said)]
 
 

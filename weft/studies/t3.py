@@ -321,15 +321,15 @@ def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences on the schedules that were pinned by name: tracked GEMMs, and output maps with a GEMM for each chunk."""
-    found = []
+    """Return sentences on the pinned schedules of the first table: tracked GEMMs, and output maps with a GEMM per chunk."""
+    found, first = [], (rows[0].problem.dtype, rows[0].row_major)
+    mine = [row for row in rows if (row.problem.dtype, row.row_major) == first]
     for title, begin in (("Tracked GEMMs", "tracked"), ("Output maps with a GEMM for each chunk", "direct")):
-        gains = [(row.serial_ms / best[0], row.weft_ms / best[0]) for row in rows if (best := row.fastest(begin))]
+        gains = [(row.serial_ms / best[0], row.weft_ms / best[0]) for row in mine if (best := row.fastest(begin))]
         if gains:
             serial, weft = (geomean(of) for of in zip(*gains, strict=True))
-            found.append(
-                f"{title}: {times(serial)} the speed of serial, and {times(weft)} the speed of weft's choice (means)."
-            )
+            speeds = f"{times(serial)} the speed of serial, and {times(weft)} the speed of weft's choice"
+            found.append(f"{title} have {speeds} (means of the first table).")
     return found
 
 
