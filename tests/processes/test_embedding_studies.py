@@ -4,16 +4,24 @@ Cheapest first. On GPUs the studies run by `weft bench fused_embedding` and `wef
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from weft.bench.core.harness import Ranks
+from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
+from weft.bench.ops.embedding_data import EmbeddingData
+from weft.bench.ops.embedding_variants import why_not
 from weft.launch import Pool
 from weft.studies import fused_embedding_measure as fused
+from weft.studies import fused_embedding_measured as measured
 from weft.studies import pgas_measure as pgas
 from weft.studies.embedding_measure import find_parts, kernels_of, lines_of, occupancy_of
 
@@ -78,6 +86,14 @@ def test_parts_by_figure_and_by_name() -> None:
         assert len({part.name for part in study.PARTS}) == len(study.PARTS)
 
 
+def test_the_variants_of_all_parts_exist() -> None:
+    """Some parts run only on GPUs, so no run here would find a wrong name."""
+    limits = [f"{transport}-{limit}" for transport in ("put", "direct") for limit in ("programs4", "registers96")]
+    names = {*fused.TIMED, *limits, *(name for part in (*fused.PARTS, *pgas.PARTS) for name in part.variants)}
+    for name in names:
+        why_not(name, torch.device("cpu"))  # raises for an unknown name
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -96,6 +112,33 @@ def test_options_are_checked(wrong: dict, message: str) -> None:
 def _run(group: dist.ProcessGroup, op: str, preset: str, folder: Path) -> list[dict]:
     options = BenchOptions(op, preset=preset, modes=("queued",), quick=True, json=folder / "study.jsonl")
     return run_rank(group.rank(), group.size(), options)
+
+
+def _run_kernels(group: dist.ProcessGroup) -> list[dict]:
+    """Record kernels as on GPUs, with a profile that knows one kernel."""
+    ranks = Ranks(group, group, torch.device("cpu"))
+    part = replace(find_parts(fused.PARTS, ("kernels",))[0], variants=("embedding_bag", "batched"))
+    work = EmbeddingData(part.preset(True).config(2), ranks, input_sets=2)
+    kernel = {"name": "bag", "registers": 40, "threads": 32, "occupancy": 0.5}
+    with patch.object(fused, "launched_kernels", lambda call: [kernel | {"launches": len(call())}]):
+        found, more, notes = fused._kernels(part, work, 3, lambda *_: None)
+    assert notes == []
+    options = BenchOptions("fused_embedding", modes=("queued",))
+    study = fused.OPERATOR
+    rows = study.records(part, found, ranks, options, [], "embedding_bag", more)
+    study.show(Measured(rows, notes=notes), options)
+    return rows
+
+
+def test_kernels_have_records_without_times(pool: Pool) -> None:
+    rows = pool.run(_run_kernels, ranks=2)[0]
+    assert [row["variant"] for row in rows] == ["embedding_bag", "batched"]
+    for row in rows:
+        assert row["p50_ms"] is None
+        assert row["speedup"] is None
+        assert [kernel["registers"] for kernel in row["kernels"]] == [40]
+    rows = [json.loads(json.dumps(row)) | {"run": "1"} for row in rows]
+    assert any("Kernels of a call" in table.title for table in measured.tables(measured.rows_of(rows)))
 
 
 RUNS = {

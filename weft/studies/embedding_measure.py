@@ -96,8 +96,8 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 @dataclass
 class Times:
-    """The times of variants by name. errors: largest errors relative to the largest element. wrong: texts for variants with
-    wrong results, which have no times.
+    """The times of variants by name; p50_ms is None for variants that were not timed. errors: largest errors relative to the
+    largest element. wrong: texts for variants with wrong results, which have no times.
     """
 
     fields: dict[str, Record]
@@ -105,8 +105,8 @@ class Times:
     wrong: dict[str, str]
 
     def ms(self, name: str) -> float | None:
-        found = self.fields.get(name)
-        return None if found is None else float(found["p50_ms"])
+        found = self.fields.get(name, {}).get("p50_ms")
+        return None if found is None else float(found)
 
 
 def time_ranks(

@@ -62,7 +62,7 @@ PROGRAMS = (1, 4, 8, 12, 14, 16)
 REGISTERS = (96, 80, 64)
 _COUNTED = 8  # the most programs of a multiprocessor that are counted: the kernel with a timeline has more registers
 SLICES = (2, 4, 8, 16, 32, 64, 128)
-TIMED = ("put-slice16", "put-slice16-natural", "direct", "direct-natural")
+TIMED = ("put-slice16", "put-natural-slice16", "direct", "direct-natural")
 _SHOWN = 32  # programs whose spans are recorded, as many as in figure 9
 _MOST_FBGEMM = 64  # tables: FBGEMM copies them, and 256 would not fit twice
 

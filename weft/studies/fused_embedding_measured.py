@@ -156,7 +156,10 @@ def tables(rows: Rows) -> list[ResultTable]:
     made = [claims_table("The paper's numbers and ours", claims(rows))]
     for grid, bags in GRIDS.items():
         if cases := _configs(rows, grid):
-            made.append(_times_table(f"Global batch | tables of a GPU, {bags}, ms (figures 10, 14)", cases))
+            made += [
+                _times_table(f"Global batch | tables of a GPU, {bags}, ms (figures 10, 14)", cases),
+                _rates_table(bags, cases),
+            ]
     if cases := _configs(rows, "grid"):
         made.append(_skew_table(cases))
     for _, by in _configs(rows, "occupancy"):
@@ -185,6 +188,32 @@ def _times_table(title: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) 
     columns |= {name: ms(name) for name in names}
     columns |= {f"saved by {name}": gain(name) for name in (*FUSED, "batched", "pipelined-4") if name in names}
     return table(title, cases, columns)
+
+
+def _rates_table(bags: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) -> ResultTable:
+    memory = min(ceiling["memory_gbps"] for ceiling in cases[0][1][BASELINE]["ceilings"])
+    columns: dict[str, Callable[[Any], str]] = {
+        "configuration": lambda case: case[0], "MB a table": lambda case: f"{_row_bytes(case[1][BASELINE]) / 1e6:.0f}",
+    }  # fmt: skip
+
+    def us(name: str) -> Callable[[Any], str]:
+        return lambda case: f"{1e3 * case[1][name]['p50_ms'] / case[1][name]['tables']:.1f}" if name in case[1] else ""
+
+    def rate(name: str) -> Callable[[Any], str]:
+        return lambda case: f"{_gbps(case[1][name]):.0f}" if name in case[1] else ""
+
+    names = [name for name in ("direct", "per-table") if all(name in by for _, by in cases)]
+    columns |= {f"{name}, us a table": us(name) for name in names} | {f"{name}, GB/s": rate(name) for name in names}
+    return table(f"Rows read, {bags}, counted once per id; copies in memory reach {memory:.0f} GB/s", cases, columns)
+
+
+def _row_bytes(record: Record) -> float:
+    """Return the bytes of the rows that a rank reads from one table. A row counts once per id."""
+    return float(record["batch"] * record["bag"] * record["dim"] * 4)
+
+
+def _gbps(record: Record) -> float:
+    return _row_bytes(record) * record["tables"] / record["p50_ms"] / 1e6
 
 
 def _skew_table(cases: Sequence[tuple[str, Mapping[str, Record]]]) -> ResultTable:
@@ -245,7 +274,35 @@ def _kernels_table(by: Mapping[str, Record]) -> ResultTable:
 
 def conclusions(rows: Rows) -> list[str]:
     made = claims(rows)
-    return [f"{sum(bool(claim.reproduced) for claim in made)} of {len(made)} claims are reproduced on these GPUs."]
+    said = [f"{sum(bool(claim.reproduced) for claim in made)} of {len(made)} claims are reproduced on these GPUs."]
+    for grid, bags in GRIDS.items():
+        cases = [by for _, by in _configs(rows, grid)]
+        batched, direct = _ratios(cases, "batched", BASELINE), _ratios(cases, "direct", "batched")
+        if batched and direct:
+            said.append(
+                f"With {bags}, one pooling kernel for all tables and NCCL's all-to-all (`batched`) are {_span(batched)} times as "
+                f"fast as the baseline, and `direct` is {_span(direct)} times as fast as `batched`."
+            )
+        if ratios := _ratios(cases, "per-table", "direct"):
+            faster = [ratio for ratio in ratios if ratio > 1]
+            much = f", by at most {100 * (1 - 1 / max(faster)):.0f}%" if faster else ""
+            said.append(
+                f"A launch for each table (`per-table`) takes less time than `direct` in {len(faster)} of {len(ratios)} "
+                f"configurations{much}."
+            )
+        if ratios := _ratios(cases, "direct", "direct-natural"):
+            least, most = 100 * (1 / max(ratios) - 1), 100 * (1 / min(ratios) - 1)
+            said.append(f"The order remote first changes the time of `direct` by {least:+.1f}% to {most:+.1f}%.")
+    return said
+
+
+def _ratios(cases: Sequence[Mapping[str, Record]], variant: str, over: str) -> list[float]:
+    """Return by how much `variant` is faster than `over`, where both were measured."""
+    return [by[over]["p50_ms"] / by[variant]["p50_ms"] for by in cases if {variant, over} <= by.keys()]
+
+
+def _span(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -284,21 +341,15 @@ def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
             with figure(drawn[-1], f"{title} (figure 9)", (9, 5)) as axes:
                 _programs(axes[0], spans)
     lines = [
-        (
-            "measured-11-occupancy",
-            "occupancy",
-            lambda name: name.partition("-programs")[0],
-            "programs",
-            "programs of an SM",
-        ),
-        ("measured-12-slices", "slices", lambda name: "put", None, "vectors of a slice"),
+        ("11-occupancy", "occupancy", lambda name: name.partition("-programs")[0], "programs", "programs of an SM"),
+        ("12-slices", "slices", lambda name: "put", None, "vectors of a slice"),
     ]
     for name, figure_name, group, field, label in lines:
         for _, by in _configs(rows, figure_name):
             shown = [(v, r) for v, r in by.items() if "-programs" in v or v.startswith("put-slice")]
             if shown:
-                drawn.append(directory / f"{name}.png")
-                with figure(drawn[-1], title, (7, 3.4)) as axes:
+                drawn.append(directory / f"measured-{name}.png")
+                with figure(drawn[-1], f"{title} (figure {name[:2]})", (7, 3.4)) as axes:
                     for one in dict.fromkeys(group(v) for v, _ in shown):
                         mine = [
                             (r[field] if field else int(v.removeprefix("put-slice")), r["p50_ms"])
@@ -308,7 +359,9 @@ def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
                         axes[0].plot(*zip(*sorted(mine), strict=True), marker="o", label=one)
                     axes[0].set_xlabel(label, fontsize=9)
                     axes[0].set_ylabel("ms", fontsize=9)
-                    axes[0].set_ylim(bottom=0)
+                    axes[0].set_ylim(0, 1.1 * max(r["p50_ms"] for _, r in shown))
+                    if field is None:
+                        axes[0].set_xscale("log", base=2)
     return drawn
 
 
