@@ -89,14 +89,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def push_gradients() -> bool:
-    """`WEFT_PUSH_GRADIENTS`: 1 replaces NCCL's all-to-all of embedding gradients by a kernel that stores them into the
-    memory of the tables' owners (default 0). Requires that all GPUs are in one host. Set the same value on all ranks.
-    The results are bitwise equal with 0 and 1.
-    """
-    return _is_on("WEFT_PUSH_GRADIENTS")
-
-
 def quiet() -> bool:
     """`WEFT_QUIET`: 1 disables the warning that an operator runs without overlap (default 0)."""
     return _is_on("WEFT_QUIET")
@@ -138,7 +130,7 @@ def cache_dir() -> Path:
 
 OWN = (
     "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
-    "WEFT_SOCKET_IFNAME", "WEFT_PUSH_GRADIENTS",
+    "WEFT_SOCKET_IFNAME",
 )  # fmt: skip
 """All variables that weft defines itself."""
 

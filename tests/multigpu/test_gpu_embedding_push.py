@@ -1,6 +1,6 @@
-"""Test gradients of embeddings on GPUs when a kernel stores them at the tables' owners (WEFT_PUSH_GRADIENTS=1).
+"""Test gradients of embeddings on GPUs when a kernel stores them in the memory of the tables' owners.
 
-The bits must equal the bits with NCCL's all-to-all.
+The bits must equal the bits with NCCL's all-to-all, which transport="serial" uses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import gpu_ranks as ranks
 import pytest
-import test_gpu_embedding_training
 import torch
 import torch.distributed as dist
 from support import embedding_training as training
@@ -35,11 +34,10 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
-def learned(group: dist.ProcessGroup, pushes: bool, delays: bool) -> list[list[torch.Tensor]]:
-    """Return the tables and optimizer states of all problems after three steps each. With `pushes`, all problems share
-    one inbox.
+def learned(group: dist.ProcessGroup, transport: Any, delays: bool) -> list[list[torch.Tensor]]:
+    """Return the tables and optimizer states of all problems after three steps each. All problems share one inbox,
+    unless transport="serial".
     """
-    os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
     rank, device, found = group.rank(), ranks.device(), []
     for number, p in enumerate(PROBLEMS.values()):
         weights = [weight.clone() for weight in ranks.here(p.local_weights(rank))]
@@ -52,47 +50,45 @@ def learned(group: dist.ProcessGroup, pushes: bool, delays: bool) -> list[list[t
                 time.sleep(0.01)
                 torch.cuda._sleep(20_000_000)
             y = weft.embedding_all_to_all(
-                weights, features, p.sharding, group=group, batch_sizes=p.batch_sizes, update=update
+                weights,
+                features,
+                p.sharding,
+                group=group,
+                batch_sizes=p.batch_sizes,
+                update=update,
+                transport=transport,
             )
             y.backward(upstream[p.rows_of(rank)].to(device, p.sharding.dtype))
             del y
         found.append([one.cpu() for one in (*weights, *update.tensors)])
-    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
     return found
 
 
 def test_bits_are_those_of_the_all_to_all(pair: Pool) -> None:
-    wanted = pair.run(learned, False, False, timeout_s=120)
+    wanted = pair.run(learned, "serial", False, timeout_s=120)
     for delays in (False, True):
-        for mine, others in zip(pair.run(learned, True, delays, timeout_s=120), wanted, strict=True):
+        for mine, others in zip(pair.run(learned, "direct", delays, timeout_s=120), wanted, strict=True):
             for name, one, other in zip(PROBLEMS, mine, others, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), (name, delays)
 
 
-def rounded(group: dist.ProcessGroup, pushes: bool, name: str, dtype: torch.dtype) -> bool:
-    os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
-    same = training.rounded_on_the_way(group, problem(2, (8, 3, 16, 70), 13), name, dtype)
-    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
-    return same
-
-
-@pytest.mark.parametrize("pushes", [False, True])
+@pytest.mark.parametrize("transport", ["direct", "serial"])
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_gradients_are_rounded_once(pair: Pool, pushes: bool, name: str, dtype: torch.dtype) -> None:
-    assert pair.run(rounded, pushes, name, dtype, timeout_s=120) == [True, True]
+def test_gradients_are_rounded_once(pair: Pool, transport: str, name: str, dtype: torch.dtype) -> None:
+    p = problem(2, (8, 3, 16, 70), 13)
+    assert pair.run(training.rounded_on_the_way, p, name, dtype, transport, timeout_s=120) == [True, True]
 
 
-def two_backwards(group: dist.ProcessGroup, pushes: bool) -> list[torch.Tensor]:
+def two_backwards(group: dist.ProcessGroup, transport: Any) -> list[torch.Tensor]:
     """Run two forward calls, then their two backward calls, with and without accumulation. Return the tables and their
     gradients.
     """
-    os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
     p, rank, device = problem(2, (8, 16, 4), 12, weighted=True), group.rank(), ranks.device()
     found: list[torch.Tensor] = []
     for optimizer in (weft.Adagrad(lr=0.1), None):
         module: Any = ShardedEmbeddingBagCollection(
             p.tables, group=group, placement=[0, 1, 0], optimizer=optimizer, is_weighted=True, device=device,
-            input="global_batch",
+            input="global_batch", transport=transport,
         )  # fmt: skip
         module.load_full_weights({table.name: weight for table, weight in zip(p.tables, p.weights, strict=True)})
         features = p.keyed(rank).to(device)
@@ -104,28 +100,14 @@ def two_backwards(group: dist.ProcessGroup, pushes: bool) -> list[torch.Tensor]:
             (one.square().sum() + two.sum()).backward()
         found += [weight.detach().cpu() for weight in module.parameters()]
         found += [weight.grad.cpu() for weight in module.parameters() if weight.grad is not None]
-    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
     return found
 
 
 def test_several_calls_in_flight(pair: Pool) -> None:
-    both = [pair.run(two_backwards, pushes, timeout_s=120) for pushes in (False, True)]
+    both = [pair.run(two_backwards, transport, timeout_s=120) for transport in ("serial", "direct")]
     for one, other in zip(*both, strict=True):
         assert len(one) == len(other) > 0
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def replayed(group: dist.ProcessGroup) -> bool:
-    """Return whether replays of a captured training step change the tables as ordinary steps do."""
-    os.environ["WEFT_PUSH_GRADIENTS"] = "1"
-    try:
-        return test_gpu_embedding_training.replayed(group, weft.RowwiseAdagrad(lr=0.1))
-    finally:
-        os.environ["WEFT_PUSH_GRADIENTS"] = "0"
-
-
-def test_a_step_in_a_graph(pair: Pool) -> None:
-    assert pair.run(replayed, timeout_s=120) == [True, True]
 
 
 def goes_back_alone(group: dist.ProcessGroup, of_call: float | None) -> tuple[str, str, bool]:
@@ -134,7 +116,6 @@ def goes_back_alone(group: dist.ProcessGroup, of_call: float | None) -> tuple[st
 
     of_call: the call's own deadline. With None, backward reads the deadline of the environment.
     """
-    os.environ["WEFT_PUSH_GRADIENTS"] = "1"
     p, rank = problem(2, (8, 4), 6), group.rank()
     weights = ranks.here(p.local_weights(rank))
     update = FusedUpdate(weft.SGD(lr=0.1), weights)

@@ -43,8 +43,7 @@ def _data(group: dist.ProcessGroup, preset: EmbeddingPreset) -> TrainingWorkload
             {"preset": "meta-2021"},
             "no preset 'meta-2021': give one of pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2",
         ),
-        ({"variants": ("put",)}, "no variant 'put': give fbgemm-deterministic, fbgemm, torch, weft, weft-push"),
-        ({"variants": ("weft-push",)}, "variant .weft-push. cannot run on CPU"),
+        ({"variants": ("put",)}, "no variant 'put': give fbgemm-deterministic, fbgemm, torch, weft"),
         ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
     ],
 )

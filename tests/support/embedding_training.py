@@ -87,7 +87,9 @@ def trained(
     ]
 
 
-def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype) -> bool:
+def rounded_on_the_way(
+    group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype, transport: Any = "auto"
+) -> bool:
     """True if sending gradients in 16 bits gives the same tables as rounding them to 16 bits before."""
     device, found = device_of(group), []
     generator = torch.Generator().manual_seed(5)
@@ -98,7 +100,9 @@ def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: t
         update = FusedUpdate(optimizer, weights, device=device)
         for scale in (1.0, 1e-3):
             given = weights, tuple(on(device, p.tupled(group.rank()))), p.sharding
-            y = weft.embedding_all_to_all(*given, group=group, batch_sizes=p.batch_sizes, update=update)
+            y = weft.embedding_all_to_all(
+                *given, group=group, batch_sizes=p.batch_sizes, update=update, transport=transport
+            )
             grad = scale * upstream
             y.backward((grad.to(dtype).float() if is_rounded else grad).to(device))
         found.append([*weights, *update.tensors])

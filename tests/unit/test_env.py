@@ -62,7 +62,6 @@ def test_a_cache_of_a_user_who_does_not_exist_is_said_once_and_lies_elsewhere(
         ("WEFT_QUIET", env.quiet),
         ("WEFT_CHECK_CALLS", env.check_calls),
         ("WEFT_SELF_CALIBRATION", env.self_calibration),
-        ("WEFT_PUSH_GRADIENTS", env.push_gradients),
     ],
 )
 def test_switches_have_words_for_on_and_off(

@@ -65,7 +65,7 @@ _VARIANTS = """variants (--variants):
   embedding_all_to_all   baselines: batched, fbgemm, embedding_bag-async, pipelined-N (pooling in N kernels, overlapped with NCCL).
                          weft: direct, put, also with -natural and -sliceN, such as put-natural-slice8, and on GPUs with
                          -programsN (per multiprocessor) and -registersN (per thread), which limit the occupancy
-  embedding_training     weft, weft-push, fbgemm-deterministic, fbgemm, torch. Default: weft and FBGEMM
+  embedding_training     weft, fbgemm-deterministic, fbgemm, torch. Default: weft and FBGEMM
   all_gather_matmul      asynctp, prefetch (baselines); weft (the planner's choice); autotune; heuristic (FiCCO's); all (every
                          schedule); the beginning of schedules' names, such as shard or 'shard[chunks=2'
   all_to_all_matmul      padded (a baseline, which always runs); weft; all; the beginning of names, such as dispatch.

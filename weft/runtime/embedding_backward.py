@@ -2,12 +2,15 @@
 by row.
 
     grad       [local batch, all columns], for this rank's samples
-    received   [global batch, columns of this rank's tables], from all ranks, by all_to_all_single
+    received   [global batch, columns of this rank's tables], from all ranks
     rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
-Before the exchange, each rank reorders `grad` by owner. CPU ranks also synchronise, and compare the number of the
-forward call, its batch sizes and the learning rate. If ranks run backward of different calls, or would update
-differently, they raise an error with the difference before anything is written. GPU ranks do not synchronise.
+On GPUs of one host a kernel stores the gradients in the memory of the tables' owners. On CPU, on several hosts and with
+transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`.
+
+CPU ranks synchronise before the exchange, and compare the number of the forward call, its batch sizes and the learning
+rate. If ranks run backward of different calls, or would update differently, they raise an error with the difference
+before anything is written. GPU ranks do not synchronise.
 
 The order of sums depends only on ids and samples (csrc/embedding_backward.hpp). So equal inputs give equal bits, for
 any number of ranks, any placement of tables, and any delays.
@@ -24,10 +27,11 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from weft import env, symm
+from weft import symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.check import check_weights
 from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, Tables, joined_calls
+from weft.embedding.options import Transport
 from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single, all_to_all_single
@@ -60,7 +64,8 @@ def gradients(
     device = device_code(grad.device)
     if wanted[0]:
         sort_ahead(of, jagged)  # concurrently with the exchange, unless forward has begun it
-    with received(grad, sharding, of.rank, sizes, group, turn, _dtype_on_the_way(of, grad.dtype)) as (found, ok):
+    transport, dtype = of.plan.options.transport, _dtype_on_the_way(of, grad.dtype)
+    with received(grad, sharding, of.rank, sizes, group, turn, transport, dtype) as (found, ok):
         if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
             _require_finite(of, found, group, turn.deadline_s)
         of_weights = device.gradients_of_weights(of, jagged, weights, found.to(sharding.dtype)) if wanted[1] else None
@@ -85,15 +90,17 @@ def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
 @contextlib.contextmanager
 def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
-    dtype: torch.dtype | None = None,
+    transport: Transport = "auto", dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
     """Yield two values. The first is the gradients of the vectors that this rank pooled, [global batch, columns of its
-    tables], as `dtype`. The second is None without `WEFT_PUSH_GRADIENTS`.
+    tables], as `dtype`. The second is None, unless a kernel sends the gradients.
 
-    With it, the gradients are in memory that peers write, and are valid only inside the context. The second value is
-    then a tensor on the device: 1 if all gradients have arrived, else 0.
+    On GPUs of one host, the gradients are in memory that peers write, and are valid only inside the context. The second
+    value is then a tensor on the device: 1 if all gradients have arrived, else 0.
+
+    transport: the option of the forward call. With "serial", backward uses no symmetric memory either.
     """
-    pushes = grad.device.type == "cuda" and sharding.world_size > 1 and env.push_gradients()
+    pushes = grad.device.type == "cuda" and sharding.world_size > 1 and transport != "serial"
     if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
         yield to_owners(grad, sharding, rank, batch_sizes, group, turn, dtype or grad.dtype), None
         return

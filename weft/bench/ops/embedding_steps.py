@@ -6,7 +6,6 @@ All variants update the same tables. Each variant has its own optimizer states.
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -32,7 +31,7 @@ from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.runtime import embedding_backward
 from weft.runtime.unfused.turn import STRAIGHT
 
-WEFT, PUSH, FBGEMM, DETERMINISTIC, TORCH = "weft", "weft-push", "fbgemm", "fbgemm-deterministic", "torch"
+WEFT, FBGEMM, DETERMINISTIC, TORCH = "weft", "fbgemm", "fbgemm-deterministic", "torch"
 LR, EPS = 0.05, 1e-8
 
 
@@ -81,11 +80,10 @@ class TrainingStep(ABC):
 
 
 class WeftStep(TrainingStep):
-    """weft's operator, with the optimizer in its backward. pushes: True to set WEFT_PUSH_GRADIENTS=1."""
+    """weft's operator, with the optimizer in its backward."""
 
-    def __init__(self, work: TrainingData, pushes: bool = False) -> None:
+    def __init__(self, work: TrainingData) -> None:
         super().__init__(work)
-        self._pushes = pushes
         self.update = FusedUpdate(RowwiseAdagrad(lr=LR, eps=EPS), work.weights, device=work.ranks.device)
 
     @property
@@ -93,9 +91,8 @@ class WeftStep(TrainingStep):
         return self.update.tensors
 
     def __call__(self, which: int) -> torch.Tensor:
-        with _pushing() if self._pushes else contextlib.nullcontext():
-            out = self._forward(which, self.update)
-            out.backward(self.work.grads[which])
+        out = self._forward(which, self.update)
+        out.backward(self.work.grads[which])
         return out.detach()
 
     def _forward(self, which: int, update: FusedUpdate | None) -> torch.Tensor:
@@ -129,7 +126,7 @@ class WeftStep(TrainingStep):
     def _exchange(self, which: int) -> torch.Tensor:
         work, (of, _) = self.work, self._call
         call = work.grads[0], work.config.sharding, of.rank, of.checked.batch_sizes, work.ranks.group, STRAIGHT
-        with _pushing() if self._pushes else contextlib.nullcontext(), embedding_backward.received(*call) as (found, _):
+        with embedding_backward.received(*call) as (found, _):
             return found
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
@@ -240,16 +237,6 @@ class TorchStep(_ByHand):
 
 
 @contextlib.contextmanager
-def _pushing() -> Iterator[None]:
-    before = os.environ.get("WEFT_PUSH_GRADIENTS", "0")
-    os.environ["WEFT_PUSH_GRADIENTS"] = "1"
-    try:
-        yield
-    finally:
-        os.environ["WEFT_PUSH_GRADIENTS"] = before
-
-
-@contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """Enable deterministic sums in torch and FBGEMM, without torch's filling of uninitialised memory."""
     filling: Any = torch.utils.deterministic
@@ -290,6 +277,6 @@ def why_no_fbgemm() -> str | None:
 
 
 def make_step(name: str, work: TrainingData) -> TrainingStep:
-    if name in (WEFT, PUSH):
-        return WeftStep(work, name == PUSH)
+    if name == WEFT:
+        return WeftStep(work)
     return TorchStep(work) if name == TORCH else FbgemmStep(work, name == DETERMINISTIC)

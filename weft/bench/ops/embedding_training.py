@@ -45,7 +45,6 @@ from weft.bench.ops.embedding_steps import (
     EPS,
     FBGEMM,
     LR,
-    PUSH,
     TORCH,
     WEFT,
     TrainingData,
@@ -263,7 +262,7 @@ class TrainingWorkload(TrainingData, Variants):
             timed = time_variants(
                 {**calls, **self.beside}, self.ranks, mode, input_sets=self.input_sets, seconds=options.time_s,
                 repetitions=options.repetitions, waiting={TORCH},
-                claims=[(own, other) for own in (WEFT, PUSH) for other in BASELINES if {own, other} <= set(calls)],
+                claims=[(WEFT, other) for other in BASELINES if {WEFT, other} <= set(calls)],
                 advance=partial(step, f"{self.name}: timing, {mode}"),
             )  # fmt: skip
             found.timings |= {(mode, name): timing for name, timing in timed.items()}
@@ -381,14 +380,10 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
 
     def check_options(self, options: BenchOptions) -> None:
         _find(options.preset)
-        known = (*BASELINES, WEFT, PUSH)
+        known = (*BASELINES, WEFT)
         for name in options.variants:
             if name not in known:
                 raise ValueError(f"no variant {name!r}: give {', '.join(known)}")
-            if name == PUSH and options.device == "cpu":
-                raise ValueError(
-                    f"variant {name!r} cannot run on CPU, because a GPU kernel sends its gradients: use --device cuda"
-                )
             if name in DEFAULT_FBGEMM and (why := why_no_fbgemm()):
                 raise ValueError(f"variant {name!r} cannot run here: {why}")
 

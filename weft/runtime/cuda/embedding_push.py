@@ -230,7 +230,8 @@ class PushedGradients:
             # Work of any rank may still use the smaller memory.
             torch.cuda.synchronize(self.comm.device)
             self.comm.all_gather(None, what="larger memory for gradients")
-            smaller, most = self._inbox, max(nbytes, 1)
+            smaller = self._inbox
+            most = max(nbytes, 1) if smaller is None else max(nbytes, smaller.nbytes * 3 // 2)  # to grow seldom
             self._inbox = self.comm.allocate(most, what="gradients of embeddings")
         if smaller is not None and self._captured:
             self._kept.append((smaller, self._inboxes_at))
