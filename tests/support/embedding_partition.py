@@ -68,9 +68,8 @@ def batch(seed: int, samples: int, rank: int = 0, world: int = 1, hash: bool = F
         at = slice(begin, ends[mine.stop - 1] if mine.stop else 0)
         ids.append(values[at])
         weights.append(numbers[at])
-    features = KeyedJaggedTensor(
-        KEYS, torch.cat(ids), torch.cat(weights), lengths=lengths[:, mine].flatten(), stride=mine.stop - mine.start
-    )
+    own = lengths[:, mine].contiguous().flatten()  # flatten alone returns a single column as a strided view
+    features = KeyedJaggedTensor(KEYS, torch.cat(ids), torch.cat(weights), lengths=own, stride=mine.stop - mine.start)
     return features, upstream[mine]
 
 
