@@ -148,7 +148,7 @@ def test_a_constant_loss_is_below() -> None:
     again = [_row(1 / 0.97, index=i, again=True) for i in range(3)]
     assert len(Verdict(rows + again).below) == 3
     assert not Verdict(rows + again).suspects
-    assert "the limits do not hold on 1 shape: 3 of 3 pairs of shape and mode are below 0.98x" in page.verdict_of(
+    assert "some limits are exceeded (1 shape measured): 3 of 3 pairs of shape and mode are below 0.98x" in page.verdict_of(
         Verdict(rows + again)
     )
 
@@ -164,7 +164,7 @@ def test_a_loss_in_one_run_alone_is_not_below() -> None:
     verdict = Verdict([first, again])
     assert is_under(first)
     assert (verdict.below, verdict.suspects) == ([], [])
-    assert page.verdict_of(verdict) == "the limits hold on 1 shape: none is below 0.98x of the baseline's speed"
+    assert page.verdict_of(verdict) == "all limits hold (1 shape measured): none is below 0.98x of the baseline's speed"
     assert not Verdict([_row(1.0), _row(1 / 0.97, again=True)]).below
     assert not Verdict([_row(1 / 0.97), _row(1 / 0.97, again=True), first]).below  # the first row is from another run
 
@@ -221,7 +221,7 @@ def test_an_error_is_said_and_a_skip_does_no_harm(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "skipped, matmul_all_reduce, graph: it waits (1)" in said
     assert "error, matmul_all_reduce 8x512x512, graph: ValueError: no" in said
-    assert said.strip().endswith("Verdict: the limits do not hold on 1 shape: 1 row ended with an error")
+    assert said.strip().endswith("Verdict: some limits are exceeded (1 shape measured): 1 row ended with an error")
 
 
 # --- documents ---

@@ -10,6 +10,7 @@ steps have the same costs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias
@@ -174,6 +175,10 @@ _BLEND = 3.0
 time overlap only partly. On an H200, 128 experts of 128 rows took 2.24 ms, with a memory time of 1.9 ms and a compute time of
 2.0 ms."""
 
+_BLOCK_BYTES = 64
+"""The bytes of a random access to the memory of a GPU. A row of b bytes touches (b - g) / 64 + 1 such blocks on average, where g is
+the greatest common divisor of b and 64, because rows lie one after the other."""
+
 _BAG_UNIT_US, _ELEMENT_UNIT_US = 0.076, 5e-5
 """The time that a compute unit needs for a bag besides reading its rows (offsets, then ids, then the store), and for each
 element of a row that it adds. They are fitted to the recorded times of the benchmark presets pgas-weak and pgas-strong in fp16
@@ -294,8 +299,13 @@ _COLLECTIVES: dict[str, Callable[..., Cost]] = {
 
 
 def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, out: Operand) -> Cost:
-    """Return the cost of pooling: reading table rows, ids and offsets. A row that is read several times counts each time."""
-    rows = out.rows * tables.bytes
+    """Return the cost of pooling: reading table rows, ids and offsets. A row that is read several times counts each time.
+
+    Memory is accessed in blocks, and a row may begin or end inside a block.
+    """
+    count = tables.rows * bags.cols  # of rows, each of another table or bag
+    beyond = _BLOCK_BYTES - math.gcd(tables.bytes // max(1, count), _BLOCK_BYTES)
+    rows = out.rows * (tables.bytes + count * beyond)
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
     units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * tables.rows * tables.cols * _ELEMENT_UNIT_US

@@ -5,6 +5,7 @@ The simulator reads these keys of a machine file:
 compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
 compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
 compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
+compute.first_bag (if known)            time from the start of a pooling kernel to its first rows
 compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
 compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
 compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
@@ -83,6 +84,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         tile_ramp=number("compute.tile_ramp"),
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         vector_flops_per_us=per_us("compute.fp32_vector"),
+        first_bag_us=known(us, "compute.first_bag"),
         matmul_keeps=known(number, "compute.matmul_keeps"),
         sustained=number("compute.sustained"),
         grouped_efficiency=number("compute.grouped_matmul"),

@@ -119,10 +119,11 @@ def cost_of_tiles(
         a, *_, out = gemms[0][0]
         segments = [(operands[-1].rows, times) for operands, times in gemms]
         us = max(us, blended(taken[HBM], model.rounds_us(segments, out.cols, a.cols, a.dtype)))
-    if what == "matmul" or any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts):
+    pools = any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts)
+    if what == "matmul" or pools:
         us = max(us, blended(taken[HBM], taken.get(COMPUTE, 0.0)))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
-    start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0)
+    start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0) + (model.first_bag_us if pools else 0.0)
     return merged_cost(cast(What, what), start_us, us, uses, sent)
 
 

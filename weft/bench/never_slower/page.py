@@ -66,8 +66,8 @@ def verdict_of(verdict: Verdict) -> str:
         return "nothing was measured"
     measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")
     if failures := verdict.failures:
-        return f"the limits do not hold on {measured}: {'; '.join(failures)}"
-    return f"the limits hold on {measured}: none is below {NEVER_BELOW}x of the baseline's speed"
+        return f"some limits are exceeded ({measured} measured): {'; '.join(failures)}"
+    return f"all limits hold ({measured} measured): none is below {NEVER_BELOW}x of the baseline's speed"
 
 
 def said(verdict: Verdict) -> list[str]:
