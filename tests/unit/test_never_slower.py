@@ -148,8 +148,9 @@ def test_a_constant_loss_is_below() -> None:
     again = [_row(1 / 0.97, index=i, again=True) for i in range(3)]
     assert len(Verdict(rows + again).below) == 3
     assert not Verdict(rows + again).suspects
-    assert "some limits are exceeded (1 shape measured): 3 of 3 pairs of shape and mode are below 0.98x" in page.verdict_of(
-        Verdict(rows + again)
+    assert (
+        "some limits are exceeded (1 shape measured): 3 of 3 pairs of shape and mode are below 0.98x"
+        in page.verdict_of(Verdict(rows + again))
     )
 
 
