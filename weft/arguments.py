@@ -138,8 +138,8 @@ def checked_dimension(
         )
     if not last and (not known or dim % len(shape) == len(shape) - 1):
         raise ValueError(
-            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension other than the last, because "
-            "the matmul sums over the last"
+            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension from 0 to {len(shape) - 2}, or from {-len(shape)} "
+            "to -2. The last dimension is excluded, because the matmul sums over it"
         )
     return dim % len(shape)
 

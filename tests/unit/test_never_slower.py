@@ -261,7 +261,7 @@ def test_a_table_for_each_operator_and_a_sentence() -> None:
     # The table is empty until a record exists.
     assert found.endswith(document[document.index("<!-- never-slower:later") :])
     assert rewrite(found, {"a": rows}) == found
-    with pytest.raises(ValueError, match="needs results:a, but only b are given"):
+    with pytest.raises(ValueError, match="shows records of a, but only records of b are given: pass"):
         rewrite(found, {"b": rows})
 
 

@@ -251,7 +251,7 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
     assert new.endswith("<!-- /results -->\nafter\n")
     assert "old" not in new
     assert rewrite(new, {"cpu": _records("one")}) == new
-    with pytest.raises(ValueError, match="needs results:cpu, but only gpu are given"):
+    with pytest.raises(ValueError, match="shows records of cpu, but only records of gpu are given: pass"):
         rewrite(document, {"gpu": _records("one")})
     empty = document.replace("old\n", "")
     assert rewrite(empty, {"gpu": _records("one")}) == empty, "a block may wait for its first recorded run"
@@ -361,7 +361,7 @@ def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:
     assert new == sentence.replace("9x", "2.50x")
     with pytest.raises(ValueError, match="queued fp32 times of both 'direct' and 'nccl'"):
         rewrite(sentence.replace("embedding_bag", "nccl"), {"cpu": _records("one")})
-    with pytest.raises(ValueError, match="needs results:cpu, but only none"):
+    with pytest.raises(ValueError, match="shows records of cpu, but no records are given"):
         rewrite(sentence, {})
     two, results = [tmp_path / "README.md", tmp_path / "page.md"], tmp_path / "cpu.jsonl"
     for path in two:

@@ -383,7 +383,7 @@ def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int)
 
 def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
     nothing = applicable(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,send=in_turn,by=dma]"]
-    with pytest.raises(ScheduleError, match="has no work that takes time on NVIDIA H200"):
+    with pytest.raises(ScheduleError, match="has no step that takes time on NVIDIA H200"):
         simulate(nothing, gpu("h200", 2))
     assert simulate(nothing, NULL).end_us == 0
     uneven = AllGatherMatmul(2, (0, 64), (16,), 16, "bf16")

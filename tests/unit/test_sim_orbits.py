@@ -81,9 +81,11 @@ def test_what_one_rank_cannot_represent_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             orbit(problem, model, "serial")
-    with pytest.raises(ValueError, match="a torus only"):
+    with pytest.raises(ValueError, match="a torus only: use --topology"):
         orbit(_problem(8, 4, 1, 1), gpu("h200", 8), "serial")
-    with pytest.raises(ValueError, match="cannot be simulated for so many ranks: use one of serial, direct, put"):
+    with pytest.raises(
+        ValueError, match="cannot be simulated with one rank for all ranks: use one of serial, direct, put"
+    ):
         orbit(_problem(8, 4, 1, 1), model, "shard")
     with pytest.raises(ScheduleError, match="GB on a rank"):
         orbit(_problem(8, 1 << 22, 64, 1), model, "serial")

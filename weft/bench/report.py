@@ -158,7 +158,10 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
     def given(name: str) -> Sequence[Record]:
         if name not in results:
-            raise ValueError(f"the document needs results:{name}, but only {', '.join(results) or 'none'} are given")
+            given_files = f"only records of {', '.join(results)}" if results else "no records"
+            raise ValueError(
+                f"the document shows records of {name}, but {given_files} are given: pass {name}.jsonl or {name}.json, too"
+            )
         if not results[name]:
             raise ValueError(
                 f"results:{name} has no records: record a run (weft bench OPERATOR --json FILE), or leave the file out"

@@ -321,9 +321,12 @@ class Sending(_Dispatch):
     def done(self) -> Schedule:
         """Append the steps that release the buffers for the next run. Return the schedule.
 
-        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. Tokens that arrive at a peer show
-        this only for the lane that sent them. The received tokens (`return_x`) are copied after all GEMMs, because by then
-        the CPU has read the sizes (with by="meanwhile").
+        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. The arrival of tokens at a peer
+        proves only that the lane that sent these tokens has read `counts`. So if there is a lane per peer, the compute lane
+        waits for all of them before it gives the credit.
+
+        The received tokens (`return_x`) are copied after all GEMMs, because `read(by="meanwhile")` lets the CPU wait for the
+        sizes only after it has issued the GEMMs.
         """
         if self.x:
             for distance in range(self.world_size):

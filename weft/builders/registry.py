@@ -171,7 +171,10 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
         by_likeness = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
         near = itertools.islice((one for one in by_likeness if _applies(known[one])), 3)
         if not (nearest := ", ".join(near)):
-            raise ValueError(f"no schedule {name!r} for {problem.title}: none of its builders supports {problem.text}")
+            raise ValueError(
+                f"no schedule {name!r} for {problem.title}: none of its builders supports {problem.text}: "
+                "use other sizes or options, or register a builder that supports this problem"
+            )
         listing = f"; `weft plan {problem.title} --shape M,N,K --all` lists all" * type(problem).__module__.startswith(
             "weft."
         )

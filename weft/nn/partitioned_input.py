@@ -78,8 +78,8 @@ class PartitionedInput:
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
-        """Return the arranged input. Raise `ValueError` for bad input. To read the numbers of ids, the CPU waits for
-        the device.
+        """Return the features by kind of table. Raise `ValueError` for bad input. The CPU waits for the device, to read how
+        many ids each feature has.
         """
         jagged = as_jagged(features)
         keys = jagged.keys
@@ -100,7 +100,10 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """The arrangement of one batch. ends: the first position of each key's ids, and the end of the last key's ids."""
+    """The division of one batch of features among the parts of tables.
+
+    ends: the first position of each key's ids in `jagged.values`, and the end of the last key's ids.
+    """
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:
         self.of, self.jagged, self.block = of, jagged, block

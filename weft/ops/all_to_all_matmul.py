@@ -183,9 +183,9 @@ class _AllToAllMatmul(Operator[_Call]):
         _check_shapes(tokens, w, splits, world)
         _check_values(tokens, splits)
         if capacity is not None and capacity < max(1, tokens.shape[0]):
+            least = f"the number of rows of tokens, {tokens.shape[0]}" if tokens.shape[0] else "1"
             raise ValueError(
-                f"capacity={capacity} must be at least 1, and at least the {counted(tokens.shape[0], 'row')} of tokens: "
-                "pass the largest number of tokens that any rank has in any call"
+                f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
             )
         return (
             f"tokens [T, {tokens.shape[-1]}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows "

@@ -228,9 +228,9 @@ class _MatmulAllToAll(Operator[_Call]):
         h, w, _, _, rows, capacity, tokens = call
         _check_shapes(call, world)
         if capacity is not None and capacity < max(1, tokens or 0):
+            least = f"the number of tokens of splits, {tokens}" if tokens else "1"
             raise ValueError(
-                f"capacity={capacity} must be at least 1, and at least the {counted(tokens or 0, 'token')} of splits: pass the "
-                "largest number of tokens that any rank has in any call"
+                f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
             )
         return (
             f"h [R, {h.shape[-1]}] {h.dtype}, w_experts {list(w.shape)}, rows {'not ' * (rows is None)}given, "

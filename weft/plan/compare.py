@@ -13,14 +13,14 @@ from typing import Any
 from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw import Machine
-from weft.plan.explain import MOST_OF_A_TORUS, MOST_RANKS, problem_on_machine
+from weft.plan.explain import MOST_OF_A_TORUS, problem_on_machine
 from weft.plan.predict import Progress, Row, predicted_rows
 from weft.schedule import RANK, Schedule
 from weft.sim import Mode, Model, Simulated, simulate
 from weft.sim.bounds import Bound, bound, bound_of
 from weft.sim.chakra import Trace, chakra_trace
+from weft.sim.orbits import MOST_RANKS, orbit, orbit_us
 from weft.sim.orbits import NAMES as ORBITS
-from weft.sim.orbits import orbit, orbit_us
 from weft.words import decimal_us, in_us
 
 HEADER = ("schedule", "us", "speedup", "exposed us", "x bound")

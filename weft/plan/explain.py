@@ -26,6 +26,7 @@ from weft.plan.source import calibrated
 from weft.sim import Mode, Model
 from weft.sim.memory import require_memory
 from weft.sim.model import MatmulShape
+from weft.sim.orbits import MOST_RANKS
 from weft.words import decimal_us, in_us, kind
 
 HEADER = (
@@ -47,10 +48,6 @@ LEGEND = (
 HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
 IN_A_ROW = "measured us: time per call of calls that the CPU launches ahead of the GPU, unless graphs were timed"
 _SHOWN = 10
-MOST_RANKS = 256
-"""The maximum number of simulated ranks. A schedule with a step for each peer has ranks^2 steps in all. So simulating
-all candidates for this number of ranks takes minutes. For more ranks it would also take gigabytes.
-"""
 MOST_OF_A_TORUS = 1 << 16
 """The maximum number of ranks of a torus, of which only one rank is simulated (`weft.sim.orbits`). 16,384 ranks take
 seconds.

@@ -452,12 +452,14 @@ more simulation time than it costs. With fewer ranks, more candidates are simula
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
-    """Return a lower bound: the longer of two times. The first is the time of the longest lane's steps, each alone. The
-    second is the time of the busiest kind of resource.
+    """Return a lower bound on the time of a run, in us: the time of the steps of rank 0's longest lane, each alone.
 
-    Latencies of copies by kernel are not included, because one kernel may do several copies. Each rank has one resource
-    of each kind, and rank 0 also uses those of other ranks. If all ranks move the same number of bytes, the sum of rank
-    0's uses of a kind is the average load of a resource.
+    Latencies of copies by kernel are not included, because one kernel may do several copies.
+
+    For more than `_MANY_RANKS` ranks, the bound is at least the time for which a kind of resource, such as links, is busy.
+    Each rank has one resource of each kind, and steps of rank 0 may also use resources of other ranks. If sizes are equal on all
+    ranks (`built.even`), all ranks behave alike. So each resource of a kind is busy, on average, for the sum of all uses of the
+    kind by rank 0. Otherwise only rank 0's uses of its own resources are summed.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

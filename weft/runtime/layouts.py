@@ -19,14 +19,14 @@ def _made() -> _core.LayoutReader | None:
 
 
 READER = _made()
-"""The native reader; None if only torch's API can read the properties."""
+"""The C++ class that reads the layouts of a list of tensors in one call; None if it does not support this version of torch."""
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
     """Return a key of the tensors' layouts and addresses. Lists with equal keys need to be validated only once.
 
-    Return None if a tensor has a class other than torch's own or requires a gradient. Also return None without a native
-    reader: computing the key would take as long as the checks.
+    Return None if a tensor has a class other than torch's own or requires a gradient. Also return None if READER is None:
+    computing the key with torch's API would take as long as the validation.
     """
     if READER is None:
         return None

@@ -236,7 +236,8 @@ def check(node: ast.expr) -> None:
                 and 1 <= part.step.value <= MOST_STRIDE
             ):
                 raise ValueError(
-                    f"{ast.unparse(node)!r}: the step of a sum must be a number between 1 and {MOST_STRIDE}"
+                    f"{ast.unparse(node)!r}: the stride in sum(buffer[first:end:stride]) must be a whole number between 1 and "
+                    f"{MOST_STRIDE}"
                 )
         case _:
             raise ValueError(

@@ -211,8 +211,9 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
 
-    The launch may also copy the same source to other places with the same pitch. Return None for other steps, for dynamic
-    sizes, and for a destination that is the caller's tensor.
+    Further copies for which this function returns an equal value may join the launch of `step`: they copy the same source to
+    other places with the same pitch. Return None for other steps, for dynamic sizes, and for a destination that is the
+    caller's tensor.
     """
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
@@ -236,7 +237,9 @@ def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
 
 
 def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
-    """True if a step of `rank` is a signal between ranks. awaited: this rank's entry of `setters`."""
+    """True if `step` of `rank` is a signal between ranks: a set at another rank, or a wait for a counter in `awaited`, which
+    is the rank's entry of `setters`.
+    """
     if wait := step.awaits:
         return (wait.signal, wait.index) in awaited
     return step.is_signal and any(at != rank for at, _, _ in step.sets())

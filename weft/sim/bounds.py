@@ -2,9 +2,11 @@
 
     compute   the time of the serial schedule's GEMMs (if it has none, of its pooling), each uncut and alone, on the
               slowest rank
-    links     for each collective of the serial schedule, the bytes that a rank must send / the bandwidth of all links that leave
-              it. For an all-to-all, the time of the link with the most bytes, because all schedules use the same routes
-    bound     the larger of the two
+    links     the sum of two times. First, for each collective of the serial schedule other than an all-to-all: the bytes that a
+              rank must send / the bandwidth of all links that leave it, for the slowest rank; summed over these collectives.
+              Second, for the all-to-alls together: the time of the link with the most bytes, because all schedules use the
+              same routes
+    bound     the larger of `compute` and `links`
 
 Latencies, launches and memory traffic are not included.
 """

@@ -77,7 +77,10 @@ def simulate(
     result = engine.run(most_us)
     works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))
     if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
-        raise ScheduleError(f"schedule {schedule.name} has no work that takes time on {model.name}")
+        raise ScheduleError(
+            f"schedule {schedule.name} has no step that takes time on {model.name}: its copies, computations and collectives are "
+            "all empty. Use sizes of at least 1, or add a step"
+        )
     return result
 
 

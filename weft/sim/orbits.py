@@ -37,6 +37,10 @@ from weft.sim.tile_costs import cost_of_tiles, rates
 from weft.sim.vectorised import NumberedStep, Numbers, at_rank
 
 NAMES = ("serial", "direct", "put")
+MOST_RANKS = 256
+"""The maximum number of ranks that are simulated one by one. A schedule with a step for each peer has ranks^2 steps in all. So
+simulating all candidates for this number of ranks takes minutes. For more ranks it would also take gigabytes.
+"""
 
 
 class Folded(Topology):
@@ -82,16 +86,19 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
     """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all ranks."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
-            f"{problem.world_size} ranks of {problem.name} are too many: use fewer, because only embedding_all_to_all can be "
-            "simulated with so many"
+            f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}, because only for "
+            "embedding_all_to_all one rank can represent all ranks"
         )
     wiring = model.wiring
     if wiring.builder is not torus:
-        raise ValueError(f"{problem.world_size} ranks are simulated on a torus only: use --topology torus:COLUMNSxROWS")
+        raise ValueError(
+            f"one rank can represent all {problem.world_size} ranks on a torus only: use --topology torus:COLUMNSxROWS, or at most "
+            f"{MOST_RANKS} ranks"
+        )
     if problem.uneven:
         raise ValueError(
-            f"{problem.uneven}: so many ranks ({problem.world_size}) can be simulated only if every rank has the same number of "
-            "samples and the same sizes of tables"
+            f"{problem.uneven}: use at most {MOST_RANKS} ranks instead of {problem.world_size}, or the same number of samples and "
+            "the same sizes of tables on every rank"
         )
     columns = int(wiring.numbers[2])
     if problem.world_size % columns or problem.world_size < 3:
@@ -111,7 +118,10 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
     """Simulate schedule `name` (one of `NAMES`) on a torus, with rank 0 representing all ranks."""
     if name not in NAMES:
-        raise ValueError(f"schedule {name!r} cannot be simulated for so many ranks: use one of {', '.join(NAMES)}")
+        raise ValueError(
+            f"schedule {name!r} cannot be simulated with one rank for all ranks: use one of {', '.join(NAMES)}, or at most "
+            f"{MOST_RANKS} ranks"
+        )
     return replayed(_Orbit(problem, model, name).program(), runs)
 
 

@@ -161,7 +161,8 @@ def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) ->
 
 
 def _segment(model: Model, links: Links, *operands: Operand) -> Cost:
-    """Return the cost of one expert's segment, without reads from the rank's own memory.
+    """Return the cost of the GEMM of one expert's segment of rows, without reads from the rank's own memory:
+    `cost_of_tiles` counts these reads once for the whole kernel.
 
     The model keeps the costs of segments whose operands are all local: uneven routing has many segments of few sizes.
     """

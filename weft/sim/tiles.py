@@ -1,7 +1,7 @@
 """Evaluation of a kernel's tiles for many ranks at once: operand sizes, `Set` steps, and bytes read.
 
-A kernel may have thousands of tiles on each of dozens of ranks. Most numbers repeat from tile to tile or are equal on all ranks.
-Such numbers are evaluated and counted once.
+A kernel may have thousands of tiles on each of dozens of ranks. The sizes and offsets of most operands repeat from tile to tile,
+or are equal on all ranks. Such sizes and offsets are evaluated and counted once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SetBy(NamedTuple):
 class Tiled(NamedTuple):
     """The tiles of one rank, counted.
 
-    parts: (index in `Tiles.work`, numbers of the operands, number of tiles with these numbers). sets: the sets of all tiles.
+    parts: (index in `Tiles.work`, sizes and ranks of the operands, number of tiles with these). sets: the sets of all tiles.
     read_bytes: the bytes that matmuls read from the rank's own memory; a region that several tiles read counts once.
     """
 
@@ -73,7 +73,8 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Representatives of all tiles of a kernel: every tile has the same numbers as a representative, on every rank.
+    """Representatives of all tiles of a kernel. For every tile there is a representative for which the given expressions
+    have the same values, on every rank.
 
     at: the tile indices of the representatives. times: the number of tiles that each represents. last: the end of the
         last tile that each represents, as a fraction of all tiles.
@@ -85,10 +86,11 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """Find tiles that represent all tiles of a kernel, as far as given expressions (`numbers`) are concerned.
+    """Find tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an operand's rows.
 
-    Most numbers are periodic in the tile's index, so one period represents all tiles. For other numbers, compare the
-    values of subexpressions that do not depend on the rank: tiles with equal values are equal on every rank.
+    Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. For other expressions,
+    compare the values of their subexpressions that do not depend on the rank: if these are equal for two tiles, the
+    expressions are equal for both tiles on every rank.
     """
 
     def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:

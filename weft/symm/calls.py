@@ -30,7 +30,7 @@ from weft import _core
 from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted, words_differ
 
 _NUMBER = struct.Struct("<q")
-_DIGEST = struct.Struct("<qQQQ")  # number of a call, digest of the calls up to it, two words on layers
+_DIGEST = struct.Struct("<qQQQ")  # number of a call, digest of the calls up to it, two digests of layer options
 _KEPT = 1 << 14  # digests to keep: more calls than a rank makes while a message is in transit
 
 
@@ -147,7 +147,10 @@ class MadeCalls(_core.CallDigest):
         self._layers = MadeLayers()
 
     def end(self, number: int, noted: Noted = NOTHING) -> None:
-        """End a call. noted: the layer options that ranks compare with the call."""
+        """End call `number`.
+
+        noted: the options of the layers that were called since the last call. Ranks compare them together with this call.
+        """
         if noted is not NOTHING:
             self.words = self._layers.add(self.words, noted)
         super().end(number)

@@ -108,8 +108,8 @@ class UnixConnection:
 class TcpConnection:
     """A connection between hosts.
 
-    sending, receiving: the keys for the codes of frames. silence_s: the connection is lost if the other host's kernel
-        does not respond for this time.
+    sending, receiving: the HMAC keys that authenticate the frames in each direction. silence_s: the connection is lost if
+        the other host's kernel does not respond for this number of seconds.
     """
 
     passes_files = False

@@ -288,7 +288,7 @@ class _Dial:
         self._nonce, self._theirs, self._proof = secrets.token_bytes(NONCE_BYTES), b"", b""
 
     def read(self, token: str, rank: int, attempt: bytes) -> tuple[bytes, bytes] | None:
-        """Read from the connection. When the other end has proved itself, return the keys for sending and receiving.
+        """Read from the connection. When the other end has proved itself, return the HMAC keys for sending and receiving.
         Raises `OSError`.
         """
         said = _WHO.pack(rank, attempt, self._nonce)

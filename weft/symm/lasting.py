@@ -20,7 +20,8 @@ T = TypeVar("T")
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
     """Call `make` on another thread and return its result, so that its tensors on `device` outlive this call.
 
-    Work that `make` enqueues is on this thread's current stream.
+    A temporary pool of torch, such as the pool of a graph capture, applies only to the thread that calls this function. So
+    another thread allocates from torch's permanent pool. Work that `make` enqueues is on this thread's current stream.
     """
     if device.type != "cuda":
         return make()

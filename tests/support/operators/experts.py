@@ -109,7 +109,7 @@ class ExpertsCall(Call):
             ),
             "capacity of 64 bits": ({"capacity": 1 << 63}, f"capacity={1 << 63} {size}"),
             "capacity of many bits": ({"capacity": 10**5000}, f"capacity=a number of 16610 bits {size}"),
-            "capacity": ({"capacity": 3}, "capacity=3 must be at least 1, and at least the 8 "),
+            "capacity": ({"capacity": 3}, "capacity=3 must be at least the number of "),
             "schedule": ({"schedule": "dispach"}, "no schedule 'dispach'"),
             "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
             "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),

@@ -23,9 +23,11 @@ class BenchOptions:
 
     preset: names separated by commas; None: all presets that suit the device.
     modes: the modes to time; None: the operator's modes.
-    scale: for embeddings, the scale of the configuration; None: the largest 1/2^k that fits into memory. On CPU also at
-        most `read_mib` MiB of rows are read per thread and call, so that a variant takes about a second.
-    seconds: the time for the slowest variant of a mode.
+    scale: for embeddings, the factor by which the preset's batch sizes and table rows are multiplied. None: the largest
+        factors 1/2^k with which the tables and outputs fit into memory (`fitting_scale`). On CPU the batch is then also
+        so small that a call reads at most `read_mib` MiB of rows per thread, so that a variant takes about a second.
+    read_mib: see `scale`.
+    seconds: the time to measure the slowest variant in each mode.
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.
     option: names and values of the operator's own options (`weft.builders.Problem.sized`).
@@ -96,7 +98,8 @@ class BenchOptions:
 def parse_option(op: str, text: str) -> tuple[str, Any]:
     """Return (name, value) of an option of `op`, from text such as "dst=2" (`weft.builders.options`).
 
-    If the benchmark refuses `option`, the value stays text. Raises `ValueError` for a missing name or an invalid value.
+    If the benchmark of `op` accepts no `--option`, return the value as text, unparsed. Raise `ValueError` for a missing
+    name or an invalid value.
     """
     return name_and_value(text) if "option" in operator(op).refuses else option_from_text(op, text)
 

@@ -166,7 +166,9 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference / the largest element, as a tensor, without a device synchronisation."""
+    """Return max |one - other| / max |other| as a 0-dimensional float64 tensor, without a device synchronisation. NaN counts as
+    infinity.
+    """
     if not one.numel():
         return torch.zeros((), dtype=torch.float64, device=one.device)
     largest = other.abs().max().double().clamp_min(1e-30)

@@ -97,7 +97,9 @@ class MoeShape(GemmShape):
         return (2 * self.rows + self.experts // ranks * self.n) * self.k * item_bytes + 8 * self.rows * self.n
 
     def splits(self, world_size: int, which: int) -> torch.Tensor:
-        """Return int64 [world_size, experts]: each rank's number of rows for each expert. Every rank and device draws the same."""
+        """Return int64 [world_size, experts]: each rank's number of rows for each expert, in input set `which`. Every rank and
+        device draws the same numbers.
+        """
         popularity = torch.arange(1, self.experts + 1).double() ** -self.skew
         drawn = []
         for rank in range(world_size):
@@ -168,7 +170,7 @@ class ExpertVariants(GemmVariants):
         """Return the number of rows from each rank for each expert of `rank`: int64 [world size, local experts], on the
         CPU.
 
-        rank: default this rank.
+        which: the number of the input set. rank: default this rank.
         """
         first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]
@@ -205,7 +207,9 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Take a proportional part of the rows of `whole` for each expert."""
+        """Take `config.rows` of the rows that each rank sends in `whole`. They are spread over experts in proportion to the
+        rows that `whole` sends to each expert.
+        """
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
         self.splits = [splits[self.ranks.rank].to(self.ranks.device) for splits in self.all_splits]
@@ -215,7 +219,7 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take the rows of `whole` that these splits need."""
+        """Take as many rows of `whole` as `self.splits` and `self.received` say."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Return the busiest rank's longest time in ms: memory traffic (rows and experts once), GEMMs, or bytes over the link."""
@@ -289,7 +293,11 @@ class DispatchVariants(ExpertVariants):
         return self.rows_drawn(which, rank, self.config.rows)
 
     def ordered(self, which: int) -> torch.Tensor:
-        """Return the rows that arrive, [rows, k], drawn locally instead of communicated."""
+        """Return the rows that this rank's experts receive, [rows, k], by expert and then by source rank.
+
+        The peers' rows are drawn again here, with the same seeds, instead of communicated. which: the number of the input
+        set.
+        """
         first, parts = self.ranks.rank * self.experts, []
         for source, splits in enumerate(self.all_splits[which]):
             parts.append(self._tokens(which, source).split(splits.tolist())[first : first + self.experts])
@@ -397,7 +405,7 @@ class ExpertsOperator(GemmOperator[MoeShape]):
     def sentences(self, rows: Sequence[Record]) -> list[str]:
         """Return a sentence each for `weft` and `weft-bounded`.
 
-        Even and skewed routing have separate numbers, because padding costs most with skewed routing."""
+        Even and skewed routing have separate mean speeds, because padding costs most with skewed routing."""
         return [text for variant in self.variants.compared if (text := self._summary_of(variant, rows))]
 
     def _summary_of(self, variant: str, rows: Sequence[Record]) -> str:

@@ -265,7 +265,7 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """{mode: (calibrated, blind)}, each {schedule: predicted milliseconds per call of several calls in a row}.
+        """{mode: (calibrated, blind)}. Both are {schedule: predicted ms per call in a series of consecutive calls}.
 
         Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only
         the machine file and the results of `weft plan calibrate`.

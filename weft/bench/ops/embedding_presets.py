@@ -180,9 +180,12 @@ def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
 ) -> Scale:  # fmt: skip
-    """Return the largest scales, as powers of two, within these limits per rank.
+    """Return the largest factors 1/2^k for the batch and the table rows with which no rank exceeds these limits in bytes.
+    If the preset draws ids by Zipf's law, both factors are equal.
 
-    table_bytes: the tables. rows_bytes: the rows that a call reads. output_bytes: the output."""
+    table_bytes: the size of a rank's tables. rows_bytes: the size of the rows that a rank reads in a call. output_bytes:
+        the size of a rank's output.
+    """
     full = preset.config(world_size, FULL, dtype)  # place once, since the scale hardly changes the placement
     owned = [[full.sharding.tables[t] for t in full.sharding.local_tables(r)] for r in range(world_size)]
 

@@ -349,7 +349,9 @@ def _ordered(names: Sequence[str]) -> list[str]:
 
 
 def training_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """Return `options.scale`, or the largest scale that fits, the same on all ranks. On GPUs only rows shrink."""
+    """Return `options.scale`, or the largest factors for the batch and the table rows that fit this machine. All ranks
+    return the same. With enough memory for the outputs, GPUs keep the whole batch.
+    """
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)

@@ -50,8 +50,9 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
-    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative or too large. The text names
-    the ranks that write the size.
+    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative, or the sum of all sizes is too large.
+
+    The error text names the most negative size, or else the largest size, and the ranks that write it.
     """
     if min(read, default=0) >= 0 and sum(read) <= _MOST_ROWS:
         return

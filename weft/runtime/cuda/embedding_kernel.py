@@ -48,8 +48,8 @@ _INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have
 
 
 class Tables(NamedTuple):
-    """Tensors for many launches, with their addresses. Reading the addresses at every launch would take longer than the
-    launch.
+    """Device tensors that many launches read, with their addresses. Asking torch for the addresses at every launch would
+    take longer than the launch.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -69,8 +69,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The tables of units. Calls share them if their units have the same size, and their batch sizes are equal or
-    spread evenly over ranks.
+    """The units of work of a launch, as tables on the device. Calls share the tables if their units have the same number of
+    slots, and their batch sizes are equal or spread evenly over ranks.
     """
 
     tables: Tables
@@ -102,10 +102,11 @@ class VariantKey(NamedTuple):
 class Occupancy(NamedTuple):
     """A limit of the programs that run at once, to measure its effect.
 
-    programs: the number of programs on each multiprocessor. The kernel is persistent, so its grid is this number times
-        the number of multiprocessors; it is never larger than what fits, or than the number of units. None: as usual.
-    registers: the limit of registers per thread. Fewer registers let more programs run at once, but may be spilled.
-        None: as usual.
+    programs: the number of programs on each multiprocessor. The kernel is persistent, so its grid has this number times
+        the number of multiprocessors. The grid never exceeds the programs that fit on the GPU, or the units of work.
+        None: the launcher's choice.
+    registers: the limit of registers per thread. With a lower limit more programs run at once, but registers may be
+        spilled. None: the launcher's choice.
     """
 
     programs: int | None = None
@@ -225,8 +226,8 @@ class EmbeddingKernel:
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the first sample of each rank, and the end, as int64. Does not wait for the device, because batch
-        sizes may change in every call.
+        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the
+        device. The CPU does not wait for the device, because batch sizes may change in every call.
         """
         table = self._batches.get(batch_sizes)
         if table is None:
@@ -239,8 +240,9 @@ class EmbeddingKernel:
     def _taken(self) -> torch.Tensor:
         """Return an int64 tensor `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
 
-        If the block is full, forget all tables and reuse their memory in stream order. If a graph reads the block,
-        allocate another block.
+        If the block is full, drop all cached tables of batch starts (`_starts`) and hand out their memory again. This is safe
+        because the stream writes a new table only after earlier launches have read the old table. If a CUDA graph reads the
+        block, allocate another block instead.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
@@ -317,7 +319,9 @@ class EmbeddingKernel:
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def timeline_lines(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Return enough lines for a timeline of a call: one for each unit, then one for each program."""
+        """Return a number of lines that suffices for a timeline of this call: one for each unit of work, and one for each
+        program that the GPU can run at once.
+        """
         return self.n_units(jagged, checked) + _MOST_RESIDENT * self._sms
 
     @property
@@ -332,7 +336,7 @@ class EmbeddingKernel:
         }
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
-        """Return the tables of units for this input. slot: the only slot that a launch pools; None for all slots."""
+        """Return the units of work for this input. slot: the only slot that the launch pools; None for all slots."""
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)

@@ -41,7 +41,10 @@ _WAITED_FOR = {
 
 
 class Pieces(NamedTuple):
-    """The columns of gradients, by owner: a table (`weft.kernels.embedding_push.PIECE_FIELDS`), BLOCK and ALIGN."""
+    """A rank's gradients, cut into pieces: ranges of columns that go to one owner.
+
+    table: int64 [pieces, `weft.kernels.embedding_push.PIECE_FIELDS`]. block, align: the constants BLOCK and ALIGN of the kernel.
+    """
 
     table: torch.Tensor
     block: int
@@ -73,8 +76,14 @@ def launch_push(
     signals: torch.Tensor, state: torch.Tensor, record: torch.Tensor, deadline_s: float, dtype: torch.dtype,
     wait: bool = True,
 ) -> None:  # fmt: skip
-    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: the dtype of
-    the inboxes.
+    """Launch `push_kernel` on the current stream.
+
+    grad: contiguous, [batch_sizes[rank], columns of all ranks' tables]. batch_sizes: the number of samples of each rank.
+    inboxes, signals: int64 [world_size]; the addresses of each rank's inbox and signals, as mapped on this device.
+    state: this rank's words of state in device memory. record: pinned memory, for a missed deadline
+        (`weft.kernels.embedding_push`).
+    dtype: the dtype of the elements in the inboxes.
+    wait: False if one process runs all ranks, so that the kernel cannot wait for peers.
     """
     device, itemsize = grad.device, min(grad.itemsize, dtype.itemsize)
     pieces = pieces_of(sharding, rank, itemsize, device)
@@ -100,6 +109,7 @@ def launch_push(
 
 
 def launch_free(signals: torch.Tensor, state: torch.Tensor, rank: int, world: int) -> None:
+    """Launch `free_kernel` on the current stream: tell every peer that this rank's inbox may be overwritten."""
     given = signals, state
     addresses = [tensor.data_ptr() for tensor in given]
 

@@ -1,5 +1,5 @@
-"""The launcher of `weft.kernels.move`. The launcher compiles all variants before any stream waits, and makes its tables
-once per step.
+"""The launcher of `weft.kernels.move`. The launcher compiles all variants before any stream waits, and makes its tables of
+addresses once per step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class CopyShape:
 
 
 class Part(NamedTuple):
-    """A further copy of a launch, with the shape of the launch's copy.
+    """One more copy that a `CopyLaunch` makes in the same kernel. It has the same `CopyShape` as the launch's first copy.
 
-    source: the offset in bytes from the launch's source. target: an address; with `relative`, the offset in bytes from the
-    launch's target. sizes: as in `CopyLaunch`.
+    source: the offset in bytes from the first copy's source. target: an address; with `relative`, the offset in bytes from the
+    first copy's target. sizes: as in `CopyLaunch`.
     """
 
     source: int
@@ -61,7 +61,8 @@ class CopyLaunch:
         `shape.rows` is the number of rows of the target.
     early: True if the kernel may read the source before its waits end, because no step that it waits for writes the
         source.
-    programs: the largest number of programs. adds: the dtype if the copy adds to the target, otherwise "".
+    programs: the largest number of programs of the kernel. adds: the dtype of the elements if the copy adds to the target,
+        otherwise "".
     """
 
     def __init__(

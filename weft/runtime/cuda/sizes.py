@@ -1,10 +1,11 @@
 """Dynamic sizes (`weft.schedule.steps.Read`). There are three kinds of reads:
 
-- by="device": one small kernel computes all numbers that the lane's copies need, and stores them where the copies read
-  them.
-- by="host": the CPU waits until the buffer's contents have arrived; the watching thread keeps the deadline. Copy
-  engines then get the sizes as numbers, and outputs are allocated with exactly the arrived rows.
-- by="meanwhile": the CPU waits after it has issued the GEMMs, whose outputs have space for more rows.
+- by="device": one small kernel computes the first rows and row counts of all copies of the lane, and stores them where the
+  copies read them.
+- by="host": the CPU waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then the CPU
+  passes the sizes to copy engines, and allocates outputs with exactly the arrived rows.
+- by="meanwhile": the CPU allocates outputs for an estimated number of rows plus a margin, issues the GEMMs, and only then
+  waits for the sizes. If an output is too small, the CPU allocates a larger output and issues the GEMMs again.
 """
 
 from __future__ import annotations

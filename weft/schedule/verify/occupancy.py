@@ -108,7 +108,7 @@ def _polling(
 def _polled(
     lane: Lane, rank: int, awaited: Collection[Key], buffers: Mapping[str, Buffer]
 ) -> set[tuple[int, int, int]]:
-    """Return (units, first step, last polling step) of each polling launch of a lane.
+    """Return (compute units that the launch occupies, first step, last polling step) for each launch of a lane that polls.
 
     Waits between two copies by kernel belong to the launch of the first or the second copy, depending on the order of
     issue. The launches of both cases are returned.

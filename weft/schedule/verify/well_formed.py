@@ -76,7 +76,9 @@ def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield the faults of an evaluated step. Tiles have been replaced by lanes (`weft.schedule.verify.forked_tiles`)."""
+    """Yield the faults of an evaluated step. `step` is no `Tiles` step: `weft.schedule.verify.forked_tiles` has replaced each
+    tile by a lane with the tile's steps.
+    """
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
