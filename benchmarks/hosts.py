@@ -51,7 +51,7 @@ def main() -> None:
         "--pooling", type=int, nargs="+", default=[8, 32, 96], help="rows per bag; one measurement for each"
     )
     parser.add_argument(
-        "--widths", type=int, nargs="+", default=[64, 512], help="N of experts; one measurement for each"
+        "--widths", type=int, nargs="+", default=[64, 256, 512], help="N of experts; one measurement for each"
     )
     parts = ["gemm", "experts", "embedding"]
     parser.add_argument(
@@ -349,7 +349,7 @@ def _compare_ways(
 
     choose, ways = TwoWays.takes_other, []
 
-    def forced(way: Callable[[TwoWays, int], bool]) -> torch.Tensor:
+    def forced(way: Callable[..., bool]) -> torch.Tensor:
         TwoWays.takes_other = way  # type: ignore[method-assign]
         try:
             return call()
@@ -358,7 +358,7 @@ def _compare_ways(
 
     for _ in range(12):
         call()
-    forced(lambda chosen, size: ways.append(choose(chosen, size)) or ways[-1])
+    forced(lambda *given: ways.append(choose(*given)) or ways[-1])
     hand = {} if by_hand is None else {BY_HAND: by_hand}
     first = "one pass" if part == "embedding" else "one by one"
     _compare(part, op, sizes, hand | {
@@ -376,7 +376,8 @@ def _measure_link(peer: int) -> float:
     rate, trip = found.tolist()
     if not dist.get_rank():
         print(f"measured: {rate / 1e6:.0f} MB/s, round trip {trip * 1e6:.0f} us")
-    _record({"curve": "link", "rate_MBps": rate / 1e6, "round_trip_us": trip * 1e6, "cores": os.cpu_count()})
+    _record({"curve": "link", "rate_MBps": rate / 1e6, "round_trip_us": trip * 1e6, "cores": os.cpu_count(),
+             "load": os.getloadavg()[0]})  # fmt: skip
     return rate
 
 
