@@ -28,7 +28,7 @@ from support.pretended_hosts import claimed
 import weft
 from weft import symm
 from weft.launch import Pool
-from weft.runtime import rails
+from weft.runtime import collectives
 from weft.runtime.unfused.turn import Turn
 
 COLUMNS = 24
@@ -95,13 +95,13 @@ def crossing(group):
             call, wanted = call_of(operator, group.rank(), group.size(), 640, F32, 1)
             call(own)
             sent = []
-            native = rails.exchange_now
+            native = collectives.exchange_now
 
             def exchange(rail, out, x, *sizes, sent=sent, native=native):
                 sent.append(x.nbytes)
                 return native(rail, out, x, *sizes)
 
-            with mock.patch.object(rails, "exchange_now", exchange):
+            with mock.patch.object(collectives, "exchange_now", exchange):
                 assert torch.equal(call(own), wanted)
             found[operator] = (sum(sent), len(sent))
     return found
@@ -114,7 +114,8 @@ def test_each_byte_crosses_once_per_host(pool: Pool) -> None:
     for host in (found[:2], found[2:]):
         for operator, wanted in once.items():
             (first, one), (second, other) = (rank[operator] for rank in host)
-            assert one == other == 1 + (operator == "matmul_all_reduce")  # which sends halves
+            halves = 1 + (operator == "matmul_all_reduce")
+            assert one == other == 2 * halves  # to the host before this one, and to the host after it
             assert 0 <= first + second - wanted < 4096, operator  # and the payloads of the rendezvous
 
 

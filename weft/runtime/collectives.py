@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,26 @@ def all_to_all_single(
     if async_op:
         return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
     return _finished(exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
+
+
+def exchange_both_ways(
+    ways: Sequence[dist.ProcessGroup], near: range, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
+) -> list[dist.Work]:  # fmt: skip
+    """Begin to exchange rows with the ranks before and after `near`, as `all_to_all_single` does. Return both works.
+
+    ways: two gloo groups of the same ranks. The first carries rows to later ranks, the second rows to earlier ranks.
+    received, sent: as for `all_to_all_single`. Rows of `near` are not exchanged.
+
+    A single gloo group may exchange in one direction after the other. A rank with much data first asks its peer for
+    permission to send. The permission waits behind the data of the peer on the same connection, if the peer began to send before
+    it began to receive.
+    """
+    size, (start, stop) = len(sent), (near.start, near.stop)
+    later, earlier = [0] * stop + sent[stop:], sent[:start] + [0] * (size - start)
+    of_earlier, of_later = received[:start] + [0] * (size - start), [0] * stop + received[stop:]
+    forth = ways[0], out[: sum(of_earlier)], x[len(x) - sum(later) :], of_earlier, later
+    back = ways[1], out[len(out) - sum(of_later) :], x[: sum(earlier)], of_later, earlier
+    return [exchange_now(*one) for one in (forth, back)]
 
 
 def _finished(work: dist.Work | None) -> None:

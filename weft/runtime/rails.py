@@ -125,13 +125,13 @@ class Rails:
         sizes = self._messages(payloads, agreed, of_near)
         room = [0 if host == levels.host else self._capacity for host in range(levels.n_hosts)]
         arguments = self._received, self._sent[: sum(sizes)], room, sizes
-        work = exchange_now(levels.rail, *arguments)
+        works = self._begin(*arguments)
         if agreed is not None:
             agreed.go_on()
         near.release()
         for _ in meanwhile:
             pass
-        self._finish(work, arguments, deadline_s, name)
+        self._finish(works, arguments, deadline_s, name)
         received = iter(self._received.split(self._capacity))
         found, arrived = [], {}
         for host in range(levels.n_hosts):
@@ -161,9 +161,16 @@ class Rails:
             cargo.pack([memory[self._slot :] for memory in near], far)
         return [0 if host == levels.host else size for host in range(levels.n_hosts)]
 
-    def _finish(self, work: dist.Work, arguments: tuple[object, ...], deadline_s: float, name: str) -> None:
-        absent = self.comm.absent_in_round
-        finish(work, self.comm, name, deadline_s, arguments, self.levels.rail, absent=absent)
+    def _begin(self, received: torch.Tensor, sent: torch.Tensor, room: list[int], sizes: list[int]) -> list[dist.Work]:
+        """Begin to exchange bytes along the rail. All ranks have reserved the same memory, so they do it in the same way."""
+        if self.most_bytes > _SMALL_BYTES:
+            return self.levels.exchange(received, sent, room, sizes)
+        return [exchange_now(self.levels.rail, received, sent, room, sizes)]
+
+    def _finish(self, works: list[dist.Work], arguments: tuple[object, ...], deadline_s: float, name: str) -> None:
+        for work in works:
+            absent = self.comm.absent_in_round
+            finish(work, self.comm, name, deadline_s, arguments, self.levels, works, absent=absent)
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
         """Return memory for a second message of `nbytes` to each other host: one tensor per host."""
@@ -176,10 +183,10 @@ class Rails:
         levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
         sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
         arguments = self._more[1][:total], self._more[0][:total], sizes, sizes
-        work = exchange_now(levels.rail, *arguments)
+        works = self._begin(*arguments)
 
         def end() -> list[torch.Tensor]:
-            self._finish(work, arguments, deadline_s, name)
+            self._finish(works, arguments, deadline_s, name)
             return list(self._more[1][:total].split(nbytes))
 
         return end

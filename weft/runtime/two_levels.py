@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import DeadlineError, OutOfSharedMemoryError
-from weft.runtime.collectives import exchange_now, finish, gather_now, reduce_now
+from weft.runtime.collectives import exchange_both_ways, finish, gather_now, reduce_now
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.within_host import WithinHost
 from weft.schedule import ITEM_BYTES, Collective, Lane, Schedule, value
@@ -133,7 +133,10 @@ class TwoLevels:
         self.near = WithinHost(comm)
         self._kept: dict[str, torch.Tensor] = {}
         whom = "its rail, the ranks with its index on other hosts"
-        self.rail = gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s)
+        self.rail, back = (
+            gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s) for _ in range(2)
+        )
+        self._ways = self.rail, back
         comm._holders.add(self)
 
     def close(self) -> None:
@@ -147,10 +150,11 @@ class TwoLevels:
         if self.n_hosts == 2:  # gloo's all-gather would gather into new memory first, and copy
             other, rows = mine[1 - self.host], [0, 0]
             rows[1 - self.host] = len(src)
+            works = self.exchange(other, src, rows, rows)
             mine[self.host].copy_(src)
-            self._finish(exchange_now(self.rail, other, src, rows, rows), call, src, mine)
+            self._finish(works, call, src, mine)
         else:
-            self._finish(gather_now(self.rail, mine.flatten(0, 1), src), call, src, mine)
+            self._finish([gather_now(self.rail, mine.flatten(0, 1), src)], call, src, mine)
         self.near.publish(deadline_s=call.deadline_s, what=call.what)
         parts = whole.view(self.n_hosts, self.per_host, *src.shape)
         for index in range(self.per_host):
@@ -162,8 +166,17 @@ class TwoLevels:
         parts = source.view(self.n_hosts, self.per_host, -1, source.shape[1]).transpose(0, 1)
         sums = self._sum_of_host(list(parts), call)
         came = self._scratch("came", sums.shape, sums.dtype)
-        self._finish(exchange_now(self.rail, came, sums, [], []), call, came, sums)
-        return _sum(list(came), None)
+        rows = [sums.shape[1]] * self.n_hosts
+        self._finish(self.exchange(came.flatten(0, 1), sums.flatten(0, 1), rows, rows), call, came, sums)
+        return _sum([sums[host] if host == self.host else part for host, part in enumerate(came)], None)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
+    ) -> list[dist.Work]:  # fmt: skip
+        """Begin to exchange rows along the rail. came, leaving: the number of rows from and to each host. The rows of this
+        host are not exchanged.
+        """
+        return exchange_both_ways(self._ways, range(self.host, self.host + 1), received, sent, came, leaving)
 
     def all_reduce(self, whole: torch.Tensor, call: Call) -> None:
         """Replace `whole`, which is contiguous, by its sum over all ranks. All ranks get the same bits."""
@@ -171,7 +184,7 @@ class TwoLevels:
         parts = flat.tensor_split(self.per_host)
         mine = self._sum_of_host(parts, call)
         if mine.numel():
-            self._finish(reduce_now(self.rail, [mine]), call, mine)
+            self._finish([reduce_now(self.rail, [mine])], call, mine)
         own = self.near.own(flat, *mine.shape, deadline_s=call.deadline_s, what=call.what)
         own.copy_(mine)
         self.near.publish(deadline_s=call.deadline_s, what=call.what)
@@ -202,8 +215,9 @@ class TwoLevels:
             kept = self._kept[name] = torch.empty(nbytes, dtype=torch.uint8)
         return kept[:nbytes].view(dtype).view(shape)
 
-    def _finish(self, work: dist.Work, call: Call, *tensors: torch.Tensor) -> None:
-        finish(work, self.comm, call.what, call.deadline_s, tensors, self.rail, call.held)
+    def _finish(self, works: list[dist.Work], call: Call, *tensors: torch.Tensor) -> None:
+        for work in works:
+            finish(work, self.comm, call.what, call.deadline_s, tensors, self._ways, call.held, works)
 
 
 def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ during the rendezvous, and send what it has computed. The result is returned onl
 
 gloo ends the process if a message is larger than expected, so an exchange before the rendezvous must not receive one:
 
-- `Early` has a gloo group of its own. So a message never meets an exchange of another kind.
+- `Early` has gloo groups of its own. So a message never meets an exchange of another kind.
 - Ranks receive up to `capacity_bytes` from each rank, and no rank sends more. A rank with more data sends a row, and
   says so in the rendezvous. Then all ranks exchange again.
 - If a rank refuses the call, messages to it stay unread. So after a refused call, ranks make a new `Early`. For the same
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from weft.runtime.collectives import exchange_now
+from weft.runtime.collectives import exchange_both_ways
 from weft.runtime.meeting import meeting_of
 from weft.runtime.two_levels import gloo_of_its_own
 from weft.runtime.unfused.turn import Pending
@@ -49,11 +49,15 @@ class Begun(Protocol):
 
 
 class Early:
-    """Exchanges of bytes with ranks of other hosts. All ranks must construct it, when they have synchronised."""
+    """Exchanges of bytes with ranks of other hosts, for ranks that form rails. All ranks must construct it, when they have
+    synchronised.
+    """
 
     def __init__(self, comm: Communicator, exchanges: int) -> None:
         self._comm, self._far = comm, [not mapped for mapped in comm.mapped]
-        self._group = gloo_of_its_own(comm, "ranks of other hosts", comm.rank, comm.world_size)
+        near = [rank for rank, mapped in enumerate(comm.mapped) if mapped]
+        self._near = range(near[0], near[-1] + 1)
+        self._ways = [gloo_of_its_own(comm, "ranks of other hosts", comm.rank, comm.world_size) for _ in range(2)]
         self._refused = meeting_of(comm).refused
         self.capacity_bytes = min(_MOST_BYTES, _ROOM_BYTES // (exchanges * sum(self._far)))
         self.near = WithinHost(comm)
@@ -72,7 +76,8 @@ class Early:
         room = [self.capacity_bytes * far for far in self._far]
         row_bytes = sent.shape[1] * sent.itemsize
         arguments = self._received[exchange], sent.view(torch.uint8).view(-1), room, [row_bytes * n for n in sizes]
-        return Pending(exchange_now(self._group, *arguments), self._comm, self._group, name, deadline_s, arguments)
+        works = exchange_both_ways(self._ways, self._near, *arguments)
+        return Pending(works, self._comm, self._ways, name, deadline_s, arguments)
 
     def received(self, exchange: int, like: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes from each rank of another host, as rows like those of `like`."""

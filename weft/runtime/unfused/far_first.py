@@ -54,4 +54,4 @@ def begin_piece(
     arguments = received, sent, came, leaving
     work = all_to_all_single(*arguments, group=comm.group, async_op=True)
     assert turn.deadline_s is not None
-    return Pending(work, comm, comm.group, name, turn.deadline_s, arguments)
+    return Pending([work], comm, comm.group, name, turn.deadline_s, arguments)

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -78,7 +78,7 @@ class Turns:
         except BaseException as error:  # the peers have begun the collective
             self.comm.poison(f"{topic.text}: {error!r}")
             raise
-        return Pending(work, self.comm, group, topic.text, deadline_s, arguments)
+        return Pending([work], self.comm, group, topic.text, deadline_s, arguments)
 
     @property
     def rails(self) -> Rails | None:
@@ -238,21 +238,22 @@ class Pending:
     """A collective on CPU that has begun. `wait` works like the `wait` of torch's `Work`."""
 
     def __init__(
-        self, work: dist.Work, comm: Communicator, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any,
+        self, works: Sequence[dist.Work], comm: Communicator, groups: object, name: str, deadline_s: float, arguments: tuple[Any,
         ...]
     ) -> None:  # fmt: skip
-        self._work, self._comm, self._group, self._name, self._deadline_s = work, comm, group, name, deadline_s
+        self._works, self._comm, self._groups, self._name, self._deadline_s = works, comm, groups, name, deadline_s
         self._arguments, self._waited = arguments, False
 
     @opaque
     def wait(self) -> None:
         self._waited = True
-        finish(self._work, self._comm, self._name, self._deadline_s, self._arguments)
+        for work in self._works:
+            finish(work, self._comm, self._name, self._deadline_s, self._arguments, self._groups, self._works)
 
     def __del__(self) -> None:
         """Keep the tensors of a collective for which nobody waits because of an earlier error."""
-        if not self._waited and not self._work.is_completed():
-            leave(self._group, self._work, self._arguments)
+        if not self._waited and not all(work.is_completed() for work in self._works):
+            leave(self._groups, self._works, self._arguments)
 
 
 class Marks:
