@@ -18,8 +18,8 @@ dispatch_sorted), and only tokens for peers are copied. Three orders of computat
                         share tiles of an expert's GEMM, which is faster if each source sends few tokens for each expert
 
 Copies by kernel read their sizes on the device. Copy engines get sizes from the CPU, which has to wait for the splits
-and cannot enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the CPU must
-read the sizes in any case, but with copies by kernel it reads them while the GEMMs run.
+and cannot enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the CPU always
+reads the sizes. With copies by kernel, the CPU reads them while the GEMMs run.
 
 No schedule pads tokens to static sizes. Blocks with room for all tokens that a rank may send to one peer would multiply
 the data by the number of ranks. Smaller blocks would drop tokens. The benchmark of all_to_all_matmul measures padded

@@ -176,8 +176,8 @@ time overlap only partly. On an H200, 128 experts of 128 rows took 2.24 ms, with
 2.0 ms."""
 
 _BLOCK_BYTES = 64
-"""The bytes of a random access to the memory of a GPU. A row of b bytes touches (b - g) / 64 + 1 such blocks on average, where g is
-the greatest common divisor of b and 64, because rows lie one after the other."""
+"""The bytes of a random access to the memory of a GPU. Rows lie one after the other, so on average a row of b bytes touches
+(b - g) / 64 + 1 such blocks. Here g is the greatest common divisor of b and 64."""
 
 _BAG_UNIT_US, _ELEMENT_UNIT_US = 0.076, 5e-5
 """The time that a compute unit needs for a bag besides reading its rows (offsets, then ids, then the store), and for each

@@ -89,7 +89,7 @@ class DifferentTiles:
     """Find tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an operand's rows.
 
     Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. For other expressions,
-    compare the values of their subexpressions that do not depend on the rank: if these are equal for two tiles, the
+    compare the values of their subexpressions that do not depend on the rank. If these values are equal for two tiles, the
     expressions are equal for both tiles on every rank.
     """
 

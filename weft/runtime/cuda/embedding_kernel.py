@@ -319,7 +319,7 @@ class EmbeddingKernel:
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def timeline_lines(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Return a number of lines that suffices for a timeline of this call: one for each unit of work, and one for each
+        """Return a number of lines that suffices for a timeline of this call. Each unit of work needs a line, and so does each
         program that the GPU can run at once.
         """
         return self.n_units(jagged, checked) + _MOST_RESIDENT * self._sms
