@@ -1,8 +1,10 @@
-"""Write the tables of speed in docs/torchrec.md from their records: `python docs/torchrec_page.py`.
+"""Write the tables of speed in docs/torchrec.md, and the speedups over TorchRec there and in the README, from their
+records: `python docs/torchrec_page.py`.
 
 `torchrun --nproc-per-node 2 benchmarks/torchrec_NAME.py --json FILE` writes a record. The page shows the records
-benchmarks/results/*-torchrec.json (of NAME=modules) and *-torchrec-NAME.json. A test compares it with them. Nothing
-here is installed with weft.
+benchmarks/results/*-torchrec.json (of NAME=modules) and *-torchrec-NAME.json. A mark `<!-- torchrec-gain:RECORD PART -->`
+is followed by the geometric mean over the record's cases; with ` worst` after PART, by the smallest speedup. A test
+compares both documents with the records. Nothing here is installed with weft.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from typing import Any
 from weft.bench.core.tables import geomean, markdown_table, times
 
 PAGE = Path(__file__).parent / "torchrec.md"
+README = PAGE.parents[1] / "README.md"
 RESULTS = PAGE.parents[1] / "benchmarks" / "results"
 _MARK = re.compile(r"(?P<open><!-- torchrec:(?P<name>\w+) -->\n).*?(?P<close><!-- /torchrec -->)", re.DOTALL)
+_GAIN = re.compile(
+    r"(?P<open><!-- torchrec-gain:(?P<record>\S+) (?P<part>forward|step)(?P<worst> worst)? -->)[^<]*<!-- /torchrec-gain -->"
+)
 _CASE = "tables x rows x dimension, batch of a rank, mean ids"
 _NOTES = {
     "modules": (
@@ -85,10 +91,18 @@ def _pipelines(lines: list[dict[str, Any]], has_mean: bool) -> str:
     return markdown_table([_CASE, *columns, "weft's sharder, speedup"], rows)
 
 
-def page() -> str:
-    """Return the page with the tables of the records."""
-    return _MARK.sub(lambda mark: f"{mark['open']}{body(mark['name'])}{mark['close']}", PAGE.read_text())
+def _gain(mark: re.Match[str]) -> str:
+    lines = json.loads((RESULTS / f"{mark['record']}.json").read_text())
+    gains = [line["ms"][f"{mark['part']}, speedup"] for line in lines]
+    return f"{mark['open']}{times(min(gains) if mark['worst'] else geomean(gains))}<!-- /torchrec-gain -->"
+
+
+def written(document: Path) -> str:
+    """Return the document with the tables and speedups of the records."""
+    text = _MARK.sub(lambda mark: f"{mark['open']}{body(mark['name'])}{mark['close']}", document.read_text())
+    return _GAIN.sub(_gain, text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for document in (PAGE, README):
+        document.write_text(written(document))

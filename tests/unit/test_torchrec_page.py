@@ -1,4 +1,4 @@
-"""docs/torchrec.md: the tables of speeds are up to date with their records."""
+"""docs/torchrec.md and the README: speeds relative to TorchRec are up to date with their records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from support.scripts import DOCS, load
 
 def test_the_page_follows_from_the_records() -> None:
     script = load(DOCS / "torchrec_page.py")
-    assert script.page() == (DOCS / "torchrec.md").read_text(), "out of date: python docs/torchrec_page.py"
+    for document in (script.PAGE, script.README):
+        assert script.written(document) == document.read_text(), (
+            f"{document} is out of date: python docs/torchrec_page.py"
+        )
+        assert "<!-- torchrec-gain:h100-torchrec step -->" in document.read_text()
     assert {path.name for path in script.records("modules")} >= {"h100-torchrec.json", "h200-torchrec.json"}
     for name in re.findall(r"<!-- torchrec:(\w+) -->", script.PAGE.read_text()):
         for path in script.records(name):
@@ -20,6 +24,17 @@ def test_the_page_follows_from_the_records() -> None:
             assert records[0]["machine"] in script.body(name)
             speedup = "speedup" if name == "pipeline" else "step, speedup"
             assert all(f"{record['ms'][speedup]:.2f}x" in script.body(name) for record in records)
+
+
+def test_a_speedup_is_a_geometric_mean_or_the_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load(DOCS / "torchrec_page.py")
+    lines = [{"ms": {"forward, speedup": gain, "step, speedup": gain / 2}} for gain in (2.0, 4.5)]
+    (tmp_path / "g-torchrec.json").write_text(json.dumps(lines))
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    for what, wanted in {"forward": "3.00x", "step": "1.50x", "step worst": "1.00x"}.items():
+        mark, end = f"a <!-- torchrec-gain:g-torchrec {what} -->", "<!-- /torchrec-gain --> b"
+        (tmp_path / "page.md").write_text(f"{mark}0.00x{end}")
+        assert script.written(tmp_path / "page.md") == f"{mark}{wanted}{end}"
 
 
 def test_a_pipeline_hides_a_part_of_the_exposed_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
