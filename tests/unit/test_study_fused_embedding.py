@@ -111,11 +111,13 @@ def test_claims_follow_the_records() -> None:
 
 
 def test_the_command_shows_and_draws_its_records_and_the_page_is_theirs(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(
-        app, ["reproduce", "fused-embedding", "--records", str(RECORDS), "--pictures", str(tmp_path)]
-    )
-    assert shown.exit_code == 0, shown.output
-    assert "claims are reproduced" in shown.output
+    files_of = (RECORDS, RECORDS.with_name("h100-fused-embedding.jsonl"))
+    for path in files_of:
+        shown = CliRunner().invoke(
+            app, ["reproduce", "fused-embedding", "--records", str(path), "--pictures", str(tmp_path)]
+        )
+        assert shown.exit_code == 0, shown.output
+        assert "claims are reproduced" in shown.output
     page = ROOT / "docs" / "studies" / "fused-embedding.md"
     assert {path.name for path in tmp_path.iterdir()} == {p.name for p in page.with_suffix("").iterdir()}
-    assert rewrite(page.read_text(), {RECORDS.stem: files.read([RECORDS])}) == page.read_text()
+    assert rewrite(page.read_text(), {path.stem: files.read([path]) for path in files_of}) == page.read_text()
