@@ -154,7 +154,8 @@ class FarFirst:
         if phase is None and not self._shares:
             return None, sent.view(-1), came
         received = sent.new_empty(sum(came))
-        return begin_piece(self.comm, turn, _NAME, received, sent.view(-1), came, leaving), received, came
+        work = begin_piece(self.comm, turn, _NAME, received, sent.view(-1), came, leaving, phase is not None)
+        return work, received, came
 
     def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
         """Copy the vectors of a phase into their columns of `out`, [rows of the phase, total_dim]."""

@@ -14,9 +14,12 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
-from weft.errors import WeftError
-from weft.runtime.collectives import all_to_all_single
+from weft.errors import DeadlineError, WeftError
+from weft.runtime.collectives import all_to_all_single, exchange_both_ways
+from weft.runtime.per_communicator import of_communicator
+from weft.runtime.two_levels import gloo_of_its_own, ranks_per_host
 from weft.runtime.unfused.turn import Pending, Turn
 from weft.symm import Communicator
 
@@ -46,12 +49,36 @@ def ending_the_group(comm: Communicator, name: str) -> Iterator[None]:
 
 
 def begin_piece(
-    comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
+    comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int],
+    is_far: bool = True,
 ) -> Pending:  # fmt: skip
-    """Begin the exchange of a piece. came, leaving: the number of rows from and to each rank. All ranks must have
-    reached the exchange.
+    """Begin the exchange of a piece. came, leaving: the number of rows from and to each rank. is_far: True if all ranks
+    exchange rows with ranks of other hosts only. All ranks must have reached the exchange.
     """
     arguments = received, sent, came, leaving
+    if is_far and (ways := of_communicator(_ways, comm, _Ways)).groups:
+        return Pending(exchange_both_ways(ways.groups, ways.near, *arguments), comm, ways, name, turn.wait_s, arguments)
     work = all_to_all_single(*arguments, group=comm.group, async_op=True)
-    assert turn.deadline_s is not None
-    return Pending([work], comm, comm.group, name, turn.deadline_s, arguments)
+    return Pending([work], comm, comm.group, name, turn.wait_s, arguments)
+
+
+class _Ways:
+    """Two gloo groups of all ranks, one for each direction between hosts. All ranks must construct it.
+
+    There are none if ranks form no rails, or cannot connect.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        near = ranks_near(comm)
+        self.near, self.groups, self._comm = range(near[0], near[-1] + 1), list[dist.ProcessGroup](), comm
+        if ranks_per_host(comm.hosts):
+            with contextlib.suppress(DeadlineError):  # on every rank
+                self.groups = [gloo_of_its_own(comm, "all ranks", comm.rank, comm.world_size) for _ in range(2)]
+        comm._holders.add(self)
+
+    def close(self) -> None:
+        """Drop the groups when the communicator ends."""
+        _ways.pop(self._comm, None)
+
+
+_ways: dict[Communicator, _Ways] = {}
