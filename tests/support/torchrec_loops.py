@@ -261,8 +261,8 @@ def pipelines(
             steps, is_ahead = len(losses), len(losses) < 6
             assert len(sent) == steps + is_ahead, f"ids of {len(sent)} batches were sent in {steps} steps"
             ahead, kept = sent[-1] * is_ahead, model.module.sparse.ebc.weft_module.memory().in_flight
-            # On GPUs the executor also keeps the last call's input, after the last step too.
-            is_counted = kept > ahead if device_here().type == "cuda" else kept == ahead
+            # On GPUs the executor also keeps the last call's input.
+            is_counted = kept >= ahead if device_here().type == "cuda" else kept == ahead
             assert is_counted, f"{kept} bytes are in flight after {steps} steps, {ahead} of the next batch"
     assert all(module.is_pipelined for module in model.module.sparse.children())
     return losses
