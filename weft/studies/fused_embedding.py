@@ -126,9 +126,9 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return the model's percentages for several interpretations of its numbers.
+    """Return the model's percentages for several changes of its numbers.
 
-    For each interpretation, the NIC's time per message is fitted to figure 12 again.
+    For each change, the NIC's constant time per slice (nic.message) is derived from figure 12 again.
     """
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):
@@ -234,17 +234,19 @@ def tables(rows: Mapping[str, Record]) -> list[ResultTable]:
     numbers = our_numbers()
     return [
         claims_table("The paper's numbers and ours", claims(rows)),
-        _times_table(rows["10"], f"Two nodes, slices of {SLICE} vectors, us (figure 10)"),
-        _pairs_table(rows["11"], "occupancy", lambda of: f"{of:.1%}", "Occupancy of the fused kernel, 1024|256 (figure 11)"),
-        _pairs_table(rows["12"], "vectors of a slice", str, "Size of slices, 1024|256 (figure 12)"),
+        _times_table(rows["10"], f"Two nodes, slices of {SLICE} vectors, times in us (figure 10)"),
+        _pairs_table(
+            rows["11"], "occupancy", lambda of: f"{of:.1%}", "Occupancy of the fused kernel, batch 1024, 256 tables (figure 11)"
+        ),
+        _pairs_table(rows["12"], "vectors of a slice", str, "Size of slices, batch 1024, 256 tables (figure 12)"),
         _skew_table(rows["13"]),
-        _times_table(rows["14"], "Zero-copy on four GPUs of a node, a kernel for each table, us (figure 14)"),
-        _headlines_table(rows["poolings"]["lines"], "rows of a bag", "The paper's means with other numbers of rows a bag"),
+        _times_table(rows["14"], "Zero-copy on four GPUs of a node, a kernel for each table, times in us (figure 14)"),
+        _headlines_table(rows["poolings"]["lines"], "rows of a bag", "The paper's results with other numbers of rows of a bag"),
         _surface_table(rows["15"]),
         _iteration_table(rows["iteration"]),
         _headlines_table(
             [[_named(key, factor), ours] for key, factor, ours in rows["sensitivity"]["lines"]], "number",
-            "The means with one assumed or derived number changed, and with 200 Gb/s interpreted as the rate of a node",
+            "The paper's results with one assumed or derived number changed, and with 200 Gb/s interpreted as the rate of a node",
         ),
         _readings_table(rows["readings"]),
         numbers_table("The numbers of the machines: from the paper (tables 1 and 2), or assumed", numbers),
@@ -274,7 +276,7 @@ def _pairs_table(record: Record, what: str, form: Callable[[Any], str], title: s
     columns: dict[str, Callable[[Any], str]] = {
         what: lambda line: form(line[0]),
         "us": lambda line: f"{line[1]:.0f}",
-        "of the longest": lambda line: f"{line[1] / most:.0%}",
+        "of the longest time": lambda line: f"{line[1] / most:.0%}",
     }
     return table(title, record["lines"], columns)
 
@@ -283,19 +285,20 @@ def _skew_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "batch, tables": lambda line: line[0],
         "oblivious: node 0 us": lambda line: f"{line[1]:.0f}",
-        "node 1 us": lambda line: f"{line[2]:.0f}",
-        "skew": lambda line: f"{line[5]:.1%}",
+        "oblivious: node 1 us": lambda line: f"{line[2]:.0f}",
+        "oblivious: skew": lambda line: f"{line[5]:.1%}",
         "remote first: node 0 us": lambda line: f"{line[3]:.0f}",
-        "node 1 us ": lambda line: f"{line[4]:.0f}",
-        "skew ": lambda line: f"{line[6]:.1%}",
+        "remote first: node 1 us": lambda line: f"{line[4]:.0f}",
+        "remote first: skew": lambda line: f"{line[6]:.1%}",
     }
     return table("Skew of two nodes by the order of slices (figure 13)", record["lines"], columns)
 
 
 def _headlines_table(lines: Sequence[Any], what: str, title: str) -> ResultTable:
     shown = {
-        "between nodes": "between", "most": "between_most", "occupancy": "occupancy", "slices": "slices", "skew": "skew",
-        "remote first": "skew_first", "in a node": "within", "most ": "within_most", "128 nodes": "scale",
+        "two nodes: saved, mean": "between", "two nodes: saved, most": "between_most", "75% occupancy: saved": "occupancy",
+        "slices of 64: saved": "slices", "skew, oblivious": "skew", "skew, remote first": "skew_first",
+        "four GPUs: saved, mean": "within", "four GPUs: saved, most": "within_most", "128 nodes: saved": "scale",
     }  # fmt: skip
     columns: dict[str, Callable[[Any], str]] = {what: lambda line: str(line[0])}
     for name, key in shown.items():
@@ -306,30 +309,30 @@ def _headlines_table(lines: Sequence[Any], what: str, title: str) -> ResultTable
 
 def _readings_table(record: Record) -> ResultTable:
     shown = {
-        "skew": "skew",
-        "remote first": "skew_first",
-        "between nodes": "between",
-        "most": "between_most",
-        "occupancy": "occupancy",
+        "skew, oblivious": "skew",
+        "skew, remote first": "skew_first",
+        "two nodes: saved, mean": "between",
+        "two nodes: saved, most": "between_most",
+        "75% occupancy: saved": "occupancy",
     }
     columns: dict[str, Callable[[Any], str]] = {
-        "reading": lambda line: line[0],
-        "message us": lambda line: f"{line[1]:.2f}",
-        "pooling a slice us": lambda line: f"{line[2]:.2f}",
-        "NIC, a slice us": lambda line: f"{line[3]:.2f}",
+        "change": lambda line: line[0],
+        "nic.message us": lambda line: f"{line[1]:.2f}",
+        "p: pooling a slice, us": lambda line: f"{line[2]:.2f}",
+        "n: a slice in the NIC, us": lambda line: f"{line[3]:.2f}",
     }
     for name, key in shown.items():
         columns[name] = lambda line, key=key: f"{line[4][key]:.0f}%"  # type: ignore[misc]
     papers = {name: f"{PAPER[key][2]:.0f}%" for name, key in shown.items()}
-    title = "What skew depends on (figure 13), with the NIC's time for a message from figure 12 in each reading"
-    return table(title, record["lines"], columns, [{"reading": "paper's", **papers}])
+    title = "Influences on skew (figure 13), with nic.message derived from figure 12 again for each change"
+    return table(title, record["lines"], columns, [{"change": "paper's", **papers}])
 
 
 def _surface_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {"tables of a node": lambda line: str(line[0])}
     for i, samples in enumerate(record["samples"]):
         columns[f"{samples} samples"] = lambda line, i=i: f"{line[1][i]:.1%}"  # type: ignore[misc]
-    title = "Shorter training pass on 128 nodes, by samples and tables of a node (figure 15; the paper's mean is 10%)"
+    title = "Time saved in a training pass on 128 nodes, by samples and tables of a node (figure 15; the paper's mean is 10%)"
     return table(title, list(zip(record["tables"], record["gains"], strict=True)), columns)
 
 
@@ -358,14 +361,16 @@ def _poolings_say(record: Record) -> str:
     off = {rows: max(abs(ours[key] - PAPER[key][2]) for key in keys) for rows, ours in record["lines"]}
     best = min(off, key=lambda rows: off[rows])
     return (
-        f"The means of figures 10 and 14 depend on the rows of a bag. With {best:g} both are within {off[best]:.0f} points of the "
-        f"paper's. With the {POOLINGS[-1]:g} of table 2 they are up to {off[POOLINGS[-1]]:.0f} points off."
+        f"The means of figures 10 and 14 depend on the rows of a bag. With {best:g} rows both means are within {off[best]:.0f} "
+        f"points of the paper's. With the {POOLINGS[-1]:g} rows of the paper's table 2 they are up to "
+        f"{off[POOLINGS[-1]]:.0f} points off."
     )
 
 
 def notes(records: Sequence[Record]) -> list[str]:
     last = [record for record in records if is_mine(record)][-1]
-    of = f"{last['machine']}, two nodes, four GPUs of one, and {last['ranks']} nodes, {last['dtype']}"
+    gpu = last["machine"]
+    of = f"{gpu}, two nodes with a GPU each, a node with four GPUs, and {last['ranks']} nodes with a GPU each, {last['dtype']}"
     return [where_simulated(last, of)]
 
 

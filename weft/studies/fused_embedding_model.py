@@ -11,10 +11,14 @@ Slices are pooled one after the other. A pooled slice for another node is queued
 
     bytes of the slice / bandwidth + time per message
 
-Pooling a slice takes the time p, and sending it the time n. In natural order node 0 pools its own R slices first, and
-then R slices for node 1. If n > p, the last slice reaches node 1 late by R (n - p). Pooling takes 2 R p on each node. So
-the skew, which is the slower node's time divided by the faster node's minus 1, is (n / p - 1) / 2. Since n and p are
-nearly equal, skew is sensitive to both.
+Pooling a slice takes the time p, and sending it the time n. In natural order (the paper's "oblivious" order) both nodes pool the R
+slices for node 0 first. So node 0 sends only in the second half of its pooling, and node 1 waits for the last slice. Pooling takes
+2 R p on each node. Skew is the slower node's time divided by the faster node's, minus 1. Up to constant times:
+
+    p < n < 2 p    the last slice reaches node 1 R (n - p) after the end of the pooling, so skew is (n / p - 1) / 2
+    2 p < n        node 0 waits for the NIC of node 1 until R n, and node 1 until R p + R n, so skew is p / n
+
+If n and p are nearly equal, skew is sensitive to both.
 """
 
 from __future__ import annotations
