@@ -27,7 +27,7 @@ from weft.schedule.expr import Values
 from weft.schedule.steps import iterations, substitute
 from weft.schedule.verify import check_steps
 from weft.sim import Inefficiencies, Model, inefficiencies
-from weft.sim.costs import Operand, cost
+from weft.sim.costs import Operand, kept_cost
 from weft.sim.losses import gemms_us
 from weft.sim.memory import too_large
 from weft.sim.model import MatmulShape
@@ -467,7 +467,7 @@ def _lanes_us(built: _Built, model: Model) -> float:
     for lane in built.lanes:
         us = 0.0
         for priced, times in lane.items():
-            found = cost(model, world, priced.step, priced.operands)
+            found = kept_cost(model, world, priced.step, priced.operands)
             us += times * (found.work_us + (0.0 if priced.step.copies_by == "kernel" else found.latency_us))
             for use in found.uses if world > _MANY_RANKS else ():
                 kind, at = use.place

@@ -121,6 +121,20 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
     return price(step, model, Links(model.wiring.of(world), rank), operands)
 
 
+_MOST_KEPT = 1 << 16
+
+
+def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
+    """Return `cost`, which the model keeps for equal steps: the candidates of a problem share most of their steps."""
+    kept, key = model.costs, (world, type(step), step.settings, operands, rank)
+    found: Cost | None = kept.get(key)
+    if found is None:
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        found = kept[key] = cost(model, world, step, operands, rank)
+    return found
+
+
 @singledispatch
 def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
     """Return the cost of a step, computed by the function registered for its kind. Default: the cost of a memory-bound

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias, TypeGuard, cast
 from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 from weft.schedule.steps import COPY_UNITS
-from weft.sim.costs import Cost, How, Operand, ResourcePlace, What, cost
+from weft.sim.costs import Cost, How, Operand, ResourcePlace, What, kept_cost
 from weft.sim.distances import distances
 from weft.sim.max_min import Load
 from weft.sim.model import Model
@@ -205,10 +205,6 @@ def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 """The sets of one task: (counter, `SetBy`)."""
-
-
-_KNOWN_COSTS = 1 << 16
-"""The capacity of a model's cache of costs."""
 
 
 class _Here:
@@ -462,12 +458,7 @@ class _Lowering:
         units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
         if units not in self._models:
             self._models[units] = replace(self.model, kernel_copy_units=units)
-        known, key = self._models[units].costs, (self.world, type(step), step.settings, operands, seen_from, few)
-        if key not in known:
-            if len(known) >= _KNOWN_COSTS:
-                known.clear()
-            known[key] = cost(self._models[units], self.world, step, operands, seen_from)
-        found = known[key]
+        found = kept_cost(self._models[units], self.world, step, operands, seen_from)
         latency_us, holds = found.latency_us, found.holds
         if item.carried:  # the kernel that performs this step is running, and has its compute units
             latency_us = holds = 0.0
