@@ -54,8 +54,8 @@ EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
 
 
 def _compared(part: str, variants: Sequence[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Yield, for each operator and size, a record of the first variant in the first run, and a cell for each variant: its time in
-    the first run, and its speed relative to the first variant in both runs."""
+    """Yield, for each operator and size, a record of the first variant in the first run, and a cell for each variant. A cell has
+    the variant's time in the first run, and its speed relative to the first variant in both runs."""
     runs = [
         {(*_point(one), one["variant"]): one for one in json.loads(file.read_text()) if one.get("part") == part}
         for file in OPERATORS

@@ -2,7 +2,7 @@
 
 The two studies of embeddings are measured like operators (`weft bench fused_embedding`, `weft bench pgas`). A part of a
 study is a configuration of one of the paper's figures. Each variant is first compared with float64, on poisoned outputs.
-Then all variants run in each repetition, in random order, and every call is timed on its own: a barrier on the devices
+Then all variants run in each repetition, in random order, and every call is timed on its own. A barrier on the devices
 starts all ranks together, and events measure each rank. So a record has the time of each rank, not only the slowest's.
 After the last repetition, the outputs are compared again.
 

@@ -56,7 +56,7 @@ class Attempt:
         """Return the store entry with the reason why this rank gave up, as a dict.
 
         cause: the name of the attempt that failed first. Every other rank raises this error once, even a rank that
-        arrives later. If this rank was late or lost a peer, `cause` is empty: then only ranks whose attempts this rank
+        arrives later. If this rank was late or lost a peer, `cause` is empty. Then only ranks whose attempts this rank
         had seen (`met`) raise this error, and all ranks may try again.
         """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
