@@ -477,7 +477,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self
 
     def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
-        """Return the tables' dtype and device after a conversion. Raise `ValueError` if tables do not support them."""
+        """Return the tables' dtype and device after the conversion `fn`. Raise `ValueError` if tables cannot have this dtype or
+        device.
+        """
         # An empty tensor shows the dtype and the device, even on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
         if after.dtype not in DTYPES:

@@ -290,7 +290,7 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Begin the exchange of headers. Return `BegunBatch.numbers`, and the exchange."""
+        """Begin to exchange headers: the sizes of the messages with ids. Return (`BegunBatch.numbers`, the exchange)."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         arrive = self.world_size * mine

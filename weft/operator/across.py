@@ -57,8 +57,8 @@ class AcrossRanks:
     def begin(
         self, call: Any, capturing: bool, deadline_s: float | None, begun: Begun | None = None
     ) -> list[int] | None:
-        """Compare this rank's call with the calls of its peers. Return the numbers of all ranks if CPU ranks have
-        synchronised to do so; otherwise None.
+        """Compare this rank's call with the calls of its peers. If CPU ranks have synchronised to do so, return `begun.number` of
+        each rank; otherwise return None.
 
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
         While a CUDA graph is captured (`capturing`), only add the call to the digest. begun: the call, if this rank may
@@ -81,7 +81,9 @@ class AcrossRanks:
             self._made.note(self.fingerprint ^ _BACKWARD, f"backward of {self.what}")
 
     def _compare_pairs(self, call: Any, deadline_s: float | None, begun: Begun | None) -> list[int]:
-        """Return the numbers of all ranks."""
+        """Check that what each rank sends is what its target expects (`Operator.pairs`). Return `begun.number` of each rank, or 0
+        without `begun`.
+        """
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
         assert pairs is not None

@@ -42,7 +42,7 @@ def know_links(comm: Communicator, deadline_s: float | None = None) -> None:
 
 
 def remember(found: Measured) -> None:
-    """Save the plausible numbers for later processes, and warn of implausible numbers. Call it on one rank only."""
+    """Save the plausible links for later processes, and warn of implausible links. Call this function on one rank only."""
     kept, dropped = found.checked()
     if dropped:
         warn_once(f"links between hosts, measured: {'; '.join(dropped)}")
@@ -62,7 +62,7 @@ def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
 
 
 def _measured(comm: Communicator, deadline_s: float | None) -> Measured | None:
-    """Measure the links. Return the numbers on the first rank."""
+    """Measure the links. Return the result on the first rank, and None on other ranks."""
     try:
         found = measure_links(comm, deadline_s=deadline_s)
     except WeftError:  # the group has failed

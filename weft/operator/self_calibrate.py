@@ -57,21 +57,21 @@ MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[
 
 
 class _Stand(NamedTuple):
-    """The numbers that a rank has before the self-calibration, and its GPU."""
+    """The state of a rank before the self-calibration: its GPU, and the calibration that it has."""
 
     name: str  # the model of this rank's GPU
     gpu: str  # identifies the GPU on its host
     known: SelfCalibration | None
-    """The numbers of the first rank; None on other ranks."""
+    """The calibration of the first rank; None on other ranks."""
     sizes: ProbeSizes | None
-    """The sizes that the first rank wants to measure. None if it has better numbers, or must not measure."""
+    """The sizes that the first rank wants to measure. None if its calibration is better, or if it must not measure."""
     unable: str
     """The reason why this rank cannot measure; "" if it can."""
 
 
 @torch.inference_mode(False)
 def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
-    """Self-calibrate at a group's first choice of a schedule. Return True if this rank has new numbers. All ranks must
+    """Self-calibrate at a group's first choice of a schedule. Return True if this rank has a new calibration. All ranks must
     make this call.
 
     name: the name of this rank's GPU.

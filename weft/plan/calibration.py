@@ -181,7 +181,7 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure the numbers of `base` on this machine. All ranks must make this call, and get the same numbers.
+    """Measure the quantities of a machine model on this machine. All ranks must make this call, and get the same results.
 
     Args:
         base: the model from the machine file, used to skip GEMMs that take more than 20 ms.

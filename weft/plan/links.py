@@ -21,7 +21,7 @@ _AGAIN = "the first call of the next group on these hosts measures again"
 
 
 def save(found: Measured) -> None:
-    """Save these numbers, if the cache folder is writable. Call it on one rank only."""
+    """Save `found`, if the cache folder is writable. Call this function on one rank only."""
     content = {
         **asdict(found), "machine": name_of(found.hosts), "world_size": len(found.hosts), "versions": versions(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -31,7 +31,7 @@ def save(found: Measured) -> None:
 
 
 def find(hosts: Sequence[str]) -> Measured | None:
-    """Return the saved numbers for ranks on these hosts; None if there are none.
+    """Return the saved links for ranks on these hosts; None if no links are saved.
 
     Raise `ValueError` if other versions measured them, and `UnreadableError` if the file is broken.
     """

@@ -49,7 +49,7 @@ def is_settled(comm: Communicator) -> bool:
 
 
 def settle(comm: Communicator, network: HostNetwork | None) -> None:
-    """Plan with `network` on `comm` from now on. All ranks must pass the same numbers."""
+    """Plan with `network` on `comm` from now on. All ranks must pass an equal `network`."""
     _networks[comm] = network
 
 
@@ -65,7 +65,7 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: float | None = None) -> Measured:
-    """Measure the links of a group of CPU ranks on several hosts. Return the same numbers on every rank. All ranks must
+    """Measure the links of a group of CPU ranks on several hosts. Return the same result on every rank. All ranks must
     make this call.
 
     Every rank takes part in all exchanges. Ranks that measure nothing send nothing. Raises `DeadlineError` after
@@ -116,7 +116,10 @@ def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
 
 
 class _Probe:
-    """Timed exchanges and copies of all ranks. elapsed_s: the time since its start on the slowest rank, equal on all ranks."""
+    """Timed exchanges and copies of all ranks.
+
+    elapsed_s: the time since the construction of the probe, on the slowest rank. It is equal on all ranks.
+    """
 
     def __init__(self, comm: Communicator, deadline_s: float) -> None:
         self._comm, self._deadline_s = comm, deadline_s
@@ -191,7 +194,9 @@ class _Probe:
             self._sent, self._received = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def _share(self, mine_s: float) -> list[float]:
-        """Send `mine_s`, this rank's time, to all ranks. Return the times of all ranks, and update `elapsed_s`."""
+        """Send `mine_s`, a time or a time per byte of this rank, to all ranks. Return the values of all ranks, and update
+        `elapsed_s`.
+        """
         mine = struct.pack("<2d", mine_s, time.perf_counter() - self._start)
         both = [struct.unpack("<2d", one) for one in self._comm.meet(mine, name=_WHAT, deadline_s=self._deadline_s)]
         self.elapsed_s = max(elapsed for _, elapsed in both)
@@ -199,7 +204,9 @@ class _Probe:
 
 
 def _copied_s_per_byte(target: Callable[[], torch.Tensor], source: torch.Tensor) -> float:
-    """Copy `source` to targets for `_COPY_S` seconds. Return the seconds per byte."""
+    """Copy `source` again and again for `_COPY_S` seconds. Return the seconds per byte. target: a function that returns the
+    tensor to copy to.
+    """
     start, count = time.perf_counter(), 0
     while not count or time.perf_counter() - start < _COPY_S:
         target().copy_(source)

@@ -193,7 +193,7 @@ class Rails:
 
 
 class _Still:
-    """Data that need no computation while they are on their way."""
+    """A `Cargo` that needs no computation between its sending and its arrival."""
 
     def go_on(self) -> None: ...
 

@@ -52,7 +52,9 @@ def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
 
 
 def _identity(place: ByRank) -> int:
-    """Return a key: the id of an array, or ~place for a number. Numbers are not negative, so the two never collide."""
+    """Return a dict key for `place`: the id of an array, or ~place for an int. An int is never negative, so the keys of arrays
+    and ints never collide.
+    """
     return ~place if isinstance(place, int) else id(place)
 
 

@@ -54,8 +54,8 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if a number in the body depends on both tile and rank. A rank counts as its distance from the step's rank, so
-    a rank that depends on the tile depends on both.
+    """True if an expression in the body depends on both tile and rank. An expression for a rank counts as the distance from the
+    step's rank, so if it depends on the tile, it depends on both.
     """
 
     def depends(number: Index, name: str) -> bool:
@@ -160,7 +160,7 @@ def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
 class Tables:
     """The evaluated tiles of a step on ranks that have the same number of tiles and the same contents of buffers.
 
-    Most numbers are equal on all these ranks, and are counted and sorted only once.
+    The values of most expressions are equal on all these ranks, and are counted and sorted only once.
     """
 
     def __init__(self, tiles: DifferentTiles, ranks: list[int], world: int, parts: Parts) -> None:
@@ -184,9 +184,10 @@ class Tables:
         ]
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """Return for each rank, or once for all, a sorted list of (values of `numbers`, number of tiles with these values).
+        """Return for each rank, or once for all, a sorted list of (values of the expressions `numbers`, number of tiles with
+        these values).
 
-        Every third number is a rank, and is replaced by the distance to this rank.
+        Every third expression is the rank of a region. Its value is replaced by the distance from the step's rank to it.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
         found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
@@ -224,10 +225,10 @@ class Tables:
         return found
 
     def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
-        """Return (values [numbers, ranks, representatives], the representatives).
+        """Return (values of the expressions `numbers`, [expressions, ranks, representatives]; the representatives).
 
-        The second dimension is 1 if all ranks have the same values. ranks: the slice of `numbers` that are ranks; they are
-        replaced by distances.
+        The second dimension is 1 if all ranks have the same values. ranks: the slice of `numbers` whose values are ranks; these
+        values are replaced by distances.
         """
         tiles = self._different.of(numbers)
         columns = [self._column(number, tiles.at) for number in numbers]

@@ -300,7 +300,9 @@ def _known(schedule: Schedule) -> _Known:
 def _distinct_contents(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Return ({contents of a buffer: their number}, (name, number of the contents on each rank) of each buffer)."""
+    """Number the distinct contents of buffers. Return ({contents: number}, (name, number of the contents on each rank) of each
+    buffer).
+    """
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}
     number_of = {key: numbers.setdefault(of_rank, len(numbers)) for key, of_rank in distinct.items()}

@@ -431,7 +431,7 @@ def _seconds(lane: StudyLane, side: Side) -> float:
 
 
 def _play_alone(lane: StudyLane, side: Side) -> list[float]:
-    """Run one lane alone. Return [seconds of a call]."""
+    """Run one lane alone. Return a list with one value, the mean time of a call in seconds."""
     (marks,) = side.start([lane])
     return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 

@@ -269,7 +269,7 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), with a line per configuration: times, gains, and the cells of `derived_cells`."""
+        """Return (header, cells) of a table with a row per configuration: times, gains, and the cells of `derived_cells`."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
@@ -284,11 +284,11 @@ class OperatorBenchmark(ABC, Generic[P]):
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return `lines`, with summary lines below."""
+        """Return (header, cells) of `lines`, with rows for means added at the end."""
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
-        """Return sentences that explain `lines`."""
+        """Return sentences that explain cells of the table."""
         header, lines = self.lines(rows)
         gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
         named = {(r["config"], r["variant"]): r for r in rows}

@@ -38,7 +38,7 @@ class EmbeddingData(Workload):
         return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
 
     def fill_tables(self) -> None:
-        """Fill the tables with the same numbers each time."""
+        """Fill the tables with random rows, from fixed seeds."""
         generator = torch.Generator(self.ranks.device)
         for t, weight in zip(self.owned, self.weights, strict=True):
             weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))

@@ -244,7 +244,7 @@ class Routes:
         return places
 
     def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return {place: entries} of a rank, evaluated for this rank."""
+        """Return {place in the order of `rank`: its entries}, with their target ranks evaluated."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)

@@ -144,8 +144,10 @@ class FarFirst:
     def _exchange(
         self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
     ) -> tuple[Pending | None, torch.Tensor, list[int]]:
-        """Begin the exchange of a phase. Return (its work handle or None, the received elements, the number of elements
-        from each rank).
+        """Begin to exchange the vectors of `phase` (see `_of`). Return (work handle or None, the buffer of received elements,
+        the number of elements from each rank).
+
+        sent: this rank's vectors, from `_pool`. cuts: the bounds of each rank's pieces.
         """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]
@@ -158,7 +160,7 @@ class FarFirst:
         return work, received, came
 
     def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
-        """Copy the vectors of a phase into their columns of `out`, [rows of the phase, total_dim]."""
+        """Copy received vectors into their columns of `out`, [samples, total_dim]. came: the number of elements from each rank."""
         parts, column = received.split(came), 0
         for rank, first, end in self._runs:
             if came[rank]:
@@ -168,5 +170,8 @@ class FarFirst:
 
 
 def _rows(cut: list[int], phase: int | None) -> slice:
-    """Return the slice of a rank's samples in a phase."""
+    """Return the slice of a rank's samples that `phase` exchanges: piece number `phase`, or all samples for None.
+
+    cut: the bounds of the rank's pieces.
+    """
     return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])

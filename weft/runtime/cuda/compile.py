@@ -225,7 +225,7 @@ class Compiler:
         self._has_aside = True
 
     def _note(self, word: int, number: int) -> SignalPart:
-        """Return the part of a signal that writes `number` into a word of this rank."""
+        """Return a `SignalPart` that writes `number` into word `word` of this rank's words."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
@@ -289,7 +289,7 @@ class Compiler:
         self.items.launch(launch.lane, issue)
 
     def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
-        """Return the copies after the first: (further targets of its source, further parts of the source's buffer)."""
+        """Return `targets` and `parts` of `CopyLaunch` for all copies but the first. One of the lists is empty."""
         dynamic = is_dynamic(copies[0])
         regions = [(_whole(c.src), _whole(c.dst)) if dynamic else (c.src, c.dst) for c in copies]
         ((_, at, _), (dst, to, _)), *others = [(self._place(src), self._place(dst)) for src, dst in regions]
@@ -360,7 +360,7 @@ def _compute(step: Compute, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _reduce(step: Reduce, compiler: Compiler, launch: Launch) -> None:
-    """Issue the reduction. A part of one row is added to every row."""
+    """Issue the reduction. A part that has only one row is added to every row of the result."""
     regions, context = compiler.regions, compiler.context
 
     def place(region: Region) -> Address:

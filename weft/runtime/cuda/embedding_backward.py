@@ -286,7 +286,7 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
 
 @functools.lru_cache(maxsize=64)
 def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Return (WIDTH, table), two arguments of `by_owner_kernel`."""
+    """Return the arguments WIDTH and `table` of `by_owner_kernel`: the width of a piece of columns, and a row for each piece."""
     runs, counts = column_runs(sharding), sharding.columns_of_ranks
     width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
     before = [0, *itertools.accumulate(counts)]
@@ -318,8 +318,9 @@ def _steps(tables: int) -> int:
 def _fixed_numbers(
     numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the device tensor of a rule's numbers that are the same in all calls. numbers: the optimizer's numbers, by
-    name; missing numbers are 0.
+    """Return the device tensor of an update rule's constants, for optimizers whose constants are the same in all calls.
+
+    numbers: the optimizer's hyperparameters, by name; missing hyperparameters are 0.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 
@@ -336,8 +337,8 @@ def _made_numbers(
 
 
 def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the device tensor of a rule's numbers. The number of updates is read on the device. scale: a factor of the
-    gradients.
+    """Return the device tensor of an update rule's constants, fp32. Corrections that depend on the number of updates are
+    computed on the device. scale: a factor of the gradients.
     """
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
@@ -355,7 +356,11 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 
 
 class _DeviceTable(NamedTuple):
-    """Tables on the device: addresses and sizes, the number of tables, and True if all addresses are multiples of 16."""
+    """A list of embedding tables, for kernels.
+
+    lines: int64 on the device; a row with the addresses and sizes of each embedding table. size: the number of rows.
+    is_aligned: True if all addresses are multiples of 16.
+    """
 
     lines: torch.Tensor
     size: int
@@ -366,8 +371,8 @@ _device_tables: dict[tuple[Any, ...], _DeviceTable] = {}
 
 
 def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
-    """Return the device table for `lines`, from a cache: copying it takes more CPU time than a launch, and tables
-    rarely move.
+    """Return a `_DeviceTable` with `lines`, from a cache: the copy to the device takes more CPU time than a launch, and
+    embedding tables rarely move.
     """
     key = device, tuple(map(tuple, lines))
     table = _device_tables.get(key)

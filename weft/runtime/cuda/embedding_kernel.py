@@ -1,5 +1,5 @@
-"""The launcher of the Triton kernel of embedding_all_to_all: the kernel's tables on the device, its variants and its
-grid.
+"""The launcher of the Triton kernel of embedding_all_to_all. It makes the kernel's lists of features and units of work on the
+device, compiles its variants, and computes its grid.
 
 The caller passes the addresses of every rank's output, signals and flags. So the launcher needs no process group, and
 tests can run all ranks in one process under Triton's interpreter.
@@ -128,13 +128,13 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel with its tables. resident: the number of programs that the GPU runs at once."""
+    """A compiled kernel. resident: the number of programs that the GPU can run at once."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
     resident: int
     tables: Tables
-    """The tables for staging, state and record."""
+    """The tensors for staging, state and record, with their addresses."""
     program: _core.StreamProgram | None
     """A prepared launch to which each call passes its grid and arguments, or None if Triton must launch."""
 
@@ -207,7 +207,11 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return (table, units per sample, widest unit in columns). slots_per_unit=0: each slice of `put` is a unit."""
+        """Return (units of work of a sample, int64 `[units, UNIT_FIELDS]` on the device; units per sample; widest unit in
+        columns).
+
+        slots_per_unit: the number of pooled vectors that a unit computes; 0 if each slice of `put` is a unit.
+        """
         cached = self._units.get(slots_per_unit)
         if cached is not None:
             return cached

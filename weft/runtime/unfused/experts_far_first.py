@@ -238,7 +238,9 @@ class Combine:
         return list(self._near.split(self._came[self._far.near].sum(1).tolist()))
 
     def _exchange(self, exchange: int, y: torch.Tensor) -> tuple[Pending, Sequence[torch.Tensor]]:
-        """Begin the exchange of a piece when ranks have synchronised. Return its work, and the messages to this rank."""
+        """Begin to exchange piece number `exchange` when ranks have synchronised. Return the work handle, and for each rank of
+        another host the view of its message to this rank.
+        """
         far, part = self._far, self._parts[exchange]
         if exchange == len(self._made):
             _run(self._multiply(part))
@@ -248,14 +250,18 @@ class Combine:
         return work, received.split([came[rank] for rank in far.far])
 
     def _messages(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of a piece's message for each rank."""
+        """Return the number of rows of the message to or from each rank, for the experts `part`. table: the number of rows to
+        send to or receive from each rank, for each expert. A message to another host has one more row, in front.
+        """
         rows = self._far.of_far(table, part)
         for rank in self._far.far:
             rows[rank] += 1
         return rows
 
     def _multiply(self, part: Cells | None) -> Iterator[None]:
-        """Multiply the rows of a piece, or with None the rows for this host. Yield after each expert."""
+        """Multiply the rows of the experts `part` for other hosts; with None, the rows of all experts for this host. Yield after
+        each expert.
+        """
         far, n = self._far, self._w.shape[2]
         experts = np.arange(self._w.shape[0]) if part is None else part
         cells = np.ix_(far.near if part is None else far.far, experts)

@@ -30,7 +30,9 @@ class Sizes:
         self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
-        """Enqueue the copy of the tables to the CPU, after the work that has been enqueued. Repeated calls do nothing."""
+        """Enqueue the copy of `splits` and `received` to the CPU, after the work that has been enqueued. Repeated calls do
+        nothing.
+        """
         if self.numbers.copy is not None:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None
@@ -65,7 +67,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Both tables on the CPU, and the event after which they are valid."""
+    """`splits` and `received` on the CPU, in one tensor, and the event after which the tensor is valid."""
 
     copy: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
@@ -76,7 +78,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the CPU's copy of a dispatch's tables for the combine that follows."""
+    """Keep the CPU's copy of a dispatch's `splits` and `received` for the combine that follows."""
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
         _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
