@@ -140,6 +140,10 @@ def _reserve(size: int) -> tuple[int | None, str]:
             os.close(descriptor)
         hint = " (the limit on file sizes, `ulimit -f`, also applies here)" if trouble.errno == errno.EFBIG else ""
         return None, f"reserving failed: {trouble}{hint}"
+    except BaseException:  # Ctrl-C, most likely while the kernel reserves pages
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
     return descriptor, ""
 
 
