@@ -35,7 +35,7 @@ MB = 1_000_000
         ("reduce_scatter", False, 6, 100, 6, 5),
         ("all_to_all", False, 4, 50, 1, 1),
         ("all_gather", True, 2, 100, 1, 6),
-        ("reduce_scatter", True, 2, 50, 1, 10),
+        ("reduce_scatter", True, 2, 100, 1, 10),
         ("all_reduce", True, 4, 100, 2, 12),
     ],
 )

@@ -17,9 +17,9 @@ For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
 crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather
-and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all, and the reduce-scatter
-in two levels, have a stream for each pair of ranks. These streams together have another rate than one stream, so the
-link has two rates.
+and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo has a stream for each pair of ranks, which
+may carry one direction after the other (`weft.runtime.collectives.exchange_both_ways`). So it has another rate. Rails
+have a stream for each direction, which together reach the rate of a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
@@ -112,12 +112,12 @@ class HostNetwork:
     def _in_two_levels_us(self, op: str, nbytes: int) -> float:
         per_host, count = self.per_host, len(set(self.hosts))
         once = (count - 1) / count * nbytes
-        far, rate, rounds, copied = {
-            "all_gather": (once, self.bytes_per_us, count - 1, (1 + 1 / per_host) * nbytes),
-            "reduce_scatter": (once, self.exchange_bytes_per_us, 1, (2 + 1 / per_host) * nbytes),
-            "all_reduce": (2 * once, self.bytes_per_us, 2 * (count - 1), 3 * nbytes),
+        far, rounds, copied = {
+            "all_gather": (once, count - 1, (1 + 1 / per_host) * nbytes),
+            "reduce_scatter": (once, 1, (2 + 1 / per_host) * nbytes),
+            "all_reduce": (2 * once, 2 * (count - 1), 3 * nbytes),
         }[op]
-        return far / rate + rounds * self.round_trip_us / 2 + self._copied_us(copied)
+        return far / self.bytes_per_us + rounds * self.round_trip_us / 2 + self._copied_us(copied)
 
     def _copied_us(self, copied: float, fresh: float = 0.0) -> float:
         return (copied - fresh) / self.copy_bytes_per_us + fresh / self.fresh_bytes_per_us
