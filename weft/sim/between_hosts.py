@@ -17,9 +17,9 @@ For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
 crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather
-and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo has a stream for each pair of ranks, which
-may carry one direction after the other (`weft.runtime.collectives.exchange_both_ways`). So it has another rate. Rails
-have a stream for each direction, which together reach the rate of a ring.
+and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo has a stream for
+each pair of ranks, which may carry one direction after the other (`exchange_both_ways` in `weft.runtime.collectives`).
+So it has another rate. Rails have a stream for each direction, which together reach the rate of a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
