@@ -239,10 +239,10 @@ def _occupancy_table(by: Mapping[str, Record]) -> ResultTable:
     base = min((r["p50_ms"] for r in shown), default=1.0)
     columns: dict[str, Callable[[Record], str]] = {
         "variant": lambda r: r["variant"], "programs of an SM": lambda r: str(r["programs"]),
-        "of the usual": lambda r: f"{r['of_usual']:.0%}", "occupancy": lambda r: f"{r['occupancy']:.0%}",
-        "registers": lambda r: str(r["registers"]), "spilled": lambda r: str(r["spilled"]),
-        "least and most on an SM": lambda r: " to ".join(map(str, r.get("programs_of_multiprocessors", ()))),
-        "ms": lambda r: milliseconds(r["p50_ms"]), "over the fastest": lambda r: f"{r['p50_ms'] / base:.2f}",
+        "share of the usual programs": lambda r: f"{r['of_usual']:.0%}", "occupancy": lambda r: f"{r['occupancy']:.0%}",
+        "registers of a thread": lambda r: str(r["registers"]), "spilled registers": lambda r: str(r["spilled"]),
+        "fewest to most programs seen on an SM": lambda r: " to ".join(map(str, r.get("programs_of_multiprocessors", ()))),
+        "ms": lambda r: milliseconds(r["p50_ms"]), "time relative to the fastest": lambda r: f"{r['p50_ms'] / base:.2f}",
     }  # fmt: skip
     return table("Occupancy, 1024|256 (figure 11)", shown, columns)
 
@@ -269,7 +269,7 @@ def _kernels_table(by: Mapping[str, Record]) -> ResultTable:
         "launches": lambda of: str(of[1].get("launches", "")), "registers": lambda of: str(of[1]["registers"]),
         "threads": lambda of: str(of[1]["threads"]), "theoretical occupancy": lambda of: f"{of[1]['occupancy']:.1%}",
     }  # fmt: skip
-    return table("Kernels of a call on rank 0, 1024|64 (3.4)", shown, columns)
+    return table("Kernels of a call on rank 0, 1024|64 (section 3.4)", shown, columns)
 
 
 def conclusions(rows: Rows) -> list[str]:

@@ -245,9 +245,9 @@ def _parts_table(scaling: Scaling, rows: Sequence[PgasRow]) -> ResultTable:
         "unpacking ms": lambda row: f"{row.unpacking / 1e3:.2f}",
         "serial ms": lambda row: f"{row.serial / 1e3:.2f}",
         "direct ms": lambda row: f"{row.direct / 1e3:.2f}",
-        "bound": lambda row: f"{row.bound:.2f}x" if row.ranks > 1 else "",
+        "bound of the speedup": lambda row: f"{row.bound:.2f}x" if row.ranks > 1 else "",
         "speedup": lambda row: f"{row.speedup:.2f}x" if row.ranks > 1 else "",
-        "paper's": lambda row: f"{of:.2f}x" if (of := paper(row)) else "",
+        "paper's speedup": lambda row: f"{of:.2f}x" if (of := paper(row)) else "",
         "MB sent": lambda row: f"{row.sent / 1e6:.0f}" if row.ranks > 1 else "",
         "GB/s that the paper's baseline reaches": lambda row: (
             f"{implied_gbps(row, of):.1f}" if (of := paper(row)) else ""
@@ -256,7 +256,8 @@ def _parts_table(scaling: Scaling, rows: Sequence[PgasRow]) -> ResultTable:
     }
     what = "64 tables on each GPU" if scaling.name == "weak" else "96 tables in all"
     title = (
-        f"{scaling.name.capitalize()} scaling: {what}, {scaling.rows} rows a bag; the first three columns are bounds"
+        f"{scaling.name.capitalize()} scaling: {what}, {scaling.rows} rows a bag; pooling, exchange and unpacking are "
+        "lower bounds of their times"
     )
     return table(title, rows, columns)
 
@@ -271,7 +272,9 @@ def _factors_table(scaling: Scaling, rows: Sequence[PgasRow]) -> ResultTable:
     }
     figure_of = "figure 5" if weak else "figure 8"
     return table(
-        f"{scaling.name.capitalize()} scaling factors: time of one GPU over the time ({figure_of})", rows, columns
+        f"{scaling.name.capitalize()} scaling factors: time on one GPU / time on this number of GPUs ({figure_of})",
+        rows,
+        columns,
     )
 
 
@@ -283,7 +286,12 @@ def _sensitivity_table(found: PgasRows) -> ResultTable:
     }
     papers = [f"{speedup:.2f}x" for scaling in SCALINGS for speedup in scaling.speedups.values()]
     last = {"number": "paper's", **dict(zip(names, papers, strict=True))}
-    return table("Speedups with one assumed or derived number changed", found.sensitivity, columns, [last])
+    return table(
+        "Speedups with one assumed or derived number changed, by scaling and number of GPUs",
+        found.sensitivity,
+        columns,
+        [last],
+    )
 
 
 def _machine_table() -> ResultTable:

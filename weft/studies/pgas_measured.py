@@ -212,7 +212,7 @@ def _scaling_table(scaling: _Scaling, rows: Rows) -> ResultTable | None:
         "1 GPU, synchronised, ms": lambda v: milliseconds(one[v]["single_ms"]) if v in one else "",
         "2 GPUs, synchronised, ms": lambda v: milliseconds(two[v]["single_ms"]),
     }  # fmt: skip
-    title = f"{scaling.name.capitalize()} scaling ({scaling.figures[0]}); scaling factor: time of one GPU over the time"
+    title = f"{scaling.name.capitalize()} scaling ({scaling.figures[0]}); scaling factor: time on one GPU / time on two GPUs"
     return table(title, names, columns)
 
 

@@ -250,7 +250,7 @@ def direct_table(record: Record) -> ResultTable:
         "accesses except GEMM reads, ring": lambda line: f"{line[5]:.2f} outputs",
         "direct": lambda line: f"{line[6]:.2f} outputs",
     }
-    title = "A direct reduce-scatter on a full mesh (7.1): GEMM and reduce-scatter, without the all-gather"
+    title = "A direct reduce-scatter on a full mesh (section 7.1): GEMM and reduce-scatter, without the all-gather"
     return table(title, record["lines"], columns)
 
 
@@ -282,7 +282,7 @@ def stagger_table(record: Record) -> ResultTable:
         "slower": lambda line: f"{line[2] / line[1] - 1:.0%}",
     }
     return table(
-        "Staggered chunks (4.4): GEMM and reduce-scatter by T3-MCA, the slowest rank", record["lines"], columns
+        "Staggered chunks (section 4.4): GEMM and reduce-scatter by T3-MCA, the slowest rank", record["lines"], columns
     )
 
 

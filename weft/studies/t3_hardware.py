@@ -86,7 +86,7 @@ def tables(rows: Rows) -> list[ResultTable]:
     small, large, gpu = rows.small["75"], rows.large["75"], t3_gpu()
     smaller = "Sub-layers of Mega-GPT-2 and T-NLG (figures 15 and 16)"
     return [
-        claims_table("The paper's numbers and ours (6.1, 6.2, 6.4)", sub.claims(small, large)),
+        claims_table("The paper's numbers and ours (sections 6.1, 6.2 and 6.4)", sub.claims(small, large)),
         sub.speedups_table(small, smaller),
         sub.speedups_table(large, "Sub-layers of the large networks: GPT-3, PALM and MT-NLG (section 6.4)"),
         sub.memory_table(small),
@@ -192,7 +192,7 @@ def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
     """Write figures 16, 17, 18 and 6.4's networks as PNG files into `directory`, created if needed."""
     return [
         sub.draw_speedups(directory, rows.small["75"], f"{title} (figure 16)", "figure-16-hardware.png"),
-        sub.draw_speedups(directory, rows.large["75"], f"{title} (6.4)", "figure-20-large.png"),
+        sub.draw_speedups(directory, rows.large["75"], f"{title} (section 6.4)", "figure-20-large.png"),
         figures.draw_traffic(directory, rows.figures["17"]),
         sub.draw_memory(directory, rows.small["75"], f"{title} (figure 18)"),
     ]

@@ -224,7 +224,7 @@ def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> Re
     columns["largest"] = lambda line: f"{max(map(abs, line[1].values())):.1f}"
     title = (
         "Deviations of iteration speedups from the paper, in points, by assumption about attention and other operations "
-        "(6.3: 40 to 45%)"
+        "(section 6.3: 40 to 45%)"
     )
     return table(title, lines, columns)
 
