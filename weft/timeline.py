@@ -44,7 +44,9 @@ class Timeline:
     ) -> None:
         """Add a span. Raise `ValueError` if it ends before it starts."""
         if end_us < start_us:
-            raise ValueError(f"span {name!r} of rank {rank} ends at {end_us} us, before it starts at {start_us} us")
+            raise ValueError(
+                f"span {name!r} of rank {rank} ends at {end_us} us, before it starts at {start_us} us: pass start_us, then end_us"
+            )
         self.spans.append(Span(rank, lane, name, start_us, end_us, bytes, program))
 
     def extend(self, spans: Iterable[Span]) -> None:

@@ -104,7 +104,8 @@ def _measured(found: Sequence[Record], short: bool) -> str:
     latest = _latest_runs(found) if short else _long_enough(_latest_runs(found))
     if not latest:
         raise ValueError(
-            f"all {counted(len(found), 'record')} have times under {TOO_SHORT_MS:g} ms on CPU, which are not shown"
+            f"all {counted(len(found), 'record')} have times under {TOO_SHORT_MS:g} ms on CPU, which are not shown: record larger "
+            "shapes"
         )
     last = latest[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
@@ -200,7 +201,9 @@ def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, basel
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
     both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
     if not both:
-        raise ValueError(f"no configuration has {mode} {dtype} times of both {variant!r} and {baseline!r}")
+        raise ValueError(
+            f"no configuration has {mode} {dtype} times of both {variant!r} and {baseline!r}: record both in one run of weft bench"
+        )
     return {name: base["p50_ms"] / mine["p50_ms"] for name, (base, mine) in both.items()}
 
 

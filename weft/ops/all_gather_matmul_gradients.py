@@ -47,7 +47,8 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         shapes = [tuple(t.shape) for t in (*grads, *wts)]
         if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)]:
             raise ValueError(
-                f"A_shard has shape {tuple(x.shape)}, which does not match the shapes {shapes} of gradients and weights"
+                f"A_shard has shape {tuple(x.shape)}, which does not match the shapes {shapes} of gradients and weights: with "
+                f"{world} ranks, gradients have {m} rows, and transposed weights have {k} columns"
             )
         return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 

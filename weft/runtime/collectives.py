@@ -154,7 +154,7 @@ def finish(
                 whom = f" from {and_list([comm.name(rank) for rank in missing])}" if missing else ""
                 raise DeadlineError(
                     f"rank {comm.rank} waited {deadline_s:g} s for {what}{whom}: expected all {comm.world_size} ranks, "
-                    "but some are missing"
+                    "but some are missing. Check that all ranks made the same call"
                 )
     except BaseException as error:
         # No effect if the group has already failed.

@@ -229,7 +229,7 @@ class _AllGatherBenchmark(TorchOperator):
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):
             if shape.symmetric and options.device != "cuda":
-                raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs")
+                raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs: use --device cuda")
         if PREFETCH in options.variants and options.device != "cuda":
             raise ValueError(f"variant {PREFETCH!r} needs a GPU's streams: choose another variant, or device cuda")
         super().check_options(options)

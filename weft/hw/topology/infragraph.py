@@ -47,7 +47,9 @@ class Spread(Topology):
                         found += [(*route, link) for route in routes[: MOST_ROUTES - len(found)]]
             ways = further
         if target not in ways:
-            raise ValueError(f"no links with a bandwidth lead from rank {source} to rank {target}")
+            raise ValueError(
+                f"no links with a bandwidth lead from rank {source} to rank {target}: add links, or bandwidths, to the InfraGraph"
+            )
         fastest = max(map(_quickness, ways[target]))
         return tuple(route for route in ways[target] if _quickness(route) == fastest)
 

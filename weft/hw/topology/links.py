@@ -87,7 +87,7 @@ class Topology:
         if source not in self._routes:
             self._routes[source] = self._routes_from(source)
         if target not in self._routes[source]:
-            raise ValueError(f"no links lead from rank {source} to rank {target}")
+            raise ValueError(f"no links lead from rank {source} to rank {target}: add links to the topology")
         return (self._routes[source][target],)
 
     @cached_property
