@@ -79,6 +79,85 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool, tmp_path: Path, change
         assert same
 
 
+def saves_and_loads(
+    group: dist.ProcessGroup, folder: str, pairs: list[tuple[Any, Any]], written_by: str
+) -> list[tuple[str, bool]]:
+    """Save the tables' optimizer and load it into another, for each pair. Return (error, True if nothing was loaded).
+
+    written_by: "torchrec" saves only tables and states. "an earlier weft" saves no description of the optimizer.
+    """
+    found = []
+    for number, (one, two) in enumerate(pairs):
+        state = {"tables": weft.nn.FusedOptimizers(Model(group, tables(), optimizer=one)).state_dict()}
+        if written_by == "torchrec":
+            del state["tables"]["param_groups"]
+        elif written_by == "an earlier weft":
+            del state["tables"]["param_groups"]["sparse.ebc"]["optimizer"]
+        dcp.save(state, checkpoint_id=f"{folder}/{number}", process_group=group)
+        model = Model(group, tables(), optimizer=two)
+        for states in weft.nn.FusedOptimizers(model).state_dict()["state"].values():
+            for value in states.values():
+                value.fill_(3)
+        into = {"tables": weft.nn.FusedOptimizers(model)}
+        before, text = values(model), ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the missing learning rate
+                dcp.load(into, checkpoint_id=f"{folder}/{number}", process_group=group, planner=weft.nn.LoadPlanner())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        after = values(model)
+        found.append((text, all(torch.equal(value, after[name]) for name, value in before.items())))
+    return found
+
+
+PAIRS = [
+    (weft.Adam(lr=0.1), weft.Adagrad(lr=0.1), r"optimizer is Adam\(.*\) in the checkpoint and Adagrad\(.*\) here"),
+    (
+        weft.Adam(lr=0.1),
+        weft.SGD(lr=0.1),
+        "optimizer is Adam.* here; .*items.weight.items.momentum1 is in the checkpoint",
+    ),
+    (weft.Adam(lr=0.1), weft.Adam(lr=0.1, beta1=0.5), r"beta1=0.9.* in the checkpoint and .*beta1=0.5"),
+    (
+        weft.SGD(lr=0.1),
+        weft.SGD(lr=0.1, weight_decay=0.5),
+        r"weight_decay=0.0\) in the checkpoint and .*weight_decay=0.5",
+    ),
+    (weft.PartialRowwiseAdam(lr=0.1), weft.Adagrad(lr=0.1), r"optimizer is PartialRowwiseAdam\(.*and Adagrad\("),
+]
+
+
+def test_the_states_of_another_optimizer_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pairs = [(one, two) for one, two, _ in PAIRS]
+    for found in pool.run(saves_and_loads, str(tmp_path), pairs, "weft", ranks=2):
+        for (text, same), (_, _, said) in zip(found, PAIRS, strict=True):
+            assert text.startswith("CheckpointException"), text
+            assert re.search(f"tables.param_groups.sparse.ebc.{said}", text) or re.search(said, text), text
+            assert same
+
+
+@pytest.mark.parametrize("written_by", ["torchrec", "an earlier weft"])
+def test_without_a_description_states_are_compared(pool: Pool, tmp_path: Path, written_by: str) -> None:
+    adam, adagrad, sgd = (one(lr=0.1) for one in (weft.Adam, weft.Adagrad, weft.SGD))
+    pairs = [(adam, weft.Adam(lr=0.1, beta1=0.5)), (sgd, sgd), (adam, adagrad), (adam, sgd), (adagrad, adam)]
+    for found in pool.run(saves_and_loads, str(tmp_path), pairs, written_by, ranks=2):
+        assert [text for text, _ in found[:2]] == ["", ""]
+        assert not found[0][1]  # the states were loaded
+        for (text, same), said in zip(
+            found[2:],
+            (
+                "exp_avg_sq is in the checkpoint",
+                "momentum1 is in the checkpoint",
+                "exp_avg_sq is not in the checkpoint",
+            ),
+            strict=True,
+        ):
+            assert text.startswith("CheckpointException"), text
+            assert said in text
+            assert same
+
+
 def refuses(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     model = Model(group, tables(), optimizer=ADAGRAD)
     optimizers = weft.nn.FusedOptimizers(model)
@@ -94,6 +173,12 @@ def refuses(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         name, state = next(iter(wrong["state"][path].items()))
         wrong["state"][path][name] = state.double() + 1
         errors.append(error_of(lambda: optimizers.load_state_dict(wrong)))
+        more = copy.deepcopy(whole)
+        more["state"][path]["users.exp_avg_sq"] = torch.zeros(1)
+        errors.append(error_of(lambda: optimizers.load_state_dict(more)))
+        other = copy.deepcopy(whole)
+        other["param_groups"]["sparse.ebc"]["optimizer"] = {"Adagrad(eps=1.0)": torch.zeros(())}
+        errors.append(error_of(lambda: optimizers.load_state_dict(other)))
     assert all(torch.equal(one, two) for one, two in zip(before.values(), values(model).values(), strict=True))
     return errors
 
@@ -101,7 +186,15 @@ def refuses(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 def test_states_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
     for errors in pool.run(refuses, ranks=2):
         assert [kind for kind, _ in errors] == ["ValueError"] * len(errors)
-        for (_, text), said in zip(errors, ("no module", "no state and no", "param_groups", "float64"), strict=False):
+        texts = (
+            "no module",
+            "no state and no",
+            "param_groups",
+            "float64",
+            "exp_avg_sq",
+            "Adagrad(eps=1.0) in the state dict",
+        )
+        for (_, text), said in zip(errors, texts, strict=False):
             assert said in text
 
 

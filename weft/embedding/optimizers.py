@@ -119,6 +119,11 @@ class EmbeddingOptimizer:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_RULE}
 
     @property
+    def described(self) -> str:
+        """The class and the hyperparameters of the rule, without the learning rate: "SGD(weight_decay=0.0)"."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.numbers.items())})"
+
+    @property
     def counts(self) -> bool:
         """True if an update depends on the number of earlier updates."""
         return False

@@ -4,10 +4,12 @@
     <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
     state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
     param_groups.<path>.lr, .step                                     learning rate, number of updates
+    param_groups.<path>.optimizer.Adam(beta1=0.9, ...)                0; the name describes the optimizer
 
-<path> is the module's path in the model. Tables and states have TorchRec's names, so weft and TorchRec can load each
-other's files. Tables and states are stored whole; every rank writes its own part. So a job with another number of ranks
-or another placement can load the checkpoint.
+The name of the last entry has the optimizer's class and hyperparameters, because a planner reads only names, shapes and
+dtypes before a checkpoint is loaded. <path> is the module's path in the model. Tables and states have TorchRec's names,
+so weft and TorchRec can load each other's files. Tables and states are stored whole; every rank writes its own part. So
+a job with another number of ranks or another placement can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
 """A pattern for entries that TorchRec's checkpoints lack. When a TorchRec checkpoint is loaded, the model keeps its
 values of these entries.
 """
+
+OPTIMIZER = re.compile(r"(?P<entry>(?:.*\.)?param_groups\.(?:.*\.)?optimizer)\.(?P<described>\w+\(.*\))")
+"""A pattern for entries whose name describes an optimizer. TorchRec's checkpoints lack them."""
 
 
 class FusedOptimizers:
@@ -61,18 +66,19 @@ class FusedOptimizers:
         """Return the states of this rank's tables (not copies), learning rates and numbers of updates. The CPU waits
         for the device.
         """
+        # Tables of an optimizer without states have an empty entry, so that `LoadPlanner` knows their names.
         state: dict[str, dict[str, Any]] = {}
         parts = {path for path, module in self._modules.items() if hasattr(module, "partition")}
-        numbers: dict[str, dict[str, torch.Tensor]] = {}
+        numbers: dict[str, dict[str, Any]] = {}
         for path, module in self._modules.items():
             optimizer, update = _of(module)
             if path in parts:
                 state |= _states_of_parts(path, module, optimizer)
             for name, parameter in () if path in parts else module.named_parameters():
-                if states := optimizer.state.get(parameter):
-                    state[f"{path}.{name}" if path else name] = dict(states)
+                state[f"{path}.{name}" if path else name] = dict(optimizer.state.get(parameter, {}))
             lr = torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float64)
-            numbers[path] = {"lr": lr, "step": update.step.cpu().clone()}
+            described = {update.optimizer.described: torch.zeros((), dtype=torch.uint8)}
+            numbers[path] = {"lr": lr, "step": update.step.cpu().clone(), "optimizer": described}
         return {"state": state, "param_groups": numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -88,6 +94,11 @@ class FusedOptimizers:
 
         own, copies = self.state_dict(), list[tuple[torch.Tensor, torch.Tensor]]()
         for parameter, states in own["state"].items():
+            if extra := [name for name in state_dict["state"].get(parameter, {}) if name not in states]:
+                raise ValueError(
+                    f"the state dict has state {extra[0]!r} of {parameter!r}, which this optimizer does not have: load a state "
+                    "dict that was saved from this model with this optimizer"
+                )
             for name, state in states.items():
                 given = state_dict["state"].get(parameter, {}).get(name)
                 if given is None:
@@ -104,10 +115,16 @@ class FusedOptimizers:
                     )
                 copies += zip(local_tensors(state), local_tensors(given), strict=True)
         for path, numbers in own["param_groups"].items():
-            if missing := [name for name in numbers if name not in state_dict["param_groups"].get(path, {})]:
+            given = state_dict["param_groups"].get(path, {})
+            if missing := [name for name in ("lr", "step") if name not in given]:
                 raise ValueError(
                     f"the state dict has no param_groups.{path}.{missing[0]}: load a state dict that was saved from this model "
                     "with this optimizer"
+                )
+            if given.get("optimizer", numbers["optimizer"]).keys() != numbers["optimizer"].keys():
+                raise ValueError(
+                    f"param_groups.{path}.optimizer is {', '.join(given['optimizer'])} in the state dict and "
+                    f"{', '.join(numbers['optimizer'])} here: construct the module with the optimizer of the state dict"
                 )
         with torch.no_grad():
             for state, given in copies:
@@ -126,6 +143,10 @@ def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[
     found: dict[str, dict[str, Any]] = {}
     named = list(names_of_parts(module))
     own = [list(optimizer.state.get(weight, {}).values()) for _, weight in module.parts()]
+    updated = {id(weight) for weight in optimizer.param_groups[0]["params"]}
+    for (_, _, table), (_, weight) in zip(named, module.parts(), strict=True):
+        if id(weight) in updated:
+            found[f"{path}.{table}" if path else table] = {}
     for place, state in enumerate(module._update.optimizer.states):
         # A data-parallel table that the optimizer does not update has no states.
         given = [(part, of_part[place]) for (part, *_), of_part in zip(named, own, strict=True) if of_part]
@@ -133,7 +154,7 @@ def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[
         for number, value in values.items():
             table = next(of_table for part, _, of_table in named if part.table == number)
             name = module.partition.tables[number].name
-            found.setdefault(f"{path}.{table}" if path else table, {})[f"{name}.{state}"] = value
+            found[f"{path}.{table}" if path else table][f"{name}.{state}"] = value
     return found
 
 

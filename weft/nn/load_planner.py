@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,40 +11,67 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.caller import warn
-from weft.nn.checkpoint import OPTIONAL
+from weft.nn.checkpoint import OPTIMIZER, OPTIONAL
 
 _SHOWN = 8
+_STATE = re.compile(r"(?P<table>(?:.*\.)?embedding(?:_bag)?s\.[^.]+\.weight)\..+")
 
 
 class LoadPlanner(DefaultLoadPlanner):
     """A `planner` for `torch.distributed.checkpoint.load` that checks the checkpoint before it writes to the model.
 
-    It compares names, shapes and dtypes of all tensors with the checkpoint. If they differ on any rank, every rank
-    raises torch's `CheckpointException` with a `ValueError` that names the tensors. (torch's own planner silently
-    converts dtypes.) TorchRec's checkpoints have no learning rates and no numbers of updates: the current values stay,
-    with a warning.
+    It compares names, shapes and dtypes of all tensors with the checkpoint, and the classes and hyperparameters of the
+    tables' optimizers, except learning rates. An optimizer state of the model's tables that only the checkpoint has is a
+    difference too. If there are differences on any rank, every rank raises torch's `CheckpointException` with a
+    `ValueError` that names them. (torch's own planner silently converts dtypes.)
+
+    TorchRec's checkpoints have no learning rates and no numbers of updates: the current values stay, with a warning.
+    They do not have the optimizer's class and hyperparameters either: then only its states are compared.
     """
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         stored, bad, kept = self.metadata.state_dict_metadata, list[str](), list[str]()
+        optimizers = {found["entry"]: found["described"] for name in stored if (found := OPTIMIZER.fullmatch(name))}
+        without = set[str]()
         for name, value in self.state_dict.items():
             if name in stored:
                 bad += _differences(name, value, stored[name])
+            elif own := OPTIMIZER.fullmatch(name):
+                without.add(name)
+                if there := optimizers.get(own["entry"]):
+                    bad.insert(0, f"{own['entry']} is {there} in the checkpoint and {own['described']} here")
             elif OPTIONAL.search(name):
                 kept.append(name)
             else:
                 bad.append(f"{name} is not in the checkpoint")
+        tables = set(_tables(self.original_state_dict))
+        for name in stored:
+            if name not in self.state_dict and (state := _STATE.fullmatch(name)) and state["table"] in tables:
+                bad.append(f"{name} is in the checkpoint, but the optimizer here has no such state")
         if bad:
             more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
             raise ValueError(
                 "the checkpoint does not match the module, so nothing was loaded: "
-                f"{'; '.join(bad[:_SHOWN])}{more}. Load it into a model with the same tables"
+                f"{'; '.join(bad[:_SHOWN])}{more}. Load it into a model with the same tables and optimizers"
             )
         if kept:
             warn(f"the checkpoint has no {', '.join(kept)}: the present values are kept")
-            self.state_dict = {name: value for name, value in self.state_dict.items() if name not in kept}
+        without.update(kept)
+        if without:
+            self.state_dict = {name: value for name, value in self.state_dict.items() if name not in without}
         return super().create_local_plan()
+
+
+def _tables(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the name in the checkpoint of each table with an optimizer, also of an optimizer without states."""
+    for name, value in state_dict.items():
+        if not isinstance(value, Mapping):
+            continue
+        if name == "state" and "param_groups" in state_dict:
+            yield from (f"{prefix}state.{table}" for table in value)
+        else:
+            yield from _tables(value, f"{prefix}{name}.")
 
 
 def _differences(name: str, value: Any, stored: Any) -> list[str]:
