@@ -262,7 +262,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mlp-lr", type=float, default=0.002)
     parser.add_argument(
         "--placement", choices=["ranks", "rows", "plan"], default="ranks",
-        help="whole: each table on one rank (default). rows: each table cut by rows. plan: chosen by weft.embedding.plan_tables",
+        help="ranks: each table on one rank (default). rows: each table cut by rows. plan: chosen by weft.embedding.plan_tables",
     )  # fmt: skip
     parser.add_argument(
         "--criteo", type=Path, help="train on this Criteo file, with hashed ids, and not on synthetic data"

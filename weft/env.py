@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from weft.caller import warn_once
 
 MOST_S = 1e6
 """The longest deadline that all waits support, in seconds: about eleven days."""
+SETUP_S = 20.0
+"""The default of WEFT_SETUP_DEADLINE_S."""
 
 
 def deadline_s() -> float:
@@ -22,7 +25,7 @@ def setup_deadline_s() -> float:
     While ranks compile, `WEFT_DEADLINE_S` applies instead. If `WEFT_DEADLINE_S` is set and shorter, it limits set-up
     too.
     """
-    wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
+    wanted = _seconds("WEFT_SETUP_DEADLINE_S", f"{SETUP_S:g}", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
 
 
@@ -42,7 +45,7 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 compares tensors that must be equal on all ranks (bias, residual) in every call (default
-    0).
+    0). It must be equal on all ranks of a group.
 
     On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
     To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If
@@ -65,7 +68,7 @@ def under_torchrun() -> bool:
 
 def local_rank() -> int:
     """`LOCAL_RANK`: the index of the device that `weft bench` uses on this machine (default 0). torchrun sets it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _whole("LOCAL_RANK", "0", 0, "the index of this rank's device")
 
 
 def launcher_host() -> str:
@@ -86,7 +89,21 @@ def socket_interfaces() -> tuple[str, ...]:
 
 def world_size() -> int:
     """`WORLD_SIZE`: the number of ranks of `weft bench` (default 1). torchrun sets it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _whole("WORLD_SIZE", "1", 1, "the number of ranks")
+
+
+def _whole(variable: str, default: str, least: int, what: str) -> int:
+    text = os.environ.get(variable, default)
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ValueError(
+            f"{variable}={text!r} must be a whole number of at least {least}, {what}: start the ranks with torchrun, which "
+            "sets it, or unset RANK and WORLD_SIZE"
+        )
+    return value
 
 
 def quiet() -> bool:
@@ -126,6 +143,20 @@ def cache_dir() -> Path:
                 f"WEFT_CACHE_DIR={folder!r} names a user without a home folder, so {other} is used: set it to a path"
             )
         return other
+
+
+_CHECKED: tuple[Callable[[], object], ...] = (deadline_s, setup_deadline_s, check_calls, quiet, self_calibration)
+
+
+def faults() -> list[str]:
+    """Return an error text for each variable of weft with an invalid value."""
+    found: dict[str, None] = {}
+    for read in _CHECKED:
+        try:
+            read()
+        except ValueError as error:
+            found[str(error)] = None  # two functions read WEFT_DEADLINE_S
+    return list(found)
 
 
 OWN = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import pkgutil
 import re
 import warnings
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -416,3 +418,46 @@ def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
 
 def no_group(group: dist.ProcessGroup) -> str:
     return told(lambda: weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, "none"))
+
+
+# --- environment variables ---
+
+SWITCH = "must be one of 1, true, yes, on, 0, false, no, off"
+
+
+def with_variables(group: dist.ProcessGroup, variables: dict[str, str]) -> tuple[str, str]:
+    """Set variables on rank 0 only. Return the error of the first call, and that of the next call, without variables."""
+    own = dist.new_group([0, 1])
+    call = OPERATORS["all_gather_matmul"](own)
+    with mock.patch.dict(os.environ, variables if group.rank() == 0 else {}):
+        found = told(call)
+    dist.barrier(group)
+    after = told(call)
+    dist.destroy_process_group(own)
+    return found, after
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"WEFT_QUIET": "y"}, f"invalid values: rank 0: WEFT_QUIET='y' {SWITCH}. Correct the variables, or unset them"),
+        ({"WEFT_CHECK_CALLS": "2"}, f"rank 0: WEFT_CHECK_CALLS='2' {SWITCH}"),
+        (
+            {"WEFT_DEADLINE_S": "0", "WEFT_SELF_CALIBRATION": "abc"},
+            "rank 0: WEFT_DEADLINE_S='0' must be a positive number, at most 1000000: it limits how many seconds a wait may take; "
+            f"WEFT_SELF_CALIBRATION='abc' {SWITCH}",
+        ),
+        ({"WEFT_SETUP_DEADLINE_S": "-1"}, "rank 0: WEFT_SETUP_DEADLINE_S='-1' must be a positive number"),
+        (
+            {"WEFT_CHECK_CALLS": "1"},
+            "WEFT_CHECK_CALLS is 1 on ranks [0] and 0 on ranks [1]: set the same value on all ranks",
+        ),
+    ],
+)
+def test_variables_of_one_rank_are_refused_by_name_before_the_first_call(
+    pool: Pool, variables: dict[str, str], text: str
+) -> None:
+    for found, after in pool.run(with_variables, variables, ranks=2, timeout_s=60):
+        assert found.startswith("RefusedError: ")
+        assert text in found
+        assert after == "nothing"

@@ -114,6 +114,11 @@ def test_doctor_reads_the_variables_of_weft(monkeypatch) -> None:
     assert found().state == "broken"
     assert "WEFT_DEADLINE_S='soon' must be a positive number" in found().found
     assert not doctor.examine().works
+    monkeypatch.setenv("WEFT_QUIET", "yep")
+    assert [text.partition(" must be")[0] for text in found().found.splitlines()] == [
+        "WEFT_DEADLINE_S='soon'", "WEFT_QUIET='yep'"
+    ]  # fmt: skip
+    assert found().fix.startswith("correct the variables, or unset them")
 
 
 def test_doctor_survives_a_machine_where_nothing_works(monkeypatch) -> None:

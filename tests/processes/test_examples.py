@@ -49,6 +49,15 @@ def test_bad_options_are_refused_before_ranks_start(
     assert f"{sys.argv[0]}: error: {text}" in capsys.readouterr().err
 
 
+def test_dlrms_help_explains_each_placement(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["dlrm.py", "--help"])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit):
+        load(EXAMPLES / "dlrm.py").main()
+    choices, text = re.search(r"--placement \{(.*?)\}(.*?)--criteo", capsys.readouterr().out, re.DOTALL).groups()
+    assert re.findall(r"(\w+): ", text) == choices.split(",")
+
+
 @pytest.mark.slow
 def test_dlrm_agrees_with_the_unsharded_model() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -78,6 +78,34 @@ def test_switches_have_words_for_on_and_off(
         read()
 
 
+@pytest.mark.parametrize(
+    ("variable", "read", "bad"),
+    [("WORLD_SIZE", env.world_size, ("abc", "0", "")), ("LOCAL_RANK", env.local_rank, ("abc", "-1", "1.0"))],
+)
+def test_numbers_of_launchers_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, read: Callable[[], int], bad: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(variable, "3")
+    assert read() == 3
+    for text in bad:
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(
+            ValueError, match=f"{variable}={text!r} must be a whole number of at least .*: start the ranks with"
+        ):
+            read()
+
+
+def test_every_invalid_variable_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = "WEFT_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION"
+    for name in bad:
+        monkeypatch.delenv(name, raising=False)
+    assert env.faults() == []
+    for name in bad:
+        monkeypatch.setenv(name, "yep")
+    monkeypatch.setenv("WEFT_SETUP_DEADLINE_S", "5")
+    assert [text.partition("=")[0] for text in env.faults()] == [*bad]
+
+
 def test_the_list_of_own_variables_is_that_of_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
     assert set(env.OWN) == set(re.findall(r"^\| `(WEFT_\w+)`", page, re.MULTILINE))

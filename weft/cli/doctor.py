@@ -312,11 +312,9 @@ def _planning() -> Finding:
 
 def _environment() -> Finding:
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("WEFT_")}
-    try:
-        env.deadline_s()
-        env.setup_deadline_s()
-    except ValueError as error:
-        return Finding("environment", "broken", str(error), "correct the variable, or unset it: calls raise this error")
+    if faults := env.faults():
+        them = "correct the variables, or unset them" if faults[1:] else "correct the variable, or unset it"
+        return Finding("environment", "broken", "\n".join(faults), f"{them}: calls raise this error")
     if unknown := [name for name in given if name not in env.OWN]:
         fix = f"weft reads {', '.join(env.OWN)}: docs/environment.md"
         return Finding("environment", "missing", f"weft does not read {', '.join(unknown)}", fix)

@@ -16,6 +16,7 @@ from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.embedding_table import first_values
 from weft.nn.id_bound import check_max_ids
+from weft.symm.groups import require_member
 from weft.words import by_rank
 
 
@@ -23,10 +24,10 @@ def rank_in(group: Any) -> int:
     """Return this rank's number in `group`. Raise `ValueError` if this rank is not in the group."""
     if group is None:
         raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
-    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
-    if rank < 0:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the group: construct the collection only on the ranks of the group")
-    return rank
+    require_member(group)
+    return dist.get_rank(group)
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

@@ -57,9 +57,11 @@ class Attempt:
 
         cause: the name of the attempt that failed first. Every other rank raises this error once, even a rank that
         arrives later. If this rank was late or lost a peer, `cause` is empty. Then only ranks whose attempts this rank
-        had seen (`met`) raise this error, and all ranks may try again.
+        had seen (`met`) raise this error, and all ranks may try again. If all ranks find the error in the entries
+        (`RefusedError`), `cause` is the first rank's attempt.
         """
-        cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
+        found = isinstance(error, DeadlineError | PeerLostError | RefusedError)
+        cause = self.cause if found else self.name
         _heard.add((self.rank, cause))  # other ranks will repeat this error
         met = [entry.name for entry in self.entries.values()]
         refused = isinstance(error, RefusedError)

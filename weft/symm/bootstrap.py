@@ -49,7 +49,7 @@ from weft.reading import parse_json
 from weft.symm import hosts
 from weft.symm.attempt import Attempt, port_key
 from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours, same_user
-from weft.symm.entries import Entry, hosts_of, require_one_version
+from weft.symm.entries import Entry, hosts_of, require_one_version, require_valid_settings
 
 _LOOK_S = 0.1  # interval at which a wait for peers checks that they are alive
 _REASON_S = 1.0  # time to wait for the reason of a rank that closed its connection: the store may be slow
@@ -99,7 +99,8 @@ def connect(
 
     Raises:
 
-    - `RefusedError` if versions of weft or torch differ.
+    - `RefusedError` if versions of weft or torch differ, or environment variables of weft are invalid
+      (`weft.symm.entries`).
     - `DeadlineError`, which names the ranks that did not arrive within `deadline_s` seconds or cannot be reached.
     - `PeerLostError` if another rank died, if it gave up (the text has its reason), or if the process that served the
       store has ended.
@@ -184,7 +185,10 @@ class _Setup(Attempt):
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
         self._read_entries()
         entries = [self.entries[r] for r in range(self.world_size)]
+        self.cause = self.entries[0].name  # of the following errors, which every rank finds
         require_one_version(entries)
+        require_valid_settings(entries)
+        self.cause = ""
         self.hosts = hosts_of(entries)
         if any(map(self.is_far, self.entries)):
             self.control = hosts.ControlPort(self.rank, self.mine.token, self.world_size)

@@ -365,7 +365,8 @@ def communicator(
 
     - `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
       rank.
-    - `RefusedError` if ranks have different versions of weft or torch.
+    - `RefusedError` if ranks have different versions of weft or torch, or different values of WEFT_CHECK_CALLS, or if a
+      variable of weft has an invalid value on any rank.
     - `PoisonedGroupError` if the group has failed before.
     - `DeadlineError` if a rank does not arrive in time, or cannot be reached.
     - `PeerLostError` if a rank failed or died after it arrived, if another group knows that it has ended, or if the
@@ -386,6 +387,8 @@ def communicator(
             return known
         if (failure := failures.of(group)) is not None:
             raise unusable(str(failure))
+        if deadline_s is None and env.faults():  # ranks refuse the set-up when they meet
+            deadline_s = env.SETUP_S
         deadline_s = setup_deadline_s(deadline_s)
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:

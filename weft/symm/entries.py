@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 import weft
+from weft import env
 from weft.errors import RefusedError
+from weft.words import by_rank
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Entry:
     pids: str  # the machine and the namespace in which the pid is valid
     calls: int  # the number of calls that the rank has begun on this group
     versions: str
+    checks_calls: bool  # WEFT_CHECK_CALLS
+    faults: str  # error texts of environment variables with invalid values
 
     @staticmethod
     def of_this_process(rank: int, name: str, calls: int) -> Entry:
@@ -38,7 +42,10 @@ class Entry:
         kernel = f"{boot} {os.readlink('/proc/self/ns/net')}"
         token, pids = secrets.token_hex(16), f"{boot} {os.readlink('/proc/self/ns/pid')}"
         versions = f"weft {weft.__version__}, torch {torch.__version__.partition('+')[0]}"
-        return Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids, calls, versions)
+        faults = "; ".join(env.faults())
+        checks_calls = not faults and env.check_calls()
+        host, pid = socket.gethostname(), os.getpid()
+        return Entry(rank, name, token, host, kernel, pid, pids, calls, versions, checks_calls, faults)
 
     @staticmethod
     def read(given: dict[str, Any]) -> Entry:
@@ -50,6 +57,8 @@ class Entry:
             "pids": "",
             "calls": 0,
             "versions": "an earlier weft",
+            "checks_calls": False,
+            "faults": "",
         }
         known |= {field.name: given[field.name] for field in fields(Entry) if field.name in given}
         return Entry(**known)
@@ -66,6 +75,20 @@ def require_one_version(entries: Sequence[Entry]) -> None:
         who = "; ".join(f"{versions} on ranks {ranks}, host {host}" for (versions, host), ranks in ranks_of.items())
         raise RefusedError(
             f"ranks of this group have different versions: {who}. Install the same versions on every host"
+        )
+
+
+def require_valid_settings(entries: Sequence[Entry]) -> None:
+    """Raise `RefusedError` on every rank if an environment variable has an invalid value on any rank, or if
+    WEFT_CHECK_CALLS differs.
+    """
+    if faults := by_rank((entry.rank, entry.faults) for entry in entries if entry.faults):
+        raise RefusedError(f"environment variables have invalid values: {faults}. Correct the variables, or unset them")
+    with_1, with_0 = ([entry.rank for entry in entries if entry.checks_calls is on] for on in (True, False))
+    if with_1 and with_0:
+        raise RefusedError(
+            f"WEFT_CHECK_CALLS is 1 on ranks {with_1} and 0 on ranks {with_0}: set the same value on all ranks, since it "
+            "decides what ranks compare"
         )
 
 
