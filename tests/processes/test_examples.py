@@ -54,7 +54,7 @@ def test_dlrms_help_explains_each_placement(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.syspath_prepend(EXAMPLES)
     with pytest.raises(SystemExit):
         load(EXAMPLES / "dlrm.py").main()
-    choices, text = re.search(r"--placement \{(.*?)\}(.*?)--criteo", capsys.readouterr().out, re.DOTALL).groups()
+    choices, text = re.search(r"\n  --placement \{(.*?)\}(.*?)--criteo", capsys.readouterr().out, re.DOTALL).groups()
     assert re.findall(r"(\w+): ", text) == choices.split(",")
 
 
