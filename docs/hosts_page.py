@@ -159,7 +159,7 @@ def ratios() -> str:
         )  # fmt: skip
     header = (
         "link / pooling", "rows in a bag", "pooling ms", "link ms", *(f"{way} ms" for way in _WAYS), "skew ms, one pass",
-        "far first",
+        "skew ms, far first",
     )  # fmt: skip
     return link() + "\n" + markdown_table(header, rows) + "\n"
 

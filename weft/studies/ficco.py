@@ -189,16 +189,16 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
         "best of eight": _speedup(*EIGHT),
         "fastest schedule": lambda row: titles.get(row.best(EIGHT) or "", ""),
         "heuristic's pick": lambda row: titles.get(row.pick, row.pick),
-        "loss of the pick": lost,
+        "loss of the heuristic's pick": lost,
         "closed form's pick": lambda row: titles.get(row.closed, row.closed),
-        "its loss": lambda row: lost(row, row.closed) if row.closed else "",
+        "loss of the closed form's pick": lambda row: lost(row, row.closed) if row.closed else "",
     }
     return table("Speedup over serial of each schedule, and the heuristic's pick (figure 12b)", rows, columns)
 
 
 def _choices(rows: Sequence[GemmRow]) -> ResultTable:
     """Return the quality of the heuristic's choices, and of weft's own choices if they were recorded."""
-    who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of it"
+    who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of the fastest"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
         TABLES.items(),

@@ -122,7 +122,7 @@ def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
     for title, begin in tables.items():
         count = sum(row.gemm.name.startswith(begin) for row in rows)
         columns[title] = lambda s, title=title, count=count: f"{s.near[title]} of {count}"  # type: ignore[misc]
-        columns[f"{title}: with"] = lambda s, title=title: s.thresholds[title]  # type: ignore[misc]
+        columns[f"{title}: best thresholds"] = lambda s, title=title: s.thresholds[title]  # type: ignore[misc]
     said = f"Most GEMMs within {NEAR:.0%} of the fastest schedule with the best thresholds for each table"
     return table(said, list(sweep(rows, tables)), columns)
 

@@ -193,9 +193,9 @@ def _with_units(gpu: TrackingGpu, times: int) -> list[list[Any]]:
 def more_units_readings_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "with twice the units": lambda line: line[0],
-        "FC-2 gains more by T3-MCA": lambda line: "{} of {}".format(*line[1]["FC-2"]),
-        "in the ideal": lambda line: "{} of {}".format(*line[1]["ideal"]),
-        "OP gains more by T3-MCA": lambda line: "{} of {}".format(*line[1]["OP"]),
+        "FC-2 layers that gain more, T3-MCA": lambda line: "{} of {}".format(*line[1]["FC-2"]),
+        "FC-2 layers that gain more, ideal": lambda line: "{} of {}".format(*line[1]["ideal"]),
+        "OP layers that gain more, T3-MCA": lambda line: "{} of {}".format(*line[1]["OP"]),
     }
     return table("Twice the units, and also faster memory or links (figure 20)", record["readings"], columns)
 
@@ -243,12 +243,12 @@ def simulate_direct(gpu: TrackingGpu) -> Record:
 def direct_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "sub-layer of T-NLG": lambda line: line[0],
-        "ring, T3 us": lambda line: f"{line[1]:.0f}",
-        "T3-MCA us": lambda line: f"{line[2]:.0f}",
-        "direct, T3 us": lambda line: f"{line[3]:.0f}",
-        "T3-MCA us ": lambda line: f"{line[4]:.0f}",
-        "accesses except GEMM reads, ring": lambda line: f"{line[5]:.2f} outputs",
-        "direct": lambda line: f"{line[6]:.2f} outputs",
+        "ring: T3 us": lambda line: f"{line[1]:.0f}",
+        "ring: T3-MCA us": lambda line: f"{line[2]:.0f}",
+        "direct: T3 us": lambda line: f"{line[3]:.0f}",
+        "direct: T3-MCA us": lambda line: f"{line[4]:.0f}",
+        "ring: accesses except GEMM reads": lambda line: f"{line[5]:.2f} outputs",
+        "direct: accesses except GEMM reads": lambda line: f"{line[6]:.2f} outputs",
     }
     title = "A direct reduce-scatter on a full mesh (section 7.1): GEMM and reduce-scatter, without the all-gather"
     return table(title, record["lines"], columns)
@@ -353,7 +353,7 @@ def _means(gpu: TrackingGpu, which: Sequence[Any]) -> list[float]:
 def sensitivity_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "number": lambda line: line[0] if line[1] is not None else "as it is",
-        "times": lambda line: "" if line[1] is None else f"{line[1]:.2f}",
+        "multiplied by": lambda line: "" if line[1] is None else f"{line[1]:.2f}",
         "T3": lambda line: f"{line[2]:.3f}x",
         "T3-MCA": lambda line: f"{line[3]:.3f}x",
         "ideal": lambda line: f"{line[4]:.3f}x",
@@ -406,8 +406,8 @@ def assumptions_table(record: Record) -> ResultTable:
         "T3": lambda line: f"{line[1]:.3f}x",
         "T3-MCA": lambda line: f"{line[2]:.3f}x",
         "ideal": lambda line: f"{line[3]:.3f}x",
-        "GEMM reads less, 8 ranks": lambda line: f"{line[4]:.2f}x",
-        "16 ranks": lambda line: f"{line[5]:.2f}x",
+        "fewer reads of the GEMM, 8 ranks": lambda line: f"{line[4]:.2f}x",
+        "fewer reads of the GEMM, 16 ranks": lambda line: f"{line[5]:.2f}x",
         "accesses saved": lambda line: f"{line[6]:.0%}",
     }
     return table("Geometric means under other assumptions", record["lines"], columns)
@@ -423,7 +423,7 @@ def dram_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "accesses": lambda line: line[0],
         "TB/s": lambda line: f"{line[1] / 1e12:.2f}",
-        "over the derived rate": lambda line: f"{line[1] / record['effective']:.2f}",
+        "relative to the derived rate": lambda line: f"{line[1] / record['effective']:.2f}",
     }
     title = (
         f"Memory bandwidth from DRAM timings (the rate derived from the paper is {record['effective'] / 1e12:g} TB/s). "

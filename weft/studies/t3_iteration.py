@@ -145,8 +145,8 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
     for i, phase in enumerate(PHASES):
         columns[f"{phase}: collectives"] = lambda line, i=i: f"{line[1][i].collectives / line[1][i].total():.0%}"  # type: ignore[misc]
         columns[f"{phase}: GEMMs before them"] = lambda line, i=i: f"{line[1][i].sliced / line[1][i].total():.0%}"  # type: ignore[misc]
-    columns["of the sub-layers"] = lambda line: f"{_share(line[1][1], line[1][1].sliced):.0%}"
-    columns["with GEMMs twice as fast"] = lambda line: f"{share_with_faster_gemms(line[1][1]):.0%}"
+    columns["collectives in sub-layers"] = lambda line: f"{_share(line[1][1], line[1][1].sliced):.0%}"
+    columns["the same with GEMMs twice as fast"] = lambda line: f"{share_with_faster_gemms(line[1][1]):.0%}"
     last = []
     for what, some, paper in (
         ("maximum of Mega-GPT-2 and T-NLG", [pair for _, pair in lines if not pair[0].large], ("34%", "43%")),
@@ -157,10 +157,10 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
             for i, (phase, of) in enumerate(zip(PHASES, paper, strict=True))
         }
         twice = f"{max(share_with_faster_gemms(pair[1]) for pair in some):.0%} (75%)"
-        last.append({"network": what, **shares, "with GEMMs twice as fast": twice})
+        last.append({"network": what, **shares, "the same with GEMMs twice as fast": twice})
     title = (
         "Share of an iteration spent in collectives, with the paper's in brackets (figure 4). "
-        "Last two columns: share of the prompt phase's sub-layers"
+        "Last two columns: share of the time of the prompt phase's sub-layers"
     )
     return table(title, lines, columns, last)
 
