@@ -30,7 +30,7 @@ class RowIds:
     def __init__(
         self, partition: Partition, distribution: RowDist | None, device: torch.device, bounds_check: BoundsCheck, features: Any
     ) -> None:  # fmt: skip
-        """distribution: None if all tables are data-parallel."""
+        """distribution: the exchange of ids and rows; None if all tables are data-parallel, so that ranks exchange nothing."""
         self._partition, self._place_of_part = partition, {} if distribution is None else distribution.place_of_part
         jagged = as_jagged(features)
         keys = jagged.keys

@@ -137,7 +137,9 @@ def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return weights by [sender, receiver, position in the table]. They are the same on all ranks."""
+    """Return a random 64-bit weight for each count that a sender tells a receiver: [sender, receiver, position among
+    the `width` counts]. Equal on all ranks.
+    """
     return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
 
 

@@ -109,8 +109,8 @@ def _kinds(stands: Sequence[_Stand]) -> int:
 
 
 def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
-    """Measure. Return (the first rank's numbers, "") or (None, the reason). All ranks must make this call. The first rank
-    saves its numbers.
+    """Calibrate this machine. Return (the first rank's calibration, ""), or (None, the reason why ranks refused). All ranks must
+    make this call. The first rank saves its calibration.
     """
     try:
         with MEASURES[comm.device.type](comm, sizes) as measure:

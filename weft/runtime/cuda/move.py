@@ -192,7 +192,7 @@ def _compiled_small(device: torch.device, name: str) -> Any:
 
 
 def _greatest_power_of_two(*numbers: int) -> int:
-    """Return the largest power of two that divides all numbers, at most the widest access."""
+    """Return the largest power of two that divides all of `numbers`, at most `_ALIGNMENT`, the widest access."""
     bits = _ALIGNMENT
     for number in numbers:
         bits |= number
