@@ -128,7 +128,7 @@ def checked_dimension(
     if type(dim) is int and 0 <= dim < A.dim() - 1:
         return dim
     what, name = names
-    shape, dim = tuple(A.shape), _whole(name, dim, "pass the number of a dimension, an int")
+    shape, dim = tuple(A.shape), checked_whole(name, dim, "pass the number of a dimension, an int")
     if len(shape) < 2:
         raise ValueError(f"{what} has shape {shape}: pass at least two dimensions, [rows, K]")
     known = -len(shape) <= dim < len(shape)
@@ -162,7 +162,9 @@ def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
-    return tuple(_whole(f"{name}[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(given))
+    return tuple(
+        checked_whole(f"{name}[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(given)
+    )
 
 
 def check_count(name: str, count: Any) -> None:
@@ -173,7 +175,9 @@ def check_count(name: str, count: Any) -> None:
 
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
-    return tuple(_whole(f"{name}[{i}]", size, "pass a whole number") for i, size in enumerate(listed(name, given)))
+    return tuple(
+        checked_whole(f"{name}[{i}]", size, "pass a whole number") for i, size in enumerate(listed(name, given))
+    )
 
 
 def checked_deadline(deadline_s: Any) -> float | None:
@@ -189,7 +193,7 @@ def checked_deadline(deadline_s: Any) -> float | None:
     )
 
 
-def _whole(name: str, given: Any, fix: str) -> Any:
+def checked_whole(name: str, given: Any, fix: str) -> Any:
     """Return `given` as a whole number. Besides int, integers of numpy and torch's symbolic integers are allowed."""
     if type(given) is int or isinstance(given, torch.SymInt):
         number = given

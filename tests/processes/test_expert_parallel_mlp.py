@@ -37,7 +37,7 @@ def test_copies_state_dicts_and_bad_arguments(pool: Pool) -> None:
             f"needs gate_up_proj for all experts, or {2 * rank}.up_proj.weight, ... for each expert" in told["missing"]
         )
         assert "num_experts=5 must be positive and divisible by world_size=2" in told["experts"]
-        assert "use 6, or another number of ranks" in told["experts"]
+        assert "pass 6, or use another number of ranks" in told["experts"]
         assert "top_k_index (3, 2) and top_k_weights (6, 2) must both be [6, top_k], as x has 6 tokens" in told["index"]
         assert "top_k_index (6, 2) and top_k_weights (6, 1) must both be [6, top_k]" in told["weights"]
         assert f"num_experts=4, gated=True, rank={rank} of 2" in told["shown"]

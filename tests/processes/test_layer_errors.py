@@ -8,6 +8,7 @@ again, and must give its earlier result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -335,6 +336,43 @@ def test_an_activation_that_changes_shape_or_dtype_is_refused(pool: Pool, kind: 
         assert refused == "RefusedError", text
         assert text.startswith(f"rank 1: {name}: activation changes {makes}"), text
         assert dtype or text.endswith("pass a function that keeps the shape, such as torch.nn.functional.silu")
+
+
+def bad_constructors(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the errors of constructors with bad sizes, dtypes or dimensions."""
+    column = partial(weft.nn.ColumnParallelLinear, group=group)
+    row = partial(weft.nn.RowParallelLinear, group=group)
+    mlp = partial(weft.nn.ParallelMLP, group=group)
+    attention = partial(weft.nn.ParallelAttention, group=group)
+    experts = partial(weft.nn.ExpertParallelMLP, group=group)
+    calls: dict[str, Callable[[], Any]] = {
+        "in_features=-4 must be positive: pass the size of the whole layer": lambda: column(-4, 4),
+        "in_features=0 must be positive: ": lambda: column(0, 4),
+        "in_features='4' is a str: pass a whole number": lambda: column("4", 4),
+        "out_features=True is a bool: pass a whole number": lambda: row(4, True),
+        "out_features=-4 must be positive and divisible by world_size=2: pass 2": lambda: column(4, -4),
+        "hidden=0 must be positive: ": lambda: mlp(0, 4),
+        "hidden=4.0 is a float: ": lambda: attention(4.0, 2),
+        "heads=2.0 is a float: ": lambda: attention(4, 2.0),
+        "head_dim=-1 must be positive: ": lambda: attention(4, 2, head_dim=-1),
+        "intermediate=-8 must be positive: ": lambda: experts(4, -8, 2),
+        "hidden=None is a NoneType: ": lambda: experts(None, 8, 2),
+        "num_experts='2' is a str: ": lambda: experts(4, 8, "2"),
+        "dtype=torch.int8 is not supported: pass torch.float32, ": lambda: column(4, 4, dtype=torch.int8),
+        "dtype=torch.complex64 is not supported: ": lambda: attention(4, 2, dtype=torch.complex64),
+        "dtype=torch.float8_e4m3fn is not supported: ": lambda: experts(4, 8, 2, dtype=torch.float8_e4m3fn),
+        "dtype='float32' is a str: ": lambda: row(4, 4, dtype="float32"),
+        "sequence_dim=1.0 is a float: pass the number of a dimension": lambda: column(4, 4, sequence_dim=1.0),
+        "sequence_dim=True is a bool: ": lambda: attention(4, 2, sequence_dim=True),
+        "sequence_dim='1' is a str: ": lambda: mlp(4, 4, sequence_dim="1"),
+    }
+    return {wanted: error_of(call)[1] for wanted, call in calls.items()}
+
+
+def test_bad_sizes_dtypes_and_dimensions_are_refused_by_constructors(pool: Pool) -> None:
+    for found in pool.run(bad_constructors, ranks=2):
+        for wanted, text in found.items():
+            assert text.startswith(wanted), text
 
 
 def of_another_dtype(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:

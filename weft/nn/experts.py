@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from weft.nn.layer_arguments import check_dtype, checked_size
 from weft.operator.layers import activated, compare_options, ends_group, fill, require_alike, tells_peers, wrong_device
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
@@ -55,7 +56,7 @@ class ExpertParallelMLP(nn.Module):
         than the value in the first call.
     schedules: the names of the schedules to use for `all_to_all_matmul` and for `matmul_all_to_all`. None: weft
         chooses.
-    device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16, and x must have the same dtype. Autocast has no
+    device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16, or fp64 on CPU; x must have the same dtype. Autocast has no
         effect.
 
     The parameters are `gate_up_proj` [E, 2 * intermediate, hidden], with the gate's rows first, and `down_proj` [E,
@@ -87,20 +88,16 @@ class ExpertParallelMLP(nn.Module):
         super().__init__()
         group = group_of(group)
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
-        if num_experts < 1 or num_experts % self.world_size:
-            above = max(1, -(-num_experts // self.world_size)) * self.world_size
-            raise ValueError(
-                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, "
-                f"since every rank has equally many experts: use {above}, or another number of ranks"
-            )
-        self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
+        self.num_experts = checked_size("num_experts", num_experts, self.world_size)
+        self.hidden, self.intermediate = checked_size("hidden", hidden), checked_size("intermediate", intermediate)
+        check_dtype(dtype)
         self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity
         self.schedules = schedules
-        local = num_experts // self.world_size
-        rows = 2 * intermediate if gated else intermediate
-        first = nn.Parameter(torch.empty(local, rows, hidden, device=device, dtype=dtype))
+        local = self.num_experts // self.world_size
+        rows = 2 * self.intermediate if gated else self.intermediate
+        first = nn.Parameter(torch.empty(local, rows, self.hidden, device=device, dtype=dtype))
         self.register_parameter(self.first_name, first)
-        self.down_proj = nn.Parameter(torch.empty(local, hidden, intermediate, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(local, self.hidden, self.intermediate, device=device, dtype=dtype))
         self.reset_parameters()
 
     @property

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.nn.layer_arguments import check_dtype, checked_sequence_dim, checked_size
 from weft.nn.norm import RMSNorm
 from weft.operator.layers import (
     as_autocast,
@@ -56,14 +57,19 @@ class ParallelLinear(nn.Module):
         group = group_of(group)
         # Store the name, not the group, because groups cannot be copied or pickled.
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
-        self.in_features, self.out_features, self.sequence_dim = in_features, out_features, sequence_dim
-        shape = [out_features, in_features]
-        shape[self.divided] = part_of(
-            ("out_features", "in_features")[self.divided], shape[self.divided], self.world_size
-        )
+        self.sequence_dim = checked_sequence_dim(sequence_dim)
+        check_dtype(dtype)
+        sizes, world = {"out_features": out_features, "in_features": in_features}, self.world_size
+        shape = [
+            checked_size(name, size, world if dim == self.divided else None)
+            for dim, (name, size) in enumerate(sizes.items())
+        ]
+        self.out_features, self.in_features = shape
+        shape[self.divided] //= world
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        length = out_features if self.divided else shape[0]
-        self.register_parameter("bias", nn.Parameter(torch.empty(length, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     @classmethod
@@ -155,7 +161,7 @@ class ColumnParallelLinear(ParallelLinear):
     bias: True for a bias, which is sharded like the output features.
     group: a process group, or its name.
     sequence_dim: the sharded dimension of x: 1 for [B, S, H], 0 for [S, B, H] or [S, H], None if x is replicated.
-    device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16. Autocast converts x and the weight as for
+    device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16, or fp64 on CPU. Autocast converts x and the weight as for
         `nn.Linear`.
 
     The parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W]: ordinary tensors with this
@@ -312,12 +318,3 @@ def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.
     _, ys = all_gather_matmul(x, [w.t() for w in weights], first.sequence_dim, first.group_name, return_A=False)
     biases = (layer.bias for layer in layers)
     return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
-
-
-def part_of(name: str, value: int, world: int) -> int:
-    if value < 1 or value % world:
-        raise ValueError(
-            f"{name}={value} must be positive and divisible by world_size={world}: pass "
-            f"{max(1, -(-value // world)) * world}, or use another number of ranks"
-        )
-    return value // world

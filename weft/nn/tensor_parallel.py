@@ -26,7 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel, part_of, require
+from weft.nn.layer_arguments import checked_sequence_dim, checked_size
+from weft.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel, require
 from weft.operator.layers import activated, compare_options, given, tells_peers
 from weft.symm.groups import group_of
 from weft.words import kind
@@ -61,7 +62,8 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        part_of("intermediate", intermediate, group_of(group).size())
+        hidden = checked_size("hidden", hidden)
+        intermediate = checked_size("intermediate", intermediate, group_of(group).size())
         self.activation = activation
 
         def column() -> ColumnParallelLinear:
@@ -127,8 +129,9 @@ class ParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads, world = heads if kv_heads is None else kv_heads, group_of(group).size()
-        part_of("heads", heads, world)
-        part_of("kv_heads", kv_heads, world)
+        hidden, heads = checked_size("hidden", hidden), checked_size("heads", heads, world)
+        kv_heads = checked_size("kv_heads", kv_heads, world)
+        sequence_dim = checked_sequence_dim(sequence_dim)
         if heads % kv_heads:
             raise ValueError(
                 f"heads={heads} must be divisible by kv_heads={kv_heads}, because each key head is "
@@ -143,7 +146,7 @@ class ParallelAttention(nn.Module):
                 f"sequence_dim={sequence_dim} is not supported: pass 1 for [B, S, H], 0 for [S, B, H], or None if "
                 "every rank has the whole x"
             )
-        self.head_dim = hidden // heads if head_dim is None else head_dim
+        self.head_dim = hidden // heads if head_dim is None else checked_size("head_dim", head_dim)
         self.grouped, self.causal, self.sequence_dim = heads != kv_heads, causal, sequence_dim
 
         def column(of_heads: int) -> ColumnParallelLinear:

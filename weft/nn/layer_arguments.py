@@ -1,0 +1,45 @@
+"""Checks of the arguments of layers' constructors. torch's own errors do not name the argument, or appear only in a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.arguments import checked_whole
+from weft.words import kind
+
+_DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+def checked_size(name: str, given: Any, world: int | None = None) -> int:
+    """Return the size `given` of a layer. Raise `ValueError` unless the size is a positive whole number.
+
+    world: the number of ranks, if they must get equal parts of the size.
+    """
+    size: int = checked_whole(name, given, "pass a whole number")
+    if world is None and size < 1:
+        raise ValueError(f"{name}={size} must be positive: pass the size of the whole layer")
+    if world is not None and (size < 1 or size % world):
+        raise ValueError(
+            f"{name}={size} must be positive and divisible by world_size={world}: pass "
+            f"{max(1, -(-size // world)) * world}, or use another number of ranks"
+        )
+    return size
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise `ValueError` unless weft's operators multiply parameters of this dtype. None: torch's default dtype."""
+    fix = "pass torch.float32, torch.float16 or torch.bfloat16, or torch.float64 on CPU to check gradients"
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is {kind(dtype)}: {fix}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype} is not supported: {fix}")
+
+
+def checked_sequence_dim(given: Any) -> int | None:
+    """Return the sharded dimension of a layer's input. Raise `ValueError` unless it is a whole number or None."""
+    if given is None:
+        return None
+    fix = "pass the number of a dimension, an int, or None if every rank has the whole x"
+    return int(checked_whole("sequence_dim", given, fix))
