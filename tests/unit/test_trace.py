@@ -1,6 +1,9 @@
 """Traces: a written trace can be read back without loss, its bytes add up, and a picture is drawn."""
 
 import json
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import PIL.Image
@@ -139,6 +142,21 @@ def test_paths_may_be_texts(tmp_path: Path) -> None:
     draw_overlap(picture, {"serial": _serial()}, "")
     assert Path(trace).exists()
     assert Path(picture).exists()
+
+
+@pytest.mark.parametrize("write", [write_trace, partial(draw_overlap, title="")])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (_serial(), "timelines is a Timeline: pass {name: timeline}, such as"),
+        ({"serial": [1]}, "timelines['serial'] is a list: pass {name: timeline}"),
+    ],
+)
+def test_a_timeline_without_a_name_is_refused(
+    tmp_path: Path, write: Callable[..., None], given: object, text: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        write(tmp_path / "x.json", given)
 
 
 def test_nothing_recorded_is_refused_by_name(tmp_path: Path) -> None:

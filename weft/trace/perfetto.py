@@ -15,13 +15,14 @@ from typing import Any
 from weft.files import write_whole
 from weft.timeline import Timeline
 from weft.trace.kinds import kind_of
-from weft.trace.picture import bytes_sent
+from weft.trace.picture import bytes_sent, require_named
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     """Return the events of all timelines. timelines: {name of the variant: timeline}; each is shifted to start at time 0.
 
     Raise `ValueError` if all timelines are empty."""
+    require_named(timelines)
     if not any(timelines.values()):
         names = ", ".join(map(repr, timelines))
         raise ValueError(
@@ -64,7 +65,10 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
 
 
 def write_trace(path: str | Path, timelines: Mapping[str, Timeline], **about: str) -> None:
-    """Write `timelines` as one trace file. about: metadata, such as machine and configuration."""
+    """Write `timelines`, {name of the variant: timeline}, as one trace file. Create missing folders.
+
+    about: metadata, such as machine and configuration. Raise `ValueError` if all timelines are empty.
+    """
     trace = {"schemaVersion": 1, "displayTimeUnit": "ms", **about, "traceEvents": trace_events(timelines)}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

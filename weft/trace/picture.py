@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from weft.timeline import Span, Timeline
 from weft.trace.kinds import kind_of
 from weft.trace.pyplot import pyplot
+from weft.words import kind as kind_of_object
 
 _COLOURS = {"compute": "#4063a3", "bytes leave": "#e1812c", "copy within the rank": "#f3c9a0", "wait": "#c8c8c8"}
 _VARIANT_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
@@ -45,9 +47,10 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
     """Write a PNG with a panel for each timeline, a row for each lane, and the curves of bytes sent, on one time axis.
 
-    timelines: {name of the variant: timeline}. title: a description of the run; also stored as the file's description. Raise
-    `ValueError` if a timeline is empty.
+    timelines: {name of the variant: timeline}. title: a description of the run; also stored as the file's description.
+    Missing folders are created. Raise `ValueError` if a timeline is empty.
     """
+    require_named(timelines)
     for variant, timeline in timelines.items():
         if not timeline:
             raise ValueError(
@@ -150,3 +153,13 @@ def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]
         else:
             bars.append([span.start_us, end])
     return [(start / 1e3, (end - start) / 1e3) for start, end in bars]
+
+
+def require_named(timelines: Any) -> None:
+    """Raise `ValueError` unless `timelines` is a dict of timelines."""
+    fix = 'pass {name: timeline}, such as {"serial": timeline}'
+    if not isinstance(timelines, Mapping):
+        raise ValueError(f"timelines is {kind_of_object(timelines)}: {fix}")
+    for name, timeline in timelines.items():
+        if not isinstance(timeline, Timeline):
+            raise ValueError(f"timelines[{name!r}] is {kind_of_object(timeline)}: {fix}")
