@@ -15,6 +15,7 @@ import pkgutil
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -418,6 +419,36 @@ def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
 
 def no_group(group: dist.ProcessGroup) -> str:
     return told(lambda: weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, "none"))
+
+
+# --- memory for copies ---
+
+
+def without_memory(group: dist.ProcessGroup, first: bool) -> tuple[str, str]:
+    """Let rank 0 fail to copy an input. Return the error of this call, and that of the next call."""
+    own, x, w = dist.new_group([0, 1]), torch.ones(8, 4).t(), torch.ones(8, 3)
+
+    def call(t: torch.Tensor) -> Any:
+        return weft.all_gather_matmul(t, [w], 0, own)
+
+    if not first:
+        call(x)
+    full = mock.patch("weft.ops.all_gather_matmul.contiguous", side_effect=MemoryError("no room for a copy"))
+    with full if group.rank() == 0 else nullcontext():
+        found = told(partial(call, x))
+    dist.barrier(group)
+    after = told(partial(call, x))
+    dist.destroy_process_group(own)
+    return found, after
+
+
+@pytest.mark.parametrize(("first", "other"), [(True, "PoisonedGroupError"), (False, "RefusedError")])
+def test_only_a_first_call_without_memory_for_a_copy_ends_the_group(pool: Pool, first: bool, other: str) -> None:
+    here, there = pool.run(without_memory, first, ranks=2, timeout_s=60)
+    assert here[0] == "MemoryError: no room for a copy"
+    assert re.match(f"{other}: .*rank 0: .*no room for a copy", there[0])
+    assert [after.startswith("PoisonedGroupError: ") for _, after in (here, there)] == [first, first]
+    assert first or here[1] == there[1] == "nothing"
 
 
 # --- environment variables ---

@@ -137,6 +137,23 @@ def test_a_warning_points_at_the_line_that_called(pool: Pool, call: Callable[[di
     assert line.rstrip().endswith("# the line")
 
 
+def with_many_shapes(group: dist.ProcessGroup) -> list[str]:
+    """Return the warnings of copies in calls of two operators, with arguments of several strides."""
+    layout._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (4, 6, 8):
+            x = torch.randn(8, rows).t()
+            weft.all_gather_matmul(x, [torch.randn(8, 3)], 0, group)
+            weft.matmul_reduce_scatter(x, torch.randn(8, 3), "sum", 0, group)
+    return [str(w.message).partition(" in every call")[0] for w in caught if "is copied" in str(w.message)]
+
+
+def test_a_copy_is_warned_of_once_per_operator_and_argument(pool: Pool) -> None:
+    for found in pool.run(with_many_shapes, ranks=2, timeout_s=60):
+        assert found == ["all_gather_matmul: A_shard is copied", "matmul_reduce_scatter: A is copied"]
+
+
 def test_a_thread_without_a_caller_may_warn(recwarn: pytest.WarningsRecorder) -> None:
     thread = threading.Thread(target=warn, args=("all alone",))
     thread.start()

@@ -20,7 +20,7 @@ from support.operators.gemms import Gemm, MatmulAllGatherGradientsCall
 
 import weft
 from weft.builders import MatmulAllGatherGradients
-from weft.operator import calls
+from weft.operator import calls, layout
 from weft.ops import matmul_all_gather as public
 from weft.ops.matmul_all_gather_gradients import OPERATOR
 
@@ -73,6 +73,7 @@ def gradcheck(group: dist.ProcessGroup, schedule: str) -> str:
 
 def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
     """Call with x, g and w in several layouts. Check that w's gradient has w's layout. Return the warnings."""
+    layout._warned.clear()
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

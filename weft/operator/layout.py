@@ -8,27 +8,29 @@ from weft.caller import warn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 
 SCATTERED = "neither its rows nor its columns are contiguous; pass a contiguous tensor"
-_warned: set[tuple[str, tuple[int, ...]]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
-def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
-    """Warn that every call copies the argument `name`. Warn once for each name and strides."""
-    if (name, x.stride()) not in _warned:
-        _warned.add((name, x.stride()))
-        warn(f"{name} is copied in every call: its strides are {x.stride()}; {reason}")
+def warn_of_copy(name: str, x: torch.Tensor, of: str, reason: str) -> None:
+    """Warn that calls of the operator `of` copy the argument `name`. Warn once for each operator and argument, because
+    shapes may change in every call.
+    """
+    if (of, name) not in _warned:
+        _warned.add((of, name))
+        warn(f"{of}: {name} is copied in every call: its strides are {x.stride()}; {reason}")
 
 
-def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
+def contiguous(x: torch.Tensor, name: str, of: str) -> torch.Tensor:
     if not x.numel():  # torch reports an empty tensor as contiguous, whatever its strides
         return x.new_empty(x.shape)
     x = x.resolve_neg()  # the imaginary part of a conjugate is stored negated
     if x.is_contiguous():
         return x
-    warn_of_copy(name, x, "pass a contiguous tensor")
+    warn_of_copy(name, x, of, "pass a contiguous tensor")
     return x.contiguous()
 
 
-def strided(w: torch.Tensor, name: str) -> torch.Tensor:
+def strided(w: torch.Tensor, name: str, of: str) -> torch.Tensor:
     """Return `w` itself if GEMMs support its layout, otherwise a contiguous copy. Warn once if `w` is copied."""
     w = w.resolve_neg()
     if w.is_contiguous():
@@ -36,7 +38,7 @@ def strided(w: torch.Tensor, name: str) -> torch.Tensor:
     (rows, cols), (row, col) = w.shape[-2:], w.stride()[-2:]
     if (col == 1 and row >= cols) or (row == 1 and col >= rows) or not is_scattered(w):
         return w
-    warn_of_copy(name, w, SCATTERED)
+    warn_of_copy(name, w, of, SCATTERED)
     return w.contiguous()
 
 

@@ -63,9 +63,9 @@ def check_beside(
         raise ValueError(f"{of_bias} has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]")
 
 
-def column_major(B: torch.Tensor, name: str) -> torch.Tensor:
+def column_major(B: torch.Tensor, name: str, of: str) -> torch.Tensor:
     row, col = B.stride()
     if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
         return B
-    warn_of_copy(name, B, "fp8 GEMMs need contiguous columns; pass weight.t() of a contiguous weight")
+    warn_of_copy(name, B, of, "fp8 GEMMs need contiguous columns; pass weight.t() of a contiguous weight")
     return B.t().contiguous().t()

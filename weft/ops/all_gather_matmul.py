@@ -170,9 +170,9 @@ class _AllGatherMatmul(Operator[_Call]):
         return joined("return_A=False" * (call.return_x is False), outer_text("A_shard", call.outer))
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
-        tensors = {"x_shard": contiguous(call.x, "A_shard")}
+        tensors = {"x_shard": contiguous(call.x, "A_shard", self.name)}
         for i, B in enumerate(call.Bs):
-            tensors[f"w{i}"] = strided(B, f"Bs[{i}]")
+            tensors[f"w{i}"] = strided(B, f"Bs[{i}]", self.name)
         return tensors
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:

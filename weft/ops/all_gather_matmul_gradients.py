@@ -22,6 +22,8 @@ from weft.runtime.unfused.turn import Turn
 
 AGAIN = "all_gather x_shard again"
 
+_FORWARD = "all_gather_matmul"  # the operator that users call
+
 
 class _Call(NamedTuple):
     """The arguments of a call. x: this rank's shard [m / W, k]. grads: the gradients of the products, [m, n_i]. wts:
@@ -53,12 +55,12 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
-        tensors = {"x_shard": contiguous(call.x, "A_shard")}
+        tensors = {"x_shard": contiguous(call.x, "A_shard", _FORWARD)}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
             # No warning about the copy, because autograd made the tensor: the gradient of a sum is one expanded
             # element.
             grad = grad.contiguous() if is_scattered(grad) else grad
-            tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
+            tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]", _FORWARD)}
         return tensors
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:

@@ -265,9 +265,9 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         )
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
-        tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}
+        tensors = {"x_shard": contiguous(call.x, "A_shard", self.name), "x_scale": call.scale}
         for i, (B, scale, bias) in enumerate(zip(call.Bs, call.B_scales, call.biases, strict=True)):
-            tensors[f"w{i}"] = column_major(B, f"Bs[{i}]")
+            tensors[f"w{i}"] = column_major(B, f"Bs[{i}]", self.name)
             tensors[f"w_scale{i}"] = scale.contiguous()
             if bias is not None:
                 tensors[f"bias{i}"] = bias.view(1, -1)

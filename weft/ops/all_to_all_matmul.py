@@ -204,8 +204,8 @@ class _AllToAllMatmul(Operator[_Call]):
 
     def inputs(self, p: AllToAllMatmul, call: _Call) -> dict[str, Any]:
         _check_values(call.tokens, call.splits)
-        tokens = contiguous(call.tokens, "tokens")
-        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": expert_weights(call.w)}
+        tokens = contiguous(call.tokens, "tokens", self.name)
+        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": expert_weights(call.w, self.name)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         tokens, w, splits, max_rows, _, return_x = call
@@ -311,10 +311,10 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- without overlap ---
 
     def unfused(self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-        tokens = contiguous(call.tokens, "tokens")
+        tokens = contiguous(call.tokens, "tokens", self.name)
         sizes = Sizes(call.splits, experts.exchange_counts(call.splits, group, turn))
         remember(sizes)
-        w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
+        w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts", self.name)
         if turn.comm_between_hosts is not None:
             turn = turn.met  # by the exchange of counts
         y, x = experts.all_to_all_matmul(
@@ -364,12 +364,15 @@ def gradients_of_experts(
     return grad_tokens, grad_w
 
 
-def expert_weights(w: torch.Tensor) -> torch.Tensor:
-    """Return w in the executors' layout: on CPU [E * K, N] contiguous, on GPUs with any strides that GEMMs support."""
+def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
+    """Return w in the executors' layout: on CPU [E * K, N] contiguous, on GPUs with any strides that GEMMs support.
+
+    of: the operator, for the warning about a copy.
+    """
     if w.device.type != "cpu":
-        return strided(w, "w_experts")
+        return strided(w, "w_experts", of)
     if not w.is_contiguous():
-        warn_of_copy("w_experts", w, "an expert's rows must be contiguous on CPU; pass a contiguous tensor")
+        warn_of_copy("w_experts", w, of, "an expert's rows must be contiguous on CPU; pass a contiguous tensor")
     return w.contiguous().flatten(0, 1)
 
 

@@ -156,7 +156,7 @@ class _MatmulAllGather(Operator[_Call]):
         return outer_text("x", call.outer)
 
     def inputs(self, p: MatmulAllGather, call: _Call) -> dict[str, Any]:
-        return {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}
+        return {"x": contiguous(call.x, "x", self.name), "w": strided(call.w, "w", self.name)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         m, n = call.x.shape[0], call.w.shape[1]

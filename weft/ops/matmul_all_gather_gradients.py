@@ -21,6 +21,8 @@ from weft.runtime.unfused.collectives import reduce_scatter
 from weft.runtime.unfused.turn import Turn
 from weft.runtime.unfused.unpack import below_each_other
 
+_FORWARD = "matmul_all_gather"  # the operator that users call
+
 
 class _Call(NamedTuple):
     """The arguments of a call. g: the gradient of the gathered products. columns: True if the products are concatenated
@@ -51,7 +53,11 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
     def inputs(self, p: MatmulAllGatherGradients, call: _Call) -> dict[str, Any]:
         # g may be copied. No warning: autograd made it, not the caller.
-        return {"g": call.g.contiguous(), "xt": strided(call.x, "x").t(), "wt": strided(call.w, "w").t()}
+        return {
+            "g": call.g.contiguous(),
+            "xt": strided(call.x, "x", _FORWARD).t(),
+            "wt": strided(call.w, "w", _FORWARD).t(),
+        }
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         return {"grad_x": call.x.new_empty(call.x.shape), "grad_w": room_for_grad_of_weight(call.w)}

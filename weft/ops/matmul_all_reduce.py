@@ -234,9 +234,9 @@ class _MatmulAllReduce(Operator[_Call]):
         return {name: tensor for name, tensor in following if tensor is not None}
 
     def inputs(self, p: MatmulAllReduce, call: _Call) -> dict[str, Any]:
-        tensors = {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}
+        tensors = {"x": contiguous(call.x, "x", self.name), "w": strided(call.w, "w", self.name)}
         following = ("bias", call.bias), ("residual", call.residual), ("norm", call.norm)
-        return tensors | {name: contiguous(given, name) for name, given in following if given is not None}
+        return tensors | {name: contiguous(given, name, self.name) for name, given in following if given is not None}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         names = ("y",) if call.norm is None else ("normed", "y")

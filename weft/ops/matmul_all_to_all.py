@@ -253,8 +253,8 @@ class _MatmulAllToAll(Operator[_Call]):
 
     def inputs(self, p: MatmulAllToAll, call: _Call) -> dict[str, Any]:
         return {
-            "h": contiguous(call.h, "h"), "received": call.received, "splits": call.splits.view(call.received.shape),
-            "w": expert_weights(call.w),
+            "h": contiguous(call.h, "h", self.name), "received": call.received, "splits": call.splits.view(call.received.shape),
+            "w": expert_weights(call.w, self.name),
         }  # fmt: skip
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
@@ -342,13 +342,13 @@ class _MatmulAllToAll(Operator[_Call]):
     # --- without overlap ---
 
     def unfused(self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-        h = contiguous(call.h, "h")
-        w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
+        h = contiguous(call.h, "h", self.name)
+        w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts", self.name)
         sizes = sizes_of(call.splits, call.received)
         return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn, most=p.most)]
 
     def begun(self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
-        h, sizes = contiguous(call.h, "h"), sizes_of(call.splits, call.received)
+        h, sizes = contiguous(call.h, "h", self.name), sizes_of(call.splits, call.received)
         return experts.begin_matmul_all_to_all(h, call.w, sizes, group, call.tokens or 0, turn, p.most)
 
 

@@ -180,7 +180,7 @@ class _MatmulReduceScatter(Operator[_Call]):
         return joined('reduce_op="avg"' * call.average, outer)
 
     def inputs(self, p: MatmulReduceScatter, call: _Call) -> dict[str, Any]:
-        return {"x": contiguous(call.x, "A"), "w": strided(call.B, "B")}
+        return {"x": contiguous(call.x, "A", self.name), "w": strided(call.B, "B", self.name)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         return {"y": call.x.new_empty(call.x.shape[0] // world, call.B.shape[1])}

@@ -236,8 +236,8 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         )
 
     def inputs(self, p: ScaledMatmulReduceScatter, call: _Call) -> dict[str, Any]:
-        tensors = {"x": contiguous(call.x, "A"), "x_scale": call.scale}
-        tensors |= {"w": column_major(call.B, "B"), "w_scale": call.B_scale.contiguous()}
+        tensors = {"x": contiguous(call.x, "A", self.name), "x_scale": call.scale}
+        tensors |= {"w": column_major(call.B, "B", self.name), "w_scale": call.B_scale.contiguous()}
         return tensors if call.bias is None else tensors | {"bias": call.bias.view(1, -1)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:

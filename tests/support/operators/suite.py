@@ -24,6 +24,7 @@ from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
 from support.operators.scaled import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
 
 import weft
+from weft.operator import layout
 
 CALLS: dict[str, type[Call]] = {
     "all_gather_matmul": gemms.AllGatherMatmulCall,
@@ -198,6 +199,7 @@ def _as_bytes(t: torch.Tensor, change: Any) -> torch.Tensor:
 
 def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
     """Call with operands in other layouts on the first rank. Compare afterwards. Return the warnings."""
+    layout._warned.clear()
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
