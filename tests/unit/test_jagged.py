@@ -162,6 +162,28 @@ def test_bags_that_do_not_fit_are_refused(arguments, words):
         KeyedJaggedTensor(values=IDS, **arguments)
 
 
+@pytest.mark.parametrize("index", [-1, 3])
+def test_permute_refuses_indices_out_of_range(index):
+    jagged = KeyedJaggedTensor(["a", "b", "c"], IDS, lengths=torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=rf"index {index} .*from 0 to 2"):
+        jagged.permute([0, index])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"keys": [1, 2]}, "key 1 in keys=[1, 2] is an int: pass the name"),
+        ({"values": [1, 2]}, "values is a list: pass a tensor"),
+        ({"lengths": [1, 2]}, "lengths is a list: pass a tensor"),
+        ({"weights": [1.0]}, "weights is a list: pass a tensor"),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(arguments, words):
+    good = {"keys": ["a", "b"], "values": IDS, "lengths": torch.tensor([2, 4])}
+    with pytest.raises(TypeError, match=re.escape(words)):
+        KeyedJaggedTensor(**good | arguments)
+
+
 def test_as_jagged_reads_ours_torchrecs_and_tuples():
     lengths, weights = torch.tensor([1, 2, 0, 3]), torch.rand(6)
     for features in (
@@ -211,6 +233,10 @@ def test_keyed_tensor_finds_its_columns(dims, batch):
 def test_keyed_tensor_refuses_columns_that_do_not_add_up():
     with pytest.raises(ValueError, match=r"summing to 5.*\(2, 4\)"):
         KeyedTensor(["a", "b"], [2, 3], torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"'b' has length -1"):
+        KeyedTensor(["a", "b"], [5, -1], torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"'a' appears more than once"):
+        KeyedTensor(["a", "a"], [2, 2], torch.zeros(2, 4))
     with pytest.raises(KeyError, match=r"'c'.*'a'"):
         KeyedTensor(["a"], [4], torch.zeros(2, 4))["c"]
 

@@ -76,8 +76,8 @@ class KeyedJaggedTensor:
     Only `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy or wait for a GPU, at their
     first use.
 
-    Raises `ValueError` for duplicate keys and for sizes that do not match. `[key]` raises `KeyError`. Pooling checks
-    dtypes and contents.
+    Raises `ValueError` for duplicate keys and for sizes that do not match, and `TypeError` for keys that are not strings
+    and values that are not tensors. `[key]` raises `KeyError`. Pooling checks dtypes and contents.
     """
 
     def __init__(
@@ -89,10 +89,11 @@ class KeyedJaggedTensor:
         offsets: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> None:
-        self._keys = list(keys)
-        if len(set(self._keys)) != len(self._keys):
-            twice = next(key for key in self._keys if self._keys.count(key) > 1)
-            raise ValueError(f"key {twice!r} appears more than once in keys={self._keys}: name each feature once")
+        self._keys = _names(keys)
+        given = {"values": values, "weights": weights, "lengths": lengths, "offsets": offsets}
+        for name, tensor in given.items():
+            if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "values"):
+                raise TypeError(f"{name} is {kind(tensor)}: pass a tensor")
         if lengths is None and offsets is None:
             raise ValueError("lengths and offsets are both None: pass lengths [T * B] or offsets [T * B + 1]")
         bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
@@ -210,7 +211,15 @@ class KeyedJaggedTensor:
         return [end - begin for begin, end in pairwise(self.offset_per_key())]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """Return a copy with only the keys numbered `indices`, in that order."""
+        """Return a copy with only the keys numbered `indices`, in that order. Raises `ValueError` for an index below 0
+        or of at least T.
+        """
+        for i in indices:
+            if not 0 <= i < len(self._keys):
+                raise ValueError(
+                    f"index {int(i)} in indices={list(indices)} is out of range: pass indices from 0 to "
+                    f"{len(self._keys) - 1}, one per key that you want"
+                )
         begins = [max(0, begin) for begin in self.offset_per_key()]  # invalid negative offsets would count from the end
         lengths = self.lengths().view(len(self._keys), self._stride)[list(indices)]
 
@@ -262,8 +271,8 @@ class KeyedJaggedTensor:
 class KeyedTensor:
     """Dense columns by name. `values` is [B, sum(length_per_key)]; the columns of key t begin at `offset_per_key()[t]`.
 
-    Nothing is copied: `[key]` and `to_dict` return views. Raises `ValueError` if the lengths do not sum to the number
-    of columns. `[key]` raises `KeyError`.
+    Nothing is copied: `[key]` and `to_dict` return views. Raises `ValueError` for duplicate keys, for negative lengths,
+    and if the lengths do not sum to the number of columns. `[key]` raises `KeyError`.
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
@@ -273,7 +282,10 @@ class KeyedTensor:
                 f"{sum(length_per_key)} do not match values of shape {tuple(values.shape)}: pass one length per "
                 "key, with a sum equal to the number of columns"
             )
-        self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
+        self._keys, self._length_per_key, self._values = _names(keys), list(length_per_key), values
+        for key, length in zip(keys, length_per_key, strict=True):
+            if length < 0:
+                raise ValueError(f"key {key!r} has length {length}: pass the number of its columns, at least 0")
 
     def keys(self) -> list[str]:
         return self._keys
@@ -412,6 +424,18 @@ def _check_bags(lengths: Any, offsets: Any) -> None:
 def _answer(features: Any, method: str) -> Any:
     ask = getattr(features, method, None)
     return None if ask is None else ask()
+
+
+def _names(keys: Sequence[str]) -> list[str]:
+    """Return the keys as a list. Raise an error unless they are different strings."""
+    names = list(keys)
+    for key in names:
+        if not isinstance(key, str):
+            raise TypeError(f"key {key!r} in keys={names} is {kind(key)}: pass the name of a feature, a string")
+    if len(set(names)) != len(names):
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"key {twice!r} appears more than once in keys={names}: name each feature once")
+    return names
 
 
 def _index_of(keys: Sequence[str], key: str) -> int:

@@ -65,10 +65,9 @@ class EmbeddingBagConfig:
             raise ValueError(f"name={self.name!r}: pass a non-empty string as the table's name")
         for what in ("num_embeddings", "embedding_dim"):
             value = getattr(self, what)
-            try:
-                size = operator.index(value)
-            except TypeError:
-                raise ValueError(f"{at}: {what}={value!r} must be a whole number") from None
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ValueError(f"{at}: {what}={value!r} must be a whole number")
+            size = operator.index(value)
             if size < 1:
                 raise ValueError(f"{at}: {what}={size} must be at least 1")
             object.__setattr__(self, what, size)
