@@ -17,6 +17,7 @@ from weft.embedding.jagged import JaggedInput
 from weft.errors import WeftError
 from weft.nn.input_dist import InputDist
 from weft.runtime.opaque import opaque
+from weft.symm.calls import calls_of
 from weft.words import kind
 
 Batch = TypeVar("Batch")
@@ -37,6 +38,7 @@ class Prefetched:
     def __init__(self, distribution: InputDist, features: Any, refusal: Exception | None = None) -> None:
         self.features, self._distribution = features, distribution
         self._side = None
+        calls_of(distribution.group).prefetches = True
         if distribution.device.type == "cuda":
             self._side = _side_stream(distribution.device)
             self._side.wait_stream(torch.cuda.current_stream(distribution.device))

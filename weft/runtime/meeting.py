@@ -53,6 +53,7 @@ _MISSED = (
     "has failed: make a new process group"
 )
 _PREFETCH = "numbers of the input distribution"  # the first collective of a batch, which `weft.nn.InputDist` names
+_ACCUMULATE = "the end of accumulate()"  # the call at the end of the context of a module with embedding tables
 
 
 def _digest(data: bytes) -> bytes:
@@ -173,7 +174,12 @@ class Meeting:
             calls = other or f"{calls}, with other details"
         sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
         hint = topic.hint * sizes_differ
-        if 0 < sum(_PREFETCH in text for text in texts) < len(texts):
+        if 0 < sum(_ACCUMULATE in text for text in texts) < len(texts):
+            hint = (
+                "a rank may have left an accumulate() block by an exception, or not have entered it: every rank must reach the "
+                "end of the block, so let the exception end the program, or make a new process group"
+            )
+        elif calls_of(self.comm.group).prefetches and 0 < sum(_PREFETCH in text for text in texts) < len(texts):
             hint = (
                 "a rank may have run out of batches: give weft.nn.prefetched the same number of batches on every rank"
             )

@@ -45,6 +45,7 @@ class GroupCalls(_core.CallCounts):
     def __init__(self) -> None:
         super().__init__()
         self.misused = ""  # an error that was found before a communicator could notify the peers
+        self.prefetches = False  # True once a module has prefetched a batch, for advice in error texts
         self.made = MadeCalls()
         self.layers = Layers(self)
         """The options of layers, which ranks compare with the next call."""
