@@ -342,6 +342,31 @@ def test_ranks_accumulate_together(pool: Pool) -> None:
         assert same
 
 
+def leaves_accumulate(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Leave the context by an exception on rank 1, which then makes another call."""
+    own = dist.new_group([0, 1])
+    module = made(own, optimizer=weft.SGD(lr=0.1))
+    features, upstream = batch(0, own.rank(), own.size())
+
+    def steps() -> None:
+        with contextlib.suppress(KeyError), module.accumulate():
+            module(features).values().backward(upstream)
+            if own.rank() == 1:
+                raise KeyError("a rank's own error")
+        module(features)
+
+    found = error_of(steps)
+    dist.destroy_process_group(own)
+    return found
+
+
+def test_a_rank_that_leaves_accumulate_is_told_of_the_block(pool: Pool) -> None:
+    for kind, text in pool.run(leaves_accumulate, ranks=2):
+        assert kind == "DisagreementError", text
+        assert "a rank may have left an accumulate() block by an exception" in text
+        assert "prefetched" not in text
+
+
 def raises(group: dist.ProcessGroup) -> list[Any]:
     module = made(group, optimizer=weft.Adagrad(lr=0.1, nonfinite="raise"), placement=[0, 1, 0])
     before, (features, upstream) = state(module), batch(0, group.rank(), group.size())
@@ -479,6 +504,10 @@ def test_options_that_are_wrong_or_differ(
         (weft.SGD, {"lr": math.inf}, "lr=inf must be a finite number"),
         (weft.Adam, {"lr": 0.1, "beta1": 1.0}, "beta1=1.0 must be at least 0 and below 1"),
         (weft.Adagrad, {"lr": 0.1, "eps": True}, "eps=True must be a finite number"),
+        (weft.Adagrad, {"lr": 0.1, "eps": 1e-46}, "eps=1e-46 must be between 1.4e-45 and 3.4e+38, or 0"),
+        (weft.SGD, {"lr": 1e39}, "lr=1e+39 must be between 1.4e-45 and 3.4e+38, or 0"),
+        (weft.SGD, {"lr": 10**400}, "must be between 1.4e-45 and 3.4e+38, or 0"),
+        (weft.SGD, {"lr": 0.1, "weight_decay": 1e39}, "weight_decay=1e+39 must be between 1.4e-45 and 3.4e+38"),
         (weft.SGD, {"lr": 0.1, "nonfinite": "stop"}, "nonfinite='stop' must be one of 'propagate', 'skip', 'raise'"),
     ],
 )
@@ -486,3 +515,9 @@ def test_numbers_of_optimizers_are_checked(rule: Any, numbers: dict[str, Any], t
     with pytest.raises(ValueError, match="must") as caught:
         rule(**numbers)
     assert text in str(caught.value)
+
+
+def test_the_limits_of_float32_are_allowed() -> None:
+    for value in (0.0, 2.0**-149, torch.finfo(torch.float32).max):
+        made = weft.Adagrad(lr=value, eps=value, weight_decay=value)
+        assert torch.tensor([made.lr, made.eps, made.weight_decay]).tolist() == [value] * 3

@@ -145,6 +145,11 @@ def test_tables_can_be_frozen(pool: Pool) -> None:
     assert pool.run(frozen, ranks=2, timeout_s=60) == [[True, False, True]] * 2
 
 
+def written(module: Any, value: Any) -> None:
+    """Write a learning rate."""
+    module.fused_optimizer.param_groups[0]["lr"] = value
+
+
 def copies(group: dist.ProcessGroup) -> dict[str, Any]:
     module = made(group, optimizer=weft.Adam(lr=0.1))
     module.fused_optimizer.param_groups[0]["lr"] = 0.01
@@ -169,6 +174,7 @@ def copies(group: dist.ProcessGroup) -> dict[str, Any]:
         "marked": len(ignore_tables(model)),
         "copy": text_of(lambda: copy.deepcopy(module.fused_optimizer)),
         "pickle": text_of(lambda: pickle.dumps(module.fused_optimizer)),
+        "lr written": [text_of(lambda value=value: written(module, value)) for value in ("x", "0.1", None, 1e39, -1.0)],
         "Adam's": text_of(lambda: sgd.load_state_dict(good)),
         **{
             name: text_of(lambda given=given: module.fused_optimizer.load_state_dict(given))
@@ -187,6 +193,8 @@ def test_copies_and_states_of_an_optimizer(pool: Pool) -> None:
     assert "the state dict has no step" in found["no step"]
     assert "the state dict has no lr" in found["no lr"]
     assert "lr=nan must be a finite number" in found["lr"]
+    for value, text in zip(("'x'", "'0.1'", "None", "1e+39", "-1.0"), found["lr written"], strict=True):
+        assert f"ValueError: lr={value} must be a finite number of at least 0 and at most 3.4e+38" in text
     assert "the state dict has other, but this optimizer has" in found["more"]
     assert "ValueError" in found["Adam's"]
 

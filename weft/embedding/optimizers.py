@@ -43,11 +43,15 @@ Rounding: TypeAlias = Literal["nearest", "stochastic"]
 GradientDtype: TypeAlias = Literal["table", "fp16", "bf16"]
 _CHOICES = {"nonfinite": Nonfinite, "rounding": Rounding, "gradient_dtype": GradientDtype}
 _NOT_OF_THE_RULE = ("lr", "clip_value", "clip_norm", "seed", *_CHOICES)
+LARGEST, SMALLEST = float.fromhex("0x1.fffffep127"), 2.0**-149
+"""The largest and the smallest positive number of float32, in which updates are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptimizer:
-    """The base class of optimizers that backward runs. Raises `ValueError` for an invalid argument.
+    """The base class of optimizers that backward runs.
+
+    Raises `ValueError` for an invalid argument. A number that float32 would round to 0 or to infinity is invalid.
 
     lr: the initial learning rate. Change it through the `fused_optimizer` of the module.
     weight_decay: backward adds `weight_decay` times the row to the row's gradient. Only rows that a batch reads decay.
@@ -92,8 +96,13 @@ class EmbeddingOptimizer:
             value = getattr(self, field.name)
             if field.name in ("seed", *_CHOICES) or (field.name.startswith("clip") and value is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
                 raise ValueError(f"{type(self).__name__}: {field.name}={value!r} must be a finite number")
+            if value > LARGEST or 0 < value < SMALLEST:
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name}={value!r} must be between {SMALLEST:.2g} and {LARGEST:.2g}, or 0, "
+                    "because updates are computed in float32"
+                )
             object.__setattr__(self, field.name, float(value))
             if field.name.startswith("beta"):
                 if not 0 <= value < 1:
@@ -144,7 +153,8 @@ class RowwiseAdagrad(EmbeddingOptimizer):
     """Adagrad with one state per row: the sum over updates of the mean squared gradient of the row. States: 4 bytes per
     row.
 
-    eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10).
+    eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10). With eps=0, a row whose
+        gradients were all 0 becomes NaN.
     """
 
     rule = 2
@@ -156,7 +166,8 @@ class RowwiseAdagrad(EmbeddingOptimizer):
 class Adagrad(EmbeddingOptimizer):
     """Adagrad that updates only the rows that a batch reads. States: 4 bytes per element.
 
-    eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10).
+    eps: added to the square root (default: 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10). With eps=0, an element
+        whose gradients were all 0 becomes NaN, as in torch.optim.Adagrad.
     """
 
     rule = 3
@@ -169,7 +180,7 @@ class Adam(EmbeddingOptimizer):
     """Adam that updates only the rows that a batch reads. States: 8 bytes per element.
 
     beta1, beta2: the decay rates of the first and second moment. eps: added to the square root (default: 1e-8, as in
-        FBGEMM and torch).
+        FBGEMM and torch). With eps=0, an element whose gradients were all 0 becomes NaN, as in torch.
     """
 
     rule = 4
@@ -188,7 +199,7 @@ class PartialRowwiseAdam(EmbeddingOptimizer):
     """Adam with one second moment per row. States: 4 bytes per element and 4 bytes per row.
 
     beta1, beta2: the decay rates of the first and second moment. eps: added to the square root (default: 1e-8, as in
-        FBGEMM).
+        FBGEMM). With eps=0, a row whose gradients were all 0 becomes NaN.
     """
 
     rule = 5

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weft.arguments import check_tensor
+from weft.embedding.optimizers import LARGEST
 from weft.embedding.update import FusedUpdate
 
 
@@ -158,10 +159,13 @@ class _Group(dict[str, Any]):
 
 
 def _checked_lr(value: Any) -> float:
-    value = float(value)
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"lr={value} must be a finite number that is not negative")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not 0 <= number <= LARGEST:  # tiny numbers become 0, because schedulers decay learning rates towards 0
+        raise ValueError(f"lr={value!r} must be a finite number of at least 0 and at most {LARGEST:.2g}")
+    return number
 
 
 def _of_state(states: Mapping[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:
