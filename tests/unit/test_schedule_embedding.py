@@ -263,11 +263,10 @@ def test_a_kernel_of_880_000_slices_is_one_task() -> None:
 
 def test_uneven_slices_cost_what_they_move() -> None:
     """Slices differ in width, and bags in the number of rows. With many compute units, the time is that of the memory
-    traffic, which is computed by hand.
+    traffic, which is computed by hand: rows of 8, 2 and 16 bytes each touch one block of 64 bytes.
     """
     p = EmbeddingAllToAll(1, (1000,), (((0, 4), (4, 1), (5, 8)),), ((2, 2, 7),), "fp16")
     model = replace(h200(1), compute_units=1 << 30)
-    columns = 4 * 2 + 1 * 2 + 8 * 7 + 13  # bytes of the rows that are read and written
-    ids = 8 * (2 * (2 + 1) + (7 + 1))
+    rows, ids, written = 64 * (2 + 2 + 7), 8 * (2 * (2 + 1) + (7 + 1)), 2 * (4 + 1 + 8)
     (lane,) = simulate(slices.direct(p, slice_size=1, order="remote_first"), model).program.lanes
-    assert lane.tasks[0].work_us == pytest.approx(1000 * (2 * columns + ids) / model.hbm_bytes_per_us)  # type: ignore[union-attr]
+    assert lane.tasks[0].work_us == pytest.approx(1000 * (rows + ids + written) / model.hbm_bytes_per_us)  # type: ignore[union-attr]
