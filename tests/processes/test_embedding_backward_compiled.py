@@ -19,7 +19,11 @@ from weft.launch import Pool
 
 
 def counted_on_one_rank(group: dist.ProcessGroup) -> bool:
-    """True if a step has the same bits when only the first rank counts FLOPs. Counting changes the code path in torch."""
+    """True if a step has the same bits when only the first rank counts FLOPs. Counting changes the code path in torch.
+
+    The group is used once: a forward that counts FLOPs is not numbered, so later backwards on the group would be refused.
+    """
+    group = dist.new_group(list(range(group.size())))
     p, rank, both = problem(2, (8, 4, 16), 12), group.rank(), []
     for counts in (False, rank == 0):
         weights = [weight.clone() for weight in p.local_weights(rank)]
