@@ -3,12 +3,14 @@
 A `Tiles` step contains its work twice. Its body lists the steps of one tile: `verify` checks these steps, the simulator
 times them, and CPU processes run them tile by tile. Its `kernel` is a `TileKernel` with the parameters of a GPU kernel;
 the executor finds the implementation by the type of `kernel`. The builder must make body and kernel agree.
-tests/unit/test_tile_kernels.py checks every builder.
+tests/unit/test_tile_kernels.py checks weft's builders.
 
 To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
 fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
-`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses kernels without an entry. The simulator assumes that
-the tiles run as fast as tiles of weft's own kernels, unless `weft.sim.tile_costs.rates` has an entry.
+`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses kernels without an entry for exactly this class. The
+simulator assumes that each tile is an expert's segment, which the kernel cuts into smaller tiles. If a compute unit computes
+each tile as it is, add an entry to `weft.sim.tile_costs.rates` that returns `Rates(whole=True)`: without it the predicted
+time may be too short.
 """
 
 from __future__ import annotations

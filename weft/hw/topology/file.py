@@ -8,6 +8,12 @@
     unit = "1"
     source = "datasheet"
 
+    [nic.usable]
+    value = 48
+    unit = "GB/s"
+    source = "assumed"
+    note = "a NIC of 400 Gbit/s"
+
 A name with a size needs no file, and requires exactly this number of ranks. `torus:16x8` has rows of 16 GPUs and columns of 8,
 `hosts:4x8` has 4 hosts of 8 GPUs, and `ring:8`, `mesh:8` and `switch:8` have 8 GPUs.
 

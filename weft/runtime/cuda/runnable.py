@@ -41,7 +41,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
     elif isinstance(step, Collective) and step.op not in COLLECTIVES:
         yield f"the GPU executor does not run {step.op}: it runs {', '.join(COLLECTIVES)}"
-    elif (kernel := step.tile_kernel) and tiles_call.dispatch(type(kernel)) is tiles_call.dispatch(object):
+    elif (kernel := step.tile_kernel) and type(kernel) not in tiles_call.registry:
         yield f"the GPU executor has no kernel {kernel.name}: it has {_entries(tiles_call.registry)}"
     for inner in step.inner or (step,):
         for access in inner.accesses():
