@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, ResultTable, milliseconds, table
 from weft.studies.claims import Claim, claims_table
+from weft.studies.measured import Rows, note_on_run, rows_of_study
 from weft.studies.pages import bars, block, figure
 
 STUDY = "fused_embedding_measured"
@@ -23,9 +23,6 @@ GRIDS = {"grid": "70 rows a bag", "grid-short": "1 to 10 rows a bag"}
 FUSED = {"put": "slices of 32", "per-table": "zero-copy, a kernel for each table", "direct": "zero-copy, one kernel"}
 _ORDERS = (("natural", "-natural", 7.0), ("remote first", "", 1.0))
 
-Rows = Mapping[tuple[str, str], Mapping[str, Record]]
-"""{(figure, configuration): {variant: record}}"""
-
 
 def is_mine(record: Record) -> bool:
     return record.get("study") == STUDY
@@ -33,11 +30,7 @@ def is_mine(record: Record) -> bool:
 
 def rows_of(records: Sequence[Record]) -> Rows:
     """Return each configuration's last run; raise `ValueError` if there are no records."""
-    mine = [record for record in records if is_mine(record)]
-    if not mine:
-        raise ValueError("no measured records of fused embedding: run weft bench fused_embedding --json FILE on 2 GPUs")
-    last = last_runs(mine, lambda r: (r["figure"], r["config"]))
-    return {(of[0]["figure"], of[0]["config"]): {r["variant"]: r for r in of} for of in last.values()}
+    return rows_of_study(records, STUDY, "fused embedding")
 
 
 def _configs(rows: Rows, figure_name: str) -> list[tuple[str, Mapping[str, Record]]]:
@@ -306,12 +299,7 @@ def _span(ratios: Sequence[float]) -> str:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    last = [record for record in records if is_mine(record)][-1]
-    tiny = " Tiny sizes for a test: the times say nothing." if last["tiny"] else ""
-    return [
-        f"Measured on {last['machine']}, {last['ranks']} ranks, {last['dtype']}, each call alone after a barrier; commit "
-        f"{last['commit']}, {last['date'][:10]}.{tiny}"
-    ]
+    return [note_on_run(records, STUDY, ranks=True)]
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -11,18 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, ResultTable, milliseconds, table, times
 from weft.studies.claims import Claim, claims_table
+from weft.studies.measured import Rows, note_on_run, rows_of_study
 from weft.studies.pages import block, figure
 
 STUDY = "pgas_measured"
 BASELINE, COMPUTATION = "embedding_bag-async", "computation"
 _SENT = 0.99  # the share of the bytes that must have left
 _SAVES = 1.01  # a smaller gain than 1% is not called a gain
-
-Rows = Mapping[tuple[str, str], Mapping[str, Record]]
-"""{(figure, configuration): {variant: record}}"""
 
 
 class _Scaling(NamedTuple):
@@ -44,11 +41,7 @@ def is_mine(record: Record) -> bool:
 
 def rows_of(records: Sequence[Record]) -> Rows:
     """Return each configuration's last run; raise `ValueError` if there are no records."""
-    mine = [record for record in records if is_mine(record)]
-    if not mine:
-        raise ValueError("no measured records of PGAS retrieval: run weft bench pgas --json FILE on 2 GPUs")
-    last = last_runs(mine, lambda r: (r["figure"], r["config"]))
-    return {(of[0]["figure"], of[0]["config"]): {r["variant"]: r for r in of} for of in last.values()}
+    return rows_of_study(records, STUDY, "PGAS retrieval")
 
 
 class Parts(NamedTuple):
@@ -284,12 +277,7 @@ def conclusions(rows: Rows) -> list[str]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    last = [record for record in records if is_mine(record)][-1]
-    tiny = " Tiny sizes for a test: the times say nothing." if last["tiny"] else ""
-    return [
-        f"Measured on {last['machine']}, {last['dtype']}, each call alone after a barrier; commit {last['commit']}, "
-        f"{last['date'][:10]}.{tiny}"
-    ]
+    return [note_on_run(records, STUDY, ranks=False)]
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -1,0 +1,35 @@
+"""Helpers of studies that are measured on GPUs: the rows of the last run, and a note on the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.bench.core.records import last_runs
+from weft.bench.core.tables import Record
+
+Rows = Mapping[tuple[str, str], Mapping[str, Record]]
+"""{(figure, configuration): {variant: record}}"""
+
+
+def rows_of_study(records: Sequence[Record], study: str, what: str) -> Rows:
+    """Return the last run of each configuration of `study`; raise `ValueError` if there are no records. what: the study's
+    subject, for the error.
+    """
+    mine = [record for record in records if record.get("study") == study]
+    if not mine:
+        raise ValueError(
+            f"no measured records of {what}: run weft bench {study.removesuffix('_measured')} --json FILE on 2 GPUs"
+        )
+    last = last_runs(mine, lambda r: (r["figure"], r["config"]))
+    return {(of[0]["figure"], of[0]["config"]): {r["variant"]: r for r in of} for of in last.values()}
+
+
+def note_on_run(records: Sequence[Record], study: str, *, ranks: bool) -> str:
+    """Return a sentence on the last run of `study`. ranks: True to name the number of ranks."""
+    last = [record for record in records if record.get("study") == study][-1]
+    said = f"{last['machine']}, {last['ranks']} ranks" if ranks else last["machine"]
+    tiny = " Tiny sizes for a test: the times say nothing." if last["tiny"] else ""
+    return (
+        f"Measured on {said}, {last['dtype']}, each call alone after a barrier; commit {last['commit']}, "
+        f"{last['date'][:10]}.{tiny}"
+    )
