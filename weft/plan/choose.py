@@ -37,9 +37,9 @@ CLEARLY_ROUGH = 0.35
 them only for a large predicted gain.
 
 The model does not predict them well. On H100s `chunked`, whose copies to peers run concurrently with its copies from peers,
-took 1.2 to 1.55 times its predicted time on two shapes. `tracked` took 1.4 to 1.5 times its predicted time on a small shape
-(both in benchmarks/results/h100-never-slower.jsonl). On eight large shapes it took 0.63 to 0.78 times its predicted time,
-and was slower than `direct` (h100-t3.jsonl).
+took 1.2 to 1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl at commit c2c823e6).
+`tracked` took 1.4 to 1.5 times its predicted time on a small shape (the same file now). On eight large shapes it took 0.63
+to 0.78 times its predicted time, and was slower than `direct` (benchmarks/results/h100-t3.jsonl).
 """
 
 SPARED = 0.05
