@@ -32,7 +32,7 @@ from multiprocessing import connection, forkserver, process, resource_tracker, u
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import PoisonedGroupError, WeftError
 
 PRELOADED = ["torch", "torch.distributed", "numpy", "weft._core"]
 
@@ -62,7 +62,8 @@ def run_ranks(
 
     Raises at most 3 seconds after the first failure, even if other ranks still run:
 
-    - the error of the first rank that failed, with its traceback as the cause,
+    - the error of the first rank that failed, with its traceback as the cause. A `PoisonedGroupError`, which only reports
+      the failure of another rank, is raised only if no rank raises another error,
     - `RankDiedError` if a process ended without a result,
     - `TimeoutError` after `timeout_s` seconds, with the stack of every running rank.
 
@@ -201,7 +202,7 @@ class Pool:
             if self._finalizer is not None:
                 self._finalizer()
             if not return_exceptions:
-                raise failed[0]
+                raise next((error for error in failed if not isinstance(error, PoisonedGroupError)), failed[0])
         return results
 
     def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:

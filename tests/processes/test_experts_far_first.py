@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.on_ranks import error_of, own_group
+from support.on_ranks import error_of, own_group, told
 from support.pretended_hosts import claimed, on_two_hosts, slow_on_rank_0
 from support.slow import slow
 
@@ -156,7 +156,9 @@ def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:
 
 
 def begun(group, most_bytes):
-    """Return the errors of refused calls, and the number of exchanges before a rendezvous after each kind of call."""
+    """Return the errors of refused calls, the errors of the other calls, and the number of exchanges before a rendezvous
+    after each kind of call.
+    """
     rank, world, count = group.rank(), group.size(), []
     w = numbers(world, K, N, seed=1)
     kind = early.Early
@@ -179,7 +181,7 @@ def begun(group, most_bytes):
             assert torch.equal(y, torch.cat([x @ w[e] for e, x in enumerate(parts[rank])]))
             count[-1] = exchanges.call_count - before
 
-        errors = []
+        errors, others = [], set()
         for wrong in ({}, {"h_rows": 1}, {"expects": 1}):
             count.append(0)
             before = exchanges.call_count
@@ -187,17 +189,18 @@ def begun(group, most_bytes):
                 errors.append(error_of(lambda wrong=wrong: combined(5, **wrong)))
             for seed in range(1, 5):
                 before = exchanges.call_count
-                combined(seed)
+                others.add(told(lambda seed=seed: combined(seed)))
         if rank < 2:
             other = error_of(lambda: combined(1))
         else:
             other = error_of(lambda: weft.matmul_all_reduce(torch.ones(4, K), torch.ones(K, 4), own))
-        return errors, count, other
+        return errors, others, count, other
 
 
 @pytest.mark.parametrize(("most_bytes", "exchanges"), [(4 << 20, 1), (8 * K, 0)])
 def test_combines_are_begun_before_ranks_meet(pool: Pool, most_bytes: int, exchanges: int) -> None:
-    for errors, count, other in pool.run(begun, most_bytes, ranks=4, timeout_s=90):
+    for errors, others, count, other in pool.run(begun, most_bytes, ranks=4, timeout_s=90):
+        assert others == {"nothing"}
         refused, differs = errors
         assert refused[0] == "RefusedError"
         assert "rank 3" in refused[1]

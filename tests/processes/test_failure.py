@@ -28,7 +28,7 @@ from support.on_ranks import error_of, own_group
 
 import weft
 from weft import symm
-from weft.errors import PeerLostError
+from weft.errors import PeerLostError, PoisonedGroupError
 from weft.launch import Pool, RankDiedError, run_ranks
 from weft.operator import replay
 from weft.symm import attempt, bootstrap
@@ -405,3 +405,16 @@ def test_ctrl_c_at_the_start_of_a_repeated_call_fails_the_group(pool: Pool) -> N
     for _, (kind, text) in found:
         assert kind == "PoisonedGroupError"
         assert "rank 1: matmul_reduce_scatter: KeyboardInterrupt()" in text
+
+
+def fails_second_hand(group):
+    if group.rank() == 0:
+        raise PoisonedGroupError("rank 1 has failed")
+    time.sleep(0.5)
+    raise FileNotFoundError("no such table")
+
+
+def test_a_pool_raises_the_error_that_failed_the_group(pool: Pool) -> None:
+    """The other ranks' errors can arrive first."""
+    with pytest.raises(FileNotFoundError, match="no such table"):
+        pool.run(fails_second_hand, ranks=2, timeout_s=40)
