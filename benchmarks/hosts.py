@@ -40,6 +40,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks on each host")
     parser.add_argument("--rate", default="1gbit", help="rate of the link, as tc writes it")
     parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="MS",
+        help="milliseconds that a packet takes from one host to the other; the round trip is at least twice as long",
+    )  # fmt: skip
+    parser.add_argument(
         "--rows",
         type=int,
         nargs="+",
@@ -69,10 +73,11 @@ def main() -> None:
     from support.two_hosts import TwoHosts
 
     with contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(TwoHosts())
+        hosts = stack.enter_context(TwoHosts(given.delay / 1e3))
         hosts.limit(given.rate)
         print(
-            f"two network namespaces, tc tbf of {given.rate}, {given.ranks} ranks on each host, {os.cpu_count()} cores"
+            f"two network namespaces, tc tbf of {given.rate}, a relay that delays packets by {given.delay} ms, "
+            f"{given.ranks} ranks on each host, {os.cpu_count()} cores"
         )
         # In a cache of its own, choices rest on the links and times of this run.
         cache = stack.enter_context(tempfile.TemporaryDirectory())
@@ -85,6 +90,8 @@ def main() -> None:
             given.json.write_text("[\n" + ",\n".join([*map(json.dumps, known), *records]) + "\n]\n")
         if any(launcher.returncode for launcher in launchers):
             raise SystemExit(said[1])
+    if given.delay:
+        print(f"the relay used {hosts.relay_share:.0%} of a core")
 
 
 def rank(given: argparse.Namespace) -> None:

@@ -36,6 +36,24 @@ def hosts() -> Iterator[TwoHosts]:
         yield made
 
 
+# -- links
+
+
+@pytest.mark.slow
+def test_a_delayed_link_has_the_round_trip_and_the_rate_that_are_set(tmp_path: Path) -> None:
+    delay_s = 0.005
+    with TwoHosts(delay_s) as hosts:
+        hosts.limit("400mbit")
+        launchers = hosts.torchrun(1, ["-m", "weft.cli", "doctor", "--group"], WEFT_CACHE_DIR=str(tmp_path))
+        said = [launcher.communicate(timeout=END_S)[0] for launcher in launchers]
+    match = re.search(r"\n  alpha - beta  (\d+) MB/s, round trip (\d+) us\n", said[0])
+    assert match, said
+    rate, trip_us = map(int, match.groups())
+    assert trip_us >= 2e6 * delay_s
+    assert 0 < rate <= 60
+    assert hosts.relay_share > 0
+
+
 # -- jobs
 
 

@@ -6,6 +6,7 @@ namespaces; `missing` gives the reason if it is impossible.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -20,13 +21,23 @@ from pathlib import Path
 HOSTS = ("alpha", "beta")
 INTERFACE = "weft0"
 ADDRESSES = ("10.29.0.1", "10.29.0.2")
+MTU = 60_000  # of a delayed link: a process passes each packet
 ROOT = Path(__file__).parents[2]
 
 
 class TwoHosts:
-    """The two namespaces, each kept alive by a sleeping process. Use it as a context manager."""
+    """The two namespaces, each kept alive by a sleeping process. Use it as a context manager.
 
-    def __init__(self) -> None:
+    delay_s: the time that each packet takes from one host to the other, in seconds, beside the time for its bytes. A process
+        delays the packets, and uses a part of a core (`delayed_link.py`).
+    """
+
+    relay_share = 0.0
+    """The part of a core that delaying packets has used, when the context has ended."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._relay: subprocess.Popen[str] | None = None
         self._keepers: list[subprocess.Popen[bytes]] = []
         self._is_root = os.geteuid() == 0
 
@@ -35,8 +46,7 @@ class TwoHosts:
             user = [] if self._is_root else ["--user", "--map-root-user"]
             self._keep(["unshare", *user, "--net", "--uts"])
             self._keep([*self._inside(0), "unshare", "--net", "--uts"])
-            pid = str(self._keepers[1].pid)
-            self._do(0, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", pid)
+            self._connect()
             for host, (name, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
                 self._do(host, "hostname", name)
                 self._do(host, "ip", "link", "set", "lo", "up")
@@ -48,9 +58,29 @@ class TwoHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._relay is not None:
+            said, _ = self._relay.communicate(timeout=10)
+            with contextlib.suppress(ValueError):  # it has failed before it relayed
+                self.relay_share = float(said)
         for keeper in self._keepers:
             keeper.kill()
             keeper.wait()
+
+    def _connect(self) -> None:
+        pids = [str(keeper.pid) for keeper in self._keepers]
+        if not self._delay_s:
+            self._do(0, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", pids[1])
+            return
+        user = [] if self._is_root else ["nsenter", "--target", pids[0], "--user", "--preserve-credentials"]
+        relay = [sys.executable, Path(__file__).with_name("delayed_link.py"), *pids, INTERFACE, str(self._delay_s)]
+        self._relay = subprocess.Popen(
+            [*user, *relay], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self._relay.stdout is not None
+        if (said := self._relay.stdout.readline()) != "ready\n":
+            raise OSError(f"{said}{self._relay.stdout.read()}".strip().splitlines()[-1])
+        for host in range(len(HOSTS)):
+            self._do(host, "ip", "link", "set", INTERFACE, "mtu", str(MTU))
 
     def link(self, host: int, state: str) -> None:
         """Set a host's end of the link "up" or "down"."""

@@ -19,6 +19,7 @@ from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.errors import UnreadableError
 from weft.operator.between_hosts import worth_timing
 from weft.plan import links
+from weft.runtime.links import _Probe
 from weft.runtime.two_ways import TwoWays
 from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
 
@@ -182,3 +183,23 @@ def test_implausible_numbers_are_dropped_with_a_sentence() -> None:
     )
     assert kept.network() == HostNetwork(FOUND.hosts, 100.0, 400.0, 100.0, math.inf, math.inf)
     assert replace(FOUND, links=()).network() is None
+
+
+class Slept(_Probe):
+    """A probe whose transfers take a computed time."""
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self.elapsed_s, self._latency_s, self._bytes_per_s = 0.0, latency_s, bytes_per_s
+
+    def send_s(self, nbytes: int) -> list[float]:
+        took = self._latency_s + nbytes / self._bytes_per_s
+        self.elapsed_s += took
+        return [took]
+
+
+@pytest.mark.parametrize("latency_s", [0.0001, 0.015])
+def test_transfers_grow_until_their_bytes_take_as_long_as_half_of_the_latency(latency_s: float) -> None:
+    probe = Slept(latency_s, 1e8)
+    *_, (nbytes, _) = probe.largest_in(0.2, probe.send_s, latency_s)
+    assert nbytes / 1e8 >= latency_s / 2
+    assert probe.elapsed_s <= 0.2

@@ -75,10 +75,10 @@ def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: fl
     links = _measure_pairs(probe, comm, _LINKS_UNTIL * budget_s)
     world, until_s = comm.world_size, _EXCHANGES_UNTIL * budget_s
     every = [(a, b) for a in range(world) for b in range(world)]
-    timed = probe.largest_in(until_s, lambda size: probe.exchange_s(every, size), parts=world)
     far = max(count * (world - count) for count in map(comm.hosts.count, comm.hosts))
-    trip_s = max((link.round_trip_us for link in links), default=0.0) / 1e6
-    exchange = far * _rate([(size, max(times)) for size, times in timed], trip_s / 2)
+    latency_s = max((link.round_trip_us for link in links), default=0.0) / 2e6
+    timed = probe.largest_in(until_s, lambda size: probe.exchange_s(every, size), latency_s, parts=world)
+    exchange = far * _rate([(size, max(times)) for size, times in timed], latency_s)
     return Measured(comm.hosts, links, exchange, *probe.copies())
 
 
@@ -89,17 +89,18 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
     for number, pairs in enumerate(rounds):
         ranks = [(first[one], first[other]) for one, other in pairs]
         begin_s, end_s = (until_s * (number + i) / len(rounds) for i in (0, 1))
-        both = ranks + [(there, here) for here, there in ranks]
-        trips = [probe.exchange_s(both, 1) for _ in range(_LEAST_TRIPS)][
-            1:
-        ]  # the first exchange also opens connections
+        back = ranks + [(there, here) for here, there in ranks]
+        trips = [probe.exchange_s(back, 1) for _ in range(_LEAST_TRIPS)]
+        del trips[0]  # the first exchange also opens connections
         while len(trips) < _TRIPS and probe.elapsed_s < begin_s + _TRIPS_SHARE * (end_s - begin_s):
-            trips.append(probe.exchange_s(both, 1))
-        timed = probe.largest_in(end_s, lambda size, ranks=ranks: probe.answered_s(ranks, size))  # type: ignore[misc]
-        for pair, (here, there) in zip(pairs, ranks, strict=True):
-            trip_s = 2 * min(max(one[here], one[there]) for one in trips)
-            rate = _rate([(size, times[here]) for size, times in timed], trip_s)
-            found.append(LinkFound(pair, rate, trip_s * 1e6))
+            trips.append(probe.exchange_s(back, 1))
+        trip_s = {both: 2 * min(max(one[rank] for rank in both) for one in trips) for both in ranks}
+        timed = probe.largest_in(
+            end_s, lambda size, ranks=ranks: probe.answered_s(ranks, size), min(trip_s.values())  # type: ignore[misc]
+        )  # fmt: skip
+        for pair, both in zip(pairs, ranks, strict=True):
+            rate = _rate([(size, times[both[0]]) for size, times in timed], trip_s[both])
+            found.append(LinkFound(pair, rate, trip_s[both] * 1e6))
     return tuple(found)
 
 
@@ -128,19 +129,24 @@ class _Probe:
         self._sent, self._received = (torch.ones(_FIRST_BYTES, dtype=torch.uint8) for _ in range(2))
 
     def largest_in(
-        self, until_s: float, send_s: Callable[[int], list[float]], parts: int = 1
+        self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
         """Send more and more bytes. Then repeat the largest size until `elapsed_s` reaches `until_s`.
 
         Return (bytes, each rank's time in seconds) for the last two sizes. For the largest size, these are the times of its
-        fastest transfer, since other work of the machine only slows transfers. parts: the number of ranks to which a rank
-        sends at once.
+        fastest transfer, since other work of the machine only slows transfers.
+
+        latency_s: the part of a time that does not grow with the size. parts: the number of ranks to which a rank sends at
+            once.
         """
         size = _FIRST_BYTES // parts
         before, found = (size, send_s(size)), [send_s(size)]
-        while (
-            size * parts * _GROWTH <= _MOST_BYTES and self.elapsed_s + _LEAST_TIMES * _GROWTH * max(found[0]) <= until_s
-        ):
+
+        def fits_larger() -> bool:
+            next_s = latency_s + _GROWTH * max(0.0, max(found[0]) - latency_s)
+            return size * parts * _GROWTH <= _MOST_BYTES and self.elapsed_s + _LEAST_TIMES * next_s <= until_s
+
+        while fits_larger():
             before, size = (size, found[0]), size * _GROWTH
             found = [send_s(size)]
         while len(found) < _MOST_TIMES and self.elapsed_s + max(found[-1]) < until_s:
