@@ -76,7 +76,7 @@ def test_it_cannot_be_done_alone_and_says_so() -> None:
 
 def test_what_is_wrong_with_it_is_found() -> None:
     hasty = edited(ring(LARGE), lambda step: None if isinstance(step, Wait) and step.previous else step)
-    with pytest.raises(ScheduleError, match=r"race on box@\d.* a run early, and no signal orders them"):
+    with pytest.raises(ScheduleError, match=r"race on box@\d.* in different runs, and no signal orders them"):
         verify(hasty)
 
 

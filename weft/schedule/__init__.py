@@ -1,6 +1,7 @@
-"""The schedule language: a schedule lists what each rank computes, copies, signals and waits for, on which lane.
+"""The schedule language. A schedule lists what each rank computes, copies, signals and waits for.
 
-This package does not import torch. `weft.builders` defines the problems of the operators and builds schedules for them.
+The steps of a rank are in lanes: queues such as a CUDA stream, a copy engine or a CPU thread. This package does not
+import torch. `weft.builders` defines the problems of the operators and builds their schedules.
 """
 
 import sys

@@ -74,16 +74,19 @@ class Expr:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
-        """Evaluate for arrays of values; return an array, or an int if no value is an array.
+        """Evaluate the expression with arrays as values of its variables. Return an array, or an int if all values are
+        ints.
 
-        known: a cache of subexpressions' results for the same `values`, keyed by the `id` of the AST node. This call
-            adds to the cache, so that expressions with common parts, such as sums over the same ranks, evaluate these
-            parts once. The expressions must outlive `known`, because ids are reused.
+        known: a cache of the results of subexpressions for the same `values`, keyed by the `id` of the AST node. This
+            call adds to the cache. So expressions that share subexpressions, such as sums over the same ranks, evaluate
+            these once. The expressions must outlive `known`, because Python reuses ids.
         """
         return nodes.evaluated_over(self._node, values, known)
 
     def period(self, name: str) -> int:
-        """Return p if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
+        """Return a number p such that the value depends on the variable `name` only through `name % p`; 0 if no p is
+        known.
+        """
         return _period_of(self, name)
 
     def parts_over(self, values: Mapping[str, Any], without: str, known: dict[int, Any]) -> None:
@@ -95,13 +98,16 @@ class Expr:
                 known[id(part)] = nodes.evaluated_over(part, values)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
-        """Split a sum of numbers and `total(...)` terms into (the sum of the numbers, the terms).
+        """Return (the sum of the numbers, the `total(...)` terms) of an expression that is a sum of both.
 
-        Raise `ValueError` for any other expression."""
+        Raise `ValueError` for any other expression.
+        """
         return nodes.totals_of(self._node)
 
     def partially_evaluated(self, values: Values) -> Index:
-        """Substitute the variables that `values` has. Return an int if no variable is left."""
+        """Substitute the variables that have a value in `values`. Return an int if no variable is left, otherwise an
+        expression.
+        """
         given = tuple((name, values[name]) for name in self.variables() if name in values)
         may_be_kept = all(isinstance(one, int | tuple) for _, one in given)
         return _substitute_once(self, given) if may_be_kept else _substitute(self, given)
@@ -198,10 +204,10 @@ INDEX_TYPES = frozenset({int, Expr})
 
 
 def require_index(index: Index, what: str) -> None:
-    """Raise `TypeError` unless `index` is an integer or an `Expr`.
+    """Raise `TypeError` unless `index` is an integer or an `Expr`. what: its name in the error text.
 
-    A bool is refused too. It usually comes from `RANK == 1`, which is False on all ranks, because Python evaluates it
-    while the schedule is being built.
+    A bool is also refused. It usually comes from `RANK == 1`, which is False on all ranks, because Python evaluates the
+    comparison while the schedule is being built.
     """
     if isinstance(index, bool):
         raise TypeError(
@@ -215,14 +221,14 @@ def require_index(index: Index, what: str) -> None:
 
 
 def value(index: Index, **variables: int) -> int:
-    """Return `index` evaluated for these values of its variables, given by name; an int is returned as it is."""
+    """Return `index` as an int, evaluated with the given values of its variables."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
 
 
 def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
-    """Return the expression for sum(buffer[first:end:step]), evaluated at run time.
+    """Return the expression sum(buffer[first:end:step]), which is evaluated at run time.
 
-    `buffer` is this rank's buffer, flattened row by row.
+    buffer: the name of a buffer. Its contents on this rank are flattened row by row.
     """
     return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
 
@@ -235,7 +241,7 @@ def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
 
 
 def lookup(table: Sequence[int], index: Index) -> Index:
-    """Return the expression for `table[index]`; an int if `index` is an int or all entries are equal."""
+    """Return the expression `table[index]`. The result is an int if `index` is an int, or if all entries are equal."""
     require_index(index, "index")
     if len(set(table)) == 1:
         return table[0]
@@ -267,8 +273,9 @@ def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
 
 
 def _operand(index: Index, binds: int) -> str:
-    """Return the text of an operand as `ast.unparse` writes it: in parentheses if its operator's precedence is below
-    `binds`.
+    """Return the text of an operand, in parentheses if needed, exactly as `ast.unparse` writes it.
+
+    binds: the precedence of the operator around the operand.
     """
     sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
     return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)
@@ -304,7 +311,7 @@ def _parts_without(expression: Expr, name: str) -> tuple[ast.expr, ...]:
 
 
 def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
-    """Substitute values for names, and evaluate the subexpressions that have no name left."""
+    """Substitute values for names, and evaluate the subexpressions that have no name left. Return the new AST."""
     match node:
         case ast.Name(id=name) if name in values:
             found = values[name]
@@ -336,8 +343,9 @@ def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
 
 
 def _folded(node: ast.expr) -> int:
-    """Evaluate an expression without variables. The common case, an operation on two numbers, is computed directly,
-    without compiling.
+    """Return the value of an expression without variables.
+
+    An operation on two numbers, the common case, is computed without compiling the expression.
     """
     match node:
         case ast.BinOp(left=ast.Constant(value=int(left)), op=sign, right=ast.Constant(value=int(right))) if right:

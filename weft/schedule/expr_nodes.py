@@ -1,6 +1,7 @@
-"""Functions on the ASTs of expressions: parsing within limits, checks, evaluation for arrays of values, and periods.
+"""Functions on the ASTs of expressions: parsing within limits, checks, evaluation for arrays, and periods.
 
-`weft.schedule.expr` builds these ASTs. They consist of arithmetic only, as `check` defines it.
+`weft.schedule.expr` builds these ASTs. `check` lists the kinds of nodes that they may contain: arithmetic, tables and
+sums.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 <<
 
 
 class PrefixSums:
-    """The contents of a buffer, row by row, with cached sums, so that the sum of any slice takes constant time."""
+    """The contents of a buffer, row by row, with cached prefix sums. The sum of any slice takes constant time."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """Return the sum of the slice `part` instead of the slice. `sum(buffer[first:end])` then adds no elements."""
+        """Return the sum of the slice `part`, not its elements.
+
+        Compiled expressions contain `sum(buffer[first:end])`. With this class as `buffer`, they need not add all
+        elements.
+        """
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def sums(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """Return the sums of the slices [first:end:step] for arrays of non-negative bounds."""
+        """Return the sums of many slices [first:end:step]. first, end: arrays of non-negative bounds."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
         found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
@@ -99,7 +104,7 @@ def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts
 
 @lru_cache(maxsize=64)  # many expressions share a table, which may have thousands of numbers
 def numbers_of(table: ast.Tuple) -> np.ndarray | None:
-    """Return the entries of a table as an array; None if some are not numbers."""
+    """Return the entries of a table as an array; None if an entry is not a number."""
     if not all(isinstance(entry, ast.Constant) for entry in table.elts):
         return None
     return np.array([cast(ast.Constant, entry).value for entry in table.elts])
@@ -111,13 +116,15 @@ def _name(node: ast.expr) -> str:
 
 
 def known_bound(node: ast.expr | None) -> ast.expr:
-    """Return `node`, the bound of a slice. The type is Optional only in Python's AST: bounds are never omitted."""
+    """Return `node`, the bound of a slice, with a type that is not Optional. `check` refuses slices without bounds."""
     assert node is not None  # check refuses slices without both bounds
     return node
 
 
 def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
-    """Split the AST of a sum into (the sum of its numbers, its `Total` terms); raise `ValueError` for other ASTs."""
+    """Return (the sum of the numbers, the `Total` terms) of an AST that is a sum of both. Raise `ValueError` for other
+    ASTs.
+    """
     match node:
         case ast.Constant(value=int(number)):
             return number, ()
@@ -137,7 +144,9 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
 
 
 def period_of(node: ast.AST, name: str) -> int:
-    """Return p if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
+    """Return a number p such that the value of `node` depends on the variable `name` only through `name % p`; 0 if no p
+    is known.
+    """
     match node:
         case ast.BinOp(left=ast.Name(id=found), op=ast.Mod(), right=ast.Constant(value=int(modulus))) if found == name:
             return abs(modulus)
@@ -154,9 +163,11 @@ def period_of(node: ast.AST, name: str) -> int:
 
 
 def split_without(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
-    """True if `node` does not depend on the variable `name`.
+    """Return True if `node` does not depend on the variable `name`.
 
-    Otherwise append to `parts` the largest subexpressions that do not depend on it, except constants."""
+    Otherwise return False, and append to `parts` the largest subexpressions that do not depend on `name`, except
+    constants.
+    """
     match node:
         case ast.Name(id=found):
             return found != name
@@ -203,7 +214,9 @@ def parsed(text: str) -> ast.expr:
 
 
 def check(node: ast.expr) -> None:
-    """Raise `ValueError` unless the AST is arithmetic. Expressions from files are passed to `eval`."""
+    """Raise `ValueError` if the AST contains anything but arithmetic, tables and sums. Expressions from files are
+    passed to `eval`.
+    """
     match node:
         case ast.Constant(value=bool()):
             raise ValueError(f"{ast.unparse(node)!r} is a bool: write a whole number or a variable of the schedule")

@@ -1,16 +1,18 @@
-"""Tile kernels: descriptions of the GPU kernels that run all tiles of a step (`weft.schedule.steps.Tiles`).
+"""Tile kernels: descriptions of the GPU kernels that run all tiles of a `weft.schedule.steps.Tiles` step.
 
-A `Tiles` step contains its work twice. Its body lists the steps of one tile: `verify` checks these steps, the simulator
-times them, and CPU processes run them tile by tile. Its `kernel` is a `TileKernel` with the parameters of a GPU kernel;
-the executor finds the implementation by the type of `kernel`. The builder must make body and kernel agree.
-tests/unit/test_tile_kernels.py checks weft's builders.
+A `Tiles` step describes its work twice. Its body lists the steps of one tile: `verify` checks these steps, the
+simulator times them, and CPU processes run them tile by tile. Its `kernel` is a `TileKernel` with the parameters of a
+GPU kernel. The executor finds the implementation by the type of `kernel`. The builder must make both descriptions
+agree. tests/unit/test_tile_kernels.py checks weft's builders.
 
 To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
 fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
-`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses kernels without an entry for exactly this class. The
-simulator assumes that each tile is an expert's segment, which the kernel cuts into smaller tiles. If a compute unit computes
-each tile as it is, add an entry to `weft.sim.tile_costs.rates` that returns `Rates(whole=True)`: without it the predicted
-time may be too short.
+`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses a kernel whose class has no entry, even if a base
+class has one.
+
+The simulator assumes that a kernel cuts each tile of the step into smaller tiles, as the kernels for experts do. If the
+kernel computes each tile of the step on one compute unit, add an entry to `weft.sim.tile_costs.rates` that returns
+`Rates(whole=True)`. Without the entry the predicted time may be too short.
 """
 
 from __future__ import annotations
@@ -46,25 +48,28 @@ class TileKernel:
         return self.kind
 
     def continues(self, before: TileKernel | None) -> bool:
-        """True if one launch may run the tiles of `before`, the kernel of the previous step, and then the tiles of this
-        kernel.
+        """Return True if one launch may run the tiles of `before` and then the tiles of this kernel.
 
-        Only signals may be between the two steps. before: None if the previous step has no tiles.
+        before: the kernel of the previous step of the lane; None if that step has no tiles. Only signals are between
+            the two steps.
         """
         return type(before) is type(self)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatmul(TileKernel):
-    """Grouped GEMM over the received rows, with one group for each (source rank, local expert).
+    """Grouped GEMM over the rows that a rank has received, with one group for each (source rank, local expert).
 
     The kernel reads the rows from where the exchange stored them, without sorting them (`weft.kernels.grouped_matmul`).
 
-    counts, tokens, inbox, weights, y: names of buffers. experts: the number of experts of each rank. slot_rows: the
-        number of inbox rows that are reserved for each peer. first_source, n_sources: the kernel multiplies the rows of
-        `n_sources` ranks; the first of them is `first_source` ranks after this rank (0 is this rank). first_expert,
-        n_experts: the range of local experts. first_k, n_k: the range of k, which indexes the columns of tokens and the
-        rows of weights. adds: True to accumulate into y.
+    counts, tokens, inbox, weights, y: names of buffers.
+    experts: the number of experts of each rank.
+    slot_rows: the number of inbox rows that are reserved for each peer.
+    first_source, n_sources: the source ranks of the rows: `n_sources` ranks, beginning `first_source` ranks after this
+        rank.
+    first_expert, n_experts: the range of local experts.
+    first_k, n_k: the range of the inner dimension k: columns of tokens, and rows of weights.
+    adds: True to accumulate into y.
     """
 
     kind: ClassVar[str] = "grouped_matmul"
@@ -106,16 +111,17 @@ class SortedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
-    """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the row.
+    """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the
+    row.
 
-    It is the way back for rows of `GroupedMatmul` (`weft.kernels.grouped_matmul`), but always multiplies over all of k,
-    and never accumulates. If a launch multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`),
-    rows of several source ranks share a tile.
+    The counterpart of `GroupedMatmul`: it sends the results back (`weft.kernels.grouped_matmul`). It always multiplies
+    over all of k, and never accumulates. If a launch multiplies the rows of all source ranks, and each sends few rows
+    (`FEW_ROWS`), rows of several source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
         local expert. Its second half has the number of this rank's rows for each expert of each rank.
-    h, weights, y, outbox: names of buffers. Products for this rank are stored in y. Products for a peer are stored in the
-        peer's slot of the outbox of rank `at`.
+    h, weights, y, outbox: names of buffers. Products for this rank are stored in y. Products for a peer are stored in
+        the peer's part of the outbox of rank `at`.
     The other fields are as in `GroupedMatmul`.
     """
 
@@ -136,15 +142,15 @@ class ReturningMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class TrackedMatmul(TileKernel):
-    """A GEMM that signals finished tiles while it runs, and may store tiles in peers' memory
+    """A GEMM that signals finished tiles while it runs. It may store tiles in peers' memory
     (`weft.kernels.tracked_matmul`).
 
-    The body of the step is one matmul or addmm, followed by sets. A signal is set as soon as all tiles that set it are
-    stored.
+    The body of the step is one matmul or addmm, followed by sets. Several tiles may set one signal: the kernel sets it
+    as soon as the last of them is stored.
 
-    rows, cols: the maximum size of a tile; powers of two. If there are fewer tiles than compute units, several units
-        share a tile. Each unit computes a part of k of at least `least_part`, and the last unit to finish stores the
-        tile.
+    rows, cols: the maximum size of a tile; powers of two.
+    least_part: if there are fewer tiles than compute units, several units share a tile. Each unit then computes a part
+        of k of at least `least_part` elements. The last unit to finish stores the tile.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
@@ -170,19 +176,24 @@ class LibraryGroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """A kernel that sorts rows by expert; its input is sorted by source rank. Each tile copies an expert's rows.
+    """A kernel that sorts rows by expert. Its input rows are sorted by source rank. Each tile copies the rows of one
+    expert.
 
-    On GPUs the copies of one step read at most two buffers and write one."""
+    On GPUs the copies of one step read at most two buffers and write one.
+    """
 
     kind: ClassVar[str] = "permute"
 
 
 @dataclass(frozen=True, slots=True)
 class PooledSlices(TileKernel):
-    """A kernel that pools embeddings and sends each slice to its rank as soon as it is pooled.
+    """A kernel that pools embeddings and sends each slice (a group of pooled vectors) to its rank as soon as it is
+    pooled.
 
-    transport: "direct" stores vectors in the destination's memory; "put" pools a slice into local memory, then copies it.
-    order: "remote_first" pools the slices of other ranks first."""
+    transport: "direct" stores vectors in the destination's memory; "put" pools a slice into local memory, then copies
+        it.
+    order: "remote_first" pools the slices of other ranks first.
+    """
 
     kind: ClassVar[str] = "embedding_all_to_all"
     transport: SliceTransport
@@ -203,6 +214,6 @@ class PooledBags(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """A kernel that permutes columns between the order of ranks and the order of the result."""
+    """A kernel that permutes columns: from columns grouped by rank to the order of the result, or the reverse."""
 
     kind: ClassVar[str] = "unpack"

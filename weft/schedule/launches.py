@@ -33,11 +33,14 @@ Key: TypeAlias = tuple[str, int]
 
 
 class Launch(NamedTuple):
-    """Consecutive steps of a lane that are one kernel or one stream operation. See the top of this file.
+    """Consecutive steps of a lane that are one kernel or one stream operation. The top of this file defines its groups
+    of steps.
 
-    lane: the number of the lane. first: the position of the first step in the lane. steps: all steps, in order. units: the
-    number of compute units that are held while the launch polls; 0 if it does not poll. continues: True if the persistent
-    kernel of the previous launch also computes the tiles of this one.
+    lane: the number of the lane.
+    first: the position of the first step in the lane.
+    steps: all steps, in order.
+    units: the number of compute units that the launch holds while it polls; 0 if it does not poll.
+    continues: True if the tiles of this launch run in the persistent kernel of the previous launch.
     """
 
     lane: int
@@ -86,7 +89,7 @@ class Launch(NamedTuple):
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield a bool for each step: True if the step runs in a kernel that an earlier step has launched."""
+        """Yield a bool for each step: True if a kernel that starts at an earlier step also runs this step."""
         for place in range(self.first, self.last + 1):
             yield (
                 self.continues
@@ -109,27 +112,34 @@ def launches(
 ) -> list[Launch]:
     """Return the launches of a lane, in order.
 
-    steps: the lane's steps, with loops unrolled. crossing: for each step, True if it is a signal between ranks. lane:
-        the number of the lane. alone: True if the rank has no other lane. held: buffers whose contents are known only
-        at run time. dynamic_units: the compute units that a copy holds if its size depends on `held`. may_answer(first,
-        end): returns True if the sets in steps[first:end] may be issued as late as the last of these steps.
-        tiles_go_on: assume that a tile kernel also sets the signals after its step, and computes the tiles of the next
-            step if `TileKernel.continues`. Only the simulator assumes this: the GPU compiler launches a kernel for each
-            step, and the stream sets the signals.
+    steps: the lane's steps, with loops unrolled.
+    crossing: for each step, True if it is a signal between ranks.
+    lane: the number of the lane.
+    alone: True if the rank has no other lane.
+    held: buffers whose contents are known only at run time.
+    dynamic_units: the number of compute units that a copy holds if its size depends on `held`.
+    may_answer: a function of positions (first, end). It returns True if the sets in steps[first:end] may be issued as
+        late as the last of these steps.
+    tiles_go_on: assume that a tile kernel also sets the signals after its step, and that it computes the tiles of the
+        next step if `TileKernel.continues`. Only the simulator passes True. The GPU compiler launches a kernel for each
+        step, and the stream sets the signals.
     """
     found: list[Launch] = []
     kernel: TileKernel | None = None  # the tile kernel of the previous launch, if it has tiles
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
-        """Return the first position from `at` on that is not a signal of this kind. If not `local`, a signal within a
-        rank also ends the search.
+        """Return the first position, from `at` on, of a step that is not a signal of type `kind`.
+
+        Unless `local` is True, a signal within the rank also ends the search.
         """
         while at < len(steps) and (local or crossing[at]) and isinstance(steps[at], kind):
             at += 1
         return at
 
     def copy(at: int, waits: int, body: int) -> Launch:
-        """Return the launch of the copy at position `body`. It begins at `at`, and its waits begin at `waits`."""
+        """Return the launch of the copy at position `body`. Its steps begin at position `at`, and its waits at position
+        `waits`.
+        """
         like = _fixed(steps[body], buffers, held)
         parts_end = body + 1
         while parts_end < len(steps) and _joins(steps[body], steps[parts_end], buffers, held):
@@ -177,13 +187,13 @@ def launches(
 
 
 def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> bool:
-    """True if the kernel of `first`, a copy by kernel, may also do `step`.
+    """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
-    The copies must read the same columns of one buffer and have equal row pitches. Their sizes are all fixed and equal, or all
-    depend on `held`. In the second case, the buffers that they write have equal numbers of rows, because the kernel clamps all
-    sizes to one number. The copies write symmetric or scratch buffers, or one tensor of the caller, but not the buffer that
-    they read. They do not accumulate, because the kernel's copies run in no particular order. For the same reason they must
-    not write the same place, which `verify` checks.
+    The copies must read the same columns of one buffer and have equal row pitches. Their sizes are all fixed and equal,
+    or all depend on `held`. In the second case, the buffers that they write have equal numbers of rows, because the
+    kernel clamps all sizes to one number. The copies write symmetric or scratch buffers, or one tensor of the caller,
+    but not the buffer that they read. They do not accumulate, because the kernel's copies run in no particular order.
+    For the same reason they must not write the same place, which `verify` checks.
     """
     if step.copies_by != "kernel":
         return False
@@ -211,9 +221,8 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
 
-    Further copies for which this function returns an equal value may join the launch of `step`: they copy the same source to
-    other places with the same pitch. Return None for other steps, for dynamic sizes, and for a destination that is the
-    caller's tensor.
+    Copies with equal results may share a launch: they copy the same source to several places with the same pitch.
+    Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor.
     """
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
@@ -224,8 +233,9 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
 
 def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
-    """Return for each rank {counter: the rank that sets it}. Only counters set by another rank or by a tile kernel are
-    included.
+    """Return, for each rank, a dict from its counters to the rank that sets each counter.
+
+    The dict contains only counters that another rank or a tile kernel sets.
     """
     found: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
@@ -237,8 +247,10 @@ def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
 
 
 def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
-    """True if `step` of `rank` is a signal between ranks: a set at another rank, or a wait for a counter in `awaited`, which
-    is the rank's entry of `setters`.
+    """Return True if `step` of `rank` is a signal between ranks: a set at another rank, or a wait for a counter in
+    `awaited`.
+
+    awaited: the rank's entry of `setters`.
     """
     if wait := step.awaits:
         return (wait.signal, wait.index) in awaited
@@ -246,10 +258,10 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 
 
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
-    """Return the maximum number of compute units for one copy by kernel with a dynamic size, on a lane of this resource.
+    """Return the number of compute units that one copy by kernel may hold if its size is dynamic.
 
-    Copies on copy lanes run concurrently with GEMMs, so all copy lanes together get only `DYNAMIC_COPY_UNITS`. A copy
-    on a compute lane gets `COPY_UNITS`.
+    resource: the resource of the copy's lane. Copies on copy lanes run concurrently with GEMMs, so all copy lanes
+        together get only `DYNAMIC_COPY_UNITS`. A copy on a compute lane gets `COPY_UNITS`.
     """
     if resource == "compute":
         return COPY_UNITS
@@ -272,12 +284,13 @@ def launches_of_rank(
 ) -> list[Launch]:
     """Return the launches of all lanes of a rank, in the order of issue.
 
-    lanes: the names of the lanes, by number. order: (lane, step) in the order of issue
-    (`weft.schedule.verify.issue_order`).
+    lanes: the names of the lanes, by number.
+    order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    Sets may be delayed and issued together with the waits after them, unless another lane's wait for a peer is issued in
-    between. If the lanes share a hardware queue, the sets would be queued behind that wait, while the peer waits for the sets.
+    The sets and the waits after a copy may be issued together with the last of these waits. They are not delayed if
+    another lane's wait for a peer is issued in between. If the lanes share a hardware queue, the sets would be queued
+    behind that wait, while the peer waits for the sets.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

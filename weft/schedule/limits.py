@@ -27,7 +27,9 @@ def check_number(number: int, where: str, most: int = MOST) -> int:
 
 
 def check_sizes(schedule: Schedule) -> None:
-    """Raise `ValueError` for the first number beyond its limit. Expressions that cannot be evaluated are left to `verify`."""
+    """Raise `ValueError` for the first number beyond its limit. `verify`, not this function, reports expressions
+    without a value.
+    """
     check_number(schedule.world_size, "schedule.world_size", MOST_RANKS)
     for i, held in enumerate(schedule.contents):
         if len(held.expected) != schedule.world_size:
@@ -55,7 +57,7 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps after unrolling loops.
+    """Return the number of steps after unrolling loops. where: the place of the steps, for error texts.
 
     A loop counts as one step, and each iteration as at least one step, because even empty iterations take time to
     unroll.

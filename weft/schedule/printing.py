@@ -15,12 +15,12 @@ _TOGETHER = "\N{NO-BREAK SPACE}"  # a space at which lines are not broken; `wrap
 
 
 def describe(item: Step | Region, rank: int | None = None) -> str:
-    """Return a step or region as one line of text. rank: omit "@rank" from regions of this rank."""
+    """Return a step or region as one line of text. rank: the rank whose regions are printed without "@rank"."""
     return " ".join(str(_shown(item, rank, {})).split())
 
 
 def buffer_lines(buffers: Sequence[Buffer], values: Sequence[Values]) -> list[str]:
-    """Return the lines of a table of buffers. values: for each rank, the values of the variables (`Schedule.values`)."""
+    """Return the lines of a table of buffers. values: for each rank, the values of its variables (`Schedule.values`)."""
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in buffers:
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
@@ -73,7 +73,7 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
 
 
 def _region(region: Region, at: Index, buffer: Buffer | None) -> str:
-    """Return the text of a region: all rows or all columns as ":", and a whole buffer without brackets."""
+    """Return the text of a region. All rows or all columns are ":", and a whole buffer has no brackets."""
     whole = (0, buffer.rows, 0, buffer.cols) if buffer else (None,) * 4
     rows = ":" if (region.row, region.rows) == whole[:2] else f"{region.row}:+{region.rows}"
     cols = ":" if (region.col, region.cols) == whole[2:] else f"{region.col}:+{region.cols}"

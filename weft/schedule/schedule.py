@@ -4,8 +4,8 @@ A schedule does not depend on an executor. GPUs and CPU processes run it (`weft.
 time (`weft.sim`), `weft.schedule.verify` checks it, and `weft.schedule.text` stores it as JSON. A schedule is written
 once for all ranks: a number that differs between ranks is an expression of the rank.
 
-The steps of a lane run in order. Only signals order steps of different lanes or ranks. Apart from signals, the lanes of
-a rank start when the rank is called, and the run ends on the rank when all its lanes have ended.
+The steps of a lane run in order. Only signals order steps of different lanes or ranks. A run of a rank starts all its
+lanes at once, and ends when all lanes have ended.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -79,8 +79,8 @@ class Schedule:
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def values(self, rank: int) -> Values:
-        """Return the values of the variables in expressions on `rank`: of "rank", and of buffers with expected
-        contents.
+        """Return the values of variables in expressions on `rank`: the number "rank", and the expected contents of
+        buffers.
         """
         return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
 
@@ -91,7 +91,7 @@ class Schedule:
 
     @property
     def stops_host(self) -> bool:
-        """True if the CPU waits for sizes before it issues later steps."""
+        """True if the CPU must wait for sizes from the device before it issues later steps."""
         return "host" in self._reads
 
     @cached_property
@@ -114,11 +114,12 @@ class Schedule:
         return replace(self, lanes=tuple(replace(one, steps=map_steps(one.steps, change)) for one in self.lanes))
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
-        """Return the lanes of one rank with all expressions evaluated, loops unrolled, and steps on empty regions removed.
+        """Return the lanes of one rank with expressions evaluated, loops unrolled, and steps on empty regions removed.
 
-        A `Tiles` step keeps its body, in which the tile's index is the only variable. With `expected`, sizes that
-        depend on contents of buffers are computed from the expected contents. Otherwise these sizes stay expressions,
-        for executors.
+        A `Tiles` step keeps its body, in which the tile's index is the only variable.
+
+        expected: True to compute sizes that depend on contents of buffers from the expected contents. Executors pass
+            False: these sizes then stay expressions.
         """
         expected = expected or not self.contents
         known = _known_lanes(self)
@@ -173,10 +174,9 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 
 
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
-    """Return the cache of `of_rank` for this schedule object.
+    """Return the cache of `of_rank` for this schedule object, keyed by the arguments of `of_rank`.
 
-    Only the latest schedule's cache is kept, because callers usually check, order and run a schedule before they use
-    the next.
+    Only the latest schedule's cache is kept: callers usually check, order and run a schedule before they use the next.
     """
     global _last
     of, known = _last
@@ -250,8 +250,10 @@ class Draft:
         return made
 
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
-        """Return the lane `name`; create it at the first call. The CPU issues steps of copy lanes before steps of compute
-        lanes, and among lanes of one resource takes lanes in the order of their creation (`weft.schedule.verify.issue_order`).
+        """Return the lane `name`. The first call with a name creates the lane.
+
+        The CPU issues steps of copy lanes before steps of compute lanes. Among lanes of one resource, lanes that were
+        created earlier come first (`weft.schedule.verify.issue_order`).
         """
         _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
@@ -343,10 +345,11 @@ class LaneDraft:
 
 
 def _require_step(step: Any, *where: str) -> None:
-    """Raise `TypeError` unless `step` is a Step whose operands are regions and whose other numbers are int or Expr.
+    """Raise `TypeError` unless `step` is a Step whose operands are regions and whose numbers are int or Expr.
 
-    where: words that say where the step is, for the error's text. They are joined only for an error, because a large
-    schedule has tens of thousands of steps."""
+    where: words that together say where the step is, for the error text. They are joined only for an error, because a
+        large schedule has tens of thousands of steps.
+    """
     if not isinstance(step, Step):
         hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is not a step{hint if isinstance(step, LaneDraft) else ''}")
@@ -367,7 +370,9 @@ def _require_step(step: Any, *where: str) -> None:
 
 @lru_cache(maxsize=256)
 def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
-    """Return (name, type) of each field of the step class `of` that holds a region, regions or a norm."""
+    """Return (name, type) of each operand field of the step class `of`: fields for a region, a tuple of regions, or a
+    norm.
+    """
     return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
 
 
@@ -375,7 +380,10 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """Return the error in an operand and the fix; "" if the operand is valid. wanted: the type of its field."""
+    """Return what is wrong with an operand, and the fix; "" if the operand is valid.
+
+    wanted: the type of the field, as text.
+    """
     if wanted == "Norm | None":
         if given is None:
             return ""

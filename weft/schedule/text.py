@@ -39,25 +39,26 @@ def to_json(schedule: Schedule) -> str:
 
 
 def fingerprint(schedule: Schedule) -> str:
-    """Return a hash of the schedule. Ranks compare it to check that their schedules are equal."""
+    """Return a hash of the schedule. Ranks compare the hashes to check that their schedules are equal."""
     # `to_json` is slower: its `indent` makes json use Python code in place of C.
     return hashlib.sha256(json.dumps(schedule, default=_values).encode()).hexdigest()
 
 
 def _values(item: Any) -> Any:
-    """Return a JSON value for an object that json cannot write: its kind, and its fields by position."""
+    """Return a JSON value for an object that json cannot write: a list of its kind and the values of its fields."""
     if isinstance(item, Expr):
         return {"": item.text}
     return {getattr(item, "kind", type(item).__name__): values_of(item)}
 
 
 def from_json(text: str) -> Schedule:
-    """Return the schedule that `to_json` wrote.
+    """Return the schedule that `to_json` wrote as `text`.
 
-    Raise `UnreadableError` if `text` exceeds the limits of `weft.reading`. Raise `ValueError` if it is not a schedule, or exceeds
-    `weft.schedule.limits`. Hangs and races are not checked here, but by `weft.schedule.verify`."""
+    Raise `UnreadableError` if `text` exceeds the limits of `weft.reading`. Raise `ValueError` if `text` is not a
+    schedule, or exceeds `weft.schedule.limits`. To find hangs and races, call `weft.schedule.verify`.
+    """
     if (steps := text.count('"step"')) > MOST_STEPS:  # checked before parsing, because parsing many steps is slow
-        raise UnreadableError(f"schedule has {steps} steps, and at most {MOST_STEPS} are allowed: write loops")
+        raise UnreadableError(f"schedule has {steps} steps, and at most {MOST_STEPS} are allowed: use loops")
     found = parse_json(text, "schedule")
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None
     if version != VERSION:
@@ -83,7 +84,9 @@ def _plain(item: Any) -> Any:
 
 
 def _read(kind: Any, found: Any, where: str) -> Any:
-    """Return a value of type `kind` from the parsed JSON `found`. where: its place in the file, for error texts."""
+    """Convert the parsed JSON value `found` to the type `kind`. where: the place of the value in the file, for error
+    texts.
+    """
     if kind in _TAGGED:
         _expect(dict, found, where)
         word, known = _TAGGED[kind]

@@ -13,12 +13,14 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Agree(Step):
-    """Fill the rows received from a rank with NaN if the rank sent other sizes than this rank expected. W is the world
-    size.
+    """Compare the sizes that the ranks sent with the sizes that this rank expected. Fill rows with wrong sizes with
+    NaN.
+
+    If the counts from rank r differ, all rows received from rank r become NaN. W is the world size.
 
     expected: `[W, counts]`. Row r has the counts that this rank expects from rank r.
-    sent: `[W * W, counts]`, a table of W rows for each rank. In rank r's table, row `row` has the counts that rank r
-        sent to this rank.
+    sent: `[W * W, counts]`: a table of W rows from each rank. In the table from rank r, row number `row` has the counts
+        that rank r sent to this rank.
     out: the received rows, grouped by source rank. Rank r's group has as many rows as the sum of its expected counts.
     """
 

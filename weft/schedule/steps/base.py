@@ -33,8 +33,8 @@ _PLAIN = (Region, Norm, TileKernel)  # classes whose values are defined by their
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A wait until a counter of this rank has been set `count` times in this run, or, with `previous`, in the previous
-    run.
+    """The counter that a step waits for, and the number of sets. `previous`: count the sets of the previous run, not of
+    this run.
     """
 
     signal: str
@@ -44,7 +44,9 @@ class Awaited:
 
 
 class Step:
-    """The base class of steps. Its defaults describe a step that occupies its lane, but has no memory accesses and no signals."""
+    """The base class of steps. Its defaults describe a step that occupies its lane, without memory accesses and
+    signals.
+    """
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -56,7 +58,9 @@ class Step:
             KINDS[cls.kind] = cls
 
     def accesses(self) -> tuple[Access, ...]:
-        """Return an access for each region that the step reads, writes or updates, in the order of its operands."""
+        """Return the accesses of the step: one for each region that it reads, writes or updates, in the order of its
+        operands.
+        """
         return ()
 
     @property
@@ -65,11 +69,11 @@ class Step:
         return tuple([access.region for access in self.accesses()])
 
     def sets(self) -> Mapping[CounterId, int]:
-        """Return {counter: how often the step increments it}, for an evaluated step."""
+        """Return {counter: how often the step increments the counter}. The step must be evaluated."""
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return the step reduced to its sets; None if it has no sets."""
+        """Return a step that makes only the sets of this step; None if this step has no sets."""
         return self if self.sets() else None
 
     @property
@@ -84,9 +88,9 @@ class Step:
 
     @property
     def occupies(self) -> bool:
-        """True if the step keeps a queue or the CPU busy for a while, unlike signals.
+        """True if the step keeps a queue or the CPU busy, unlike a signal.
 
-        After such a step the CPU issues steps of other lanes before it continues with this lane.
+        After such a step the CPU first issues steps of other lanes, before it continues with this lane.
         """
         return True
 
@@ -117,7 +121,9 @@ class Step:
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The indices of the decisive operands: if one of their regions is empty, the step does nothing."""
+        """The positions, in `accesses()`, of operands that the step needs. If one of these regions is empty, the step
+        does nothing.
+        """
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 
     @property
@@ -128,7 +134,7 @@ class Step:
 
     @property
     def sizes(self) -> tuple[Index, ...]:
-        """The number of rows that the step sends to each rank; () if all ranks get equally many."""
+        """The number of rows that the step sends to each rank; () if all ranks get the same number of rows."""
         return ()
 
     @property
@@ -138,12 +144,14 @@ class Step:
 
     @property
     def own_variables(self) -> frozenset[str]:
-        """The variables that are defined only in the step's body: the index of a loop or of tiles."""
+        """The variables that only the step's body may use: the index of a loop or of tiles."""
         return frozenset()
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """The fields that are not regions. Steps with equal settings and equal operand sizes take equal time."""
+        """The fields that are strings, bools, floats or None. Steps with equal settings and equal operand sizes take
+        equal time.
+        """
         return tuple(one for one in self.values() if isinstance(one, str | bool | float | None))
 
     def values(self) -> tuple[Any, ...]:
@@ -155,15 +163,14 @@ class Step:
         return type(self)(*[change(getattr(self, name)) for name in _names_of(type(self))])
 
     def substitute(self, values: Values, partially_evaluated: bool) -> Step:
-        """Evaluate the step's expressions. Variables that `values` lacks raise an error, or stay if
-        `partially_evaluated`.
+        """Return the step with its expressions evaluated.
+
+        A variable without a value in `values` raises an error. With `partially_evaluated`, the variable stays.
         """
         return _fields_substituted(self, values, partially_evaluated)
 
     def faults(self, where: Declared) -> Iterator[str]:
-        """Yield a text for each error in the step. The step must be evaluated, and its regions must be inside their
-        buffers.
-        """
+        """Yield a text for each error in the step. The step must be evaluated, with all regions inside their buffers."""
         yield from ()
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
@@ -178,9 +185,9 @@ class Step:
 
 
 def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) -> Any:
-    """Evaluate the expressions of a step, region, kernel or index.
+    """Return a step, region, kernel or index with its expressions evaluated.
 
-    Variables that `values` lacks raise `ValueError`, or stay if `partially_evaluated`.
+    A variable without a value in `values` raises `ValueError`. With `partially_evaluated`, the variable stays.
     """
     if type(item) in (int, str):  # the most frequent types
         return item
@@ -194,7 +201,7 @@ def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) 
 
 
 def _fields_substituted(item: Any, values: Values, partially_evaluated: bool) -> Any:
-    """Evaluate the fields of `item`. Return `item` itself if nothing changes."""
+    """Return a copy of `item` with its fields evaluated; `item` itself if nothing changes."""
     kind = type(item)
     old = values_of(item)
     # Evaluate the common types here, without calling `substitute`, because a large schedule has a million fields.
@@ -247,7 +254,9 @@ def variables_of(item: Any) -> Set[str]:
 
 
 def depends(item: Any, names: Collection[str]) -> bool:
-    """True if an expression of a step, region or index uses one of the variables `names`. Faster than `variables_of`."""
+    """Return True if an expression of a step, region or index uses one of the variables `names`. Faster than
+    `variables_of`.
+    """
     kind = type(item)
     if kind is int or kind is str:
         return False
@@ -279,7 +288,7 @@ def _add_variables(item: Any, found: set[str]) -> None:
 
 
 def totals_of(item: Any) -> list[Total]:
-    """Return the sums over contents of buffers in a step of one rank."""
+    """Return the terms of `item` that are sums over contents of buffers. item: a step of one rank."""
     if type(item) in (int, str):
         return []
     if isinstance(item, Expr):

@@ -80,8 +80,9 @@ class Collective(Step):
 
 
 def disagreement(steps: Sequence[Collective]) -> str:
-    """Return the mismatch between all ranks' calls of one collective; "" if they match. steps: each rank's call,
-    evaluated.
+    """Return how the ranks' calls of one collective contradict each other; "" if the calls match.
+
+    steps: the evaluated call of each rank.
     """
     rows = [cast(int, step.src.rows) for step in steps]
     into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]

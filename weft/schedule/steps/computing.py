@@ -88,7 +88,7 @@ class Compute(Step):
         if self.op not in SCALED_MATMULS:
             yield from differing(dtypes[1:] if self.op == "embedding_bag" else dtypes)
         if self.op not in OPS or not OPS[self.op].takes(len(self.inputs)):
-            yield f"{self.op} of {len(self.inputs)} inputs is not known; use one of {', '.join(OPS)}"
+            yield f"{self.op} with {len(self.inputs)} inputs is not known; use one of {', '.join(OPS)}"
         elif self.op in SCALED_MATMULS:
             yield from self._wrong_scaling(shapes, dtypes)
         elif self.op in PLAIN_MATMULS:
@@ -112,7 +112,7 @@ class Compute(Step):
         if k != k2 or out != (m, n):
             yield f"[{m}, {k}] @ [{k2}, {n}] -> {list(out)} must have shapes [m, k] @ [k, n] -> [m, n]"
         if scales not in ([(1, 1), (1, 1)], [(m, 1), (1, n)]):
-            yield f"scales of [{m}, {k}] @ [{k2}, {n}] are {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
+            yield f"scales of [{m}, {k}] @ [{k2}, {n}] have shapes {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
         if bias not in ([], [(1, n)]):
             yield f"the bias of an output of shape {list(out)} has shape {list(bias[0])}: give [1, {n}]"
         wanted = ["fp8", "fp8", "fp32", "fp32", *["bf16" if dtypes[-1] == "fp8" else dtypes[-1]] * len(bias)]

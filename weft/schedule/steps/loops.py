@@ -22,7 +22,7 @@ Kind = TypeVar("Kind", bound=Step)
 
 
 class _Repeated(Step):
-    """A step that repeats its body. In the body its index is a variable."""
+    """A step that repeats its body. The index is a variable in the body."""
 
     __slots__ = ()
     index: str
@@ -39,7 +39,9 @@ class _Repeated(Step):
 
 @dataclass(frozen=True, slots=True)
 class For(_Repeated):
-    """A loop: run `body` for `index` = 0 .. extent - 1, in order. In the body, the expression Expr(index) is the index."""
+    """A loop: run `body` for `index` = 0 .. extent - 1, in order. In the body, the variable named `index` is the
+    iteration.
+    """
 
     kind: ClassVar[str] = "for"
     index: str
@@ -62,8 +64,10 @@ class Tiles(_Repeated):
 
     Tiles start in order of their index, but nothing else orders them. The steps of one tile run in order. All tiles
     begin after the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and
-    `Set` steps. The body cannot wait. The reason is that the number of concurrent tiles is unknown: a tile might wait
-    for a tile that cannot start until the waiting tile ends.
+    `Set` steps.
+
+    The body cannot wait, because the number of concurrent tiles is unknown. A tile might wait for a tile that cannot
+    start until the waiting tile ends.
 
     kernel: the GPU kernel that runs all tiles, with its parameters (`weft.schedule.kernels`).
     """
@@ -87,12 +91,12 @@ class Tiles(_Repeated):
 
     @property
     def inner_sets(self) -> tuple[Set, ...]:
-        """The sets of one tile."""
+        """The `Set` steps in the body."""
         return tuple(step for step in self.body if isinstance(step, Set))
 
     @property
     def work(self) -> tuple[Copy | Compute, ...]:
-        """The copies and computations of one tile."""
+        """The copies and computations in the body."""
         return tuple(step for step in self.body if not isinstance(step, Set))  # type: ignore[misc]
 
     def sets(self) -> Mapping[CounterId, int]:
@@ -128,10 +132,10 @@ class Tiles(_Repeated):
 
 
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
-    """Count the tiles by the values of some expressions. The extent must be a number.
+    """Evaluate the expressions `numbers` for each tile, and count the tiles for which they have the same values.
 
-    Return a list of (values of `numbers`, number of tiles with these values), sorted by values. values: the values of
-    the other variables in the body; not needed if the body is evaluated.
+    Return a list of (values of `numbers`, number of tiles), sorted by values. tiles: a step whose extent is a number.
+    values: the values of the other variables in the body; not needed if the body is evaluated.
     """
     extent = cast(int, tiles.extent)
     if extent == 0:
@@ -184,8 +188,9 @@ def flattened(
 ) -> Iterator[tuple[Step, State]]:
     """Yield (step, state) for each execution of each step, with loops unrolled.
 
-    The state of steps outside of loops is `state`. Each iteration of a loop has one of the states `turns(loop, outer
-    state)`. A `Tiles` step is yielded without its body.
+    A state is whatever the caller wants to know about the loops around a step. state: the state outside of loops.
+    turns: a function that, for a loop and the state around it, yields the state of each iteration. A `Tiles` step is
+    yielded without its body.
     """
     for step in steps:
         if isinstance(step, For):
@@ -196,9 +201,11 @@ def flattened(
 
 
 def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Values]]:
-    """Yield (step, values of its variables) for each execution of each step, loops unrolled.
+    """Yield (step, values of its variables) for each execution of each step, with loops unrolled.
 
-    The values are `values` and the indices of the loops around the step. A `Tiles` step is yielded without its body."""
+    The variables are those of `values` and the indices of the loops around the step. A `Tiles` step is yielded without
+    its body.
+    """
 
     def turns(loop: For, around: Values) -> Iterator[Values]:
         return ({**around, loop.index: i} for i in range(substitute(loop.extent, around)))
@@ -209,7 +216,7 @@ def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Va
 def unrolled(steps: Iterable[Step], values: Values, *, partially_evaluated: bool = False) -> tuple[Step, ...]:
     """Return `steps` with loops unrolled and expressions evaluated. `Tiles` steps are kept.
 
-    Variables that `values` lacks raise `ValueError`, or stay if `partially_evaluated`.
+    A variable without a value in `values` raises `ValueError`. With `partially_evaluated`, the variable stays.
     """
     return tuple(
         substitute(step, known, partially_evaluated=partially_evaluated) for step, known in iterations(steps, values)

@@ -17,13 +17,16 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 class Read(Step):
     """Read the numbers in a buffer, so that sizes and offsets of later steps of this lane may depend on them.
 
-    `weft.schedule.expr.total` makes the expressions for such sizes. They use the numbers that were read, even if the
-    buffer changes later. region: the whole buffer, int64. by: the reader of the numbers:
+    `weft.schedule.expr.total` makes the expressions for such sizes. The expressions use the numbers that were read,
+    even if the buffer changes later.
 
-        device     kernels. The CPU never reads the numbers
-        host       kernels and the CPU, which waits for the numbers. It then allocates the outputs whose sizes depend on them. Copy
+    region: the whole buffer, int64.
+    by: who reads the numbers:
+
+        device     kernels only. The CPU never reads the numbers
+        host       kernels and the CPU. The CPU waits for the numbers, then allocates the outputs whose sizes depend on them. Copy
                    engines need this, because the CPU passes them the sizes
-        meanwhile  kernels, and the CPU without waiting. Outputs whose sizes depend on the numbers are allocated with rows to
+        meanwhile  kernels and the CPU, which does not wait. Outputs whose sizes depend on the numbers are allocated with rows to
                    spare, and narrowed when the CPU has the numbers
     """
 

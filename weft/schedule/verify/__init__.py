@@ -93,8 +93,9 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
 def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
     """Raise `ScheduleError` with the first ten errors in the declarations, steps and collectives of `schedule`.
 
-    Every simulation calls this fast part of `verify`. It does not find hangs, races, or reads of unwritten memory. Steps are
-    checked on the first and last `most_ranks // 2` ranks, collectives on all ranks.
+    This is the fast part of `verify`, which every simulation calls. It does not find hangs, races, or reads of
+    unwritten memory. Collectives are checked on all ranks, other steps on the first and the last `most_ranks // 2`
+    ranks.
     """
     world = schedule.world_size
     if world < 1:
@@ -122,8 +123,8 @@ def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
 
 
 class _Faults:
-    """The faults found so far. A fault of the same steps on several ranks or in several runs is listed once, with a
-    count.
+    """The faults found so far. If the same steps have a fault on several ranks or in several runs, it is listed once,
+    with a count.
     """
 
     def __init__(self, name: str, ranks: Mapping[int, Lanes]) -> None:
@@ -187,7 +188,9 @@ class _StepAccess(NamedTuple):
 
 @dataclass(slots=True)
 class _Accesses:
-    """The accesses to one buffer of one rank. how: for each access, whether it is a read, a write, an update."""
+    """The accesses of all steps to one buffer of one rank, in lists with an entry for each access. how: (reads, writes,
+    updates).
+    """
 
     events: list[int] = field(default_factory=list)  # numbers of events, in rising order
     runs: list[int] = field(default_factory=list)
@@ -220,7 +223,10 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
 
 
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
-    """Add races, unwritten reads and incomplete outputs to `faults`. sampled: buffers that unchecked tiles write."""
+    """Add races, unwritten reads and incomplete outputs to `faults`.
+
+    sampled: buffers that tiles write of which only a sample is checked. For these, only races are checked.
+    """
     # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers are
     # instances of run 0.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
@@ -263,8 +269,10 @@ def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
 
 
 def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
-    """Yield {position: copy} for copies by kernel that may be one launch: consecutive copies of one buffer, and copies
-    of one region with sets of peers' signals between them.
+    """Yield {position: copy} for each group of copies by kernel that may be one launch.
+
+    The copies of a group are consecutive and read one buffer. If they copy the same region, sets of peers' signals may
+    be between them.
     """
     found: dict[int, Copy] = {}
     alike, signaled = True, False
@@ -286,7 +294,9 @@ def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
 
 
 def _source(step: Step) -> tuple[str, Index] | None:
-    """Return the buffer, and its rank, that a copy by kernel reads; None for other steps and if the copy accumulates."""
+    """Return (buffer, rank of the buffer) that a copy by kernel reads; None for other steps, and for a copy that
+    accumulates.
+    """
     if not isinstance(step, Copy) or step.by != "kernel" or step.accumulate:
         return None
     return step.src.buffer, step.src.at
@@ -327,7 +337,7 @@ def _check_races(
     for pair in np.stack([i, j], 1)[unordered].tolist():
         a, b = (happened.events[found.events[n]] for n in pair)
         does = ["writes" if writes[n] else "reads" for n in pair]
-        early = ", possibly a run early" if a.run != b.run else ""
+        early = ", in different runs" if a.run != b.run else ""
         text = (
             f"race on {where}: the first step {does[0]} and the second {does[1]} the same elements{early}, and no signal "
             "orders them"
@@ -340,9 +350,9 @@ def _check_reads(
 ) -> None:
     """Add reads of elements that no step has written in this run to `faults`.
 
-    A write that may happen before a read counts as an earlier write. If the two are unordered, they are already
-    reported as a race. An update also reads. For an update, another update counts as an earlier write only if it
-    certainly happens before. So the first of several unordered updates needs an earlier write.
+    A write counts as earlier unless it certainly happens after the read: if the two are unordered, the race is reported
+    already. An update also reads. For an update, another update counts as earlier only if it certainly happens before.
+    So the first of several unordered updates needs an earlier write.
     """
     i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
     number, other = found.events[i], found.events[j]
@@ -381,7 +391,7 @@ def _box(row: np.ndarray) -> Box:
 
 
 def _hole(whole: Box, boxes: list[Box]) -> Box | None:
-    """Return a part of `whole` that no box covers; None if the boxes cover it."""
+    """Return a rectangle of `whole` that no box covers; None if the boxes cover `whole`."""
     if any(b[0] <= whole[0] and whole[1] <= b[1] and b[2] <= whole[2] and whole[3] <= b[3] for b in boxes):
         return None
     table = np.array([whole, *boxes])

@@ -1,11 +1,12 @@
 """Replace each `Tiles` step by lanes with one tile each, so that checks need to handle only lanes and signals.
 
-Tiles of a kernel run concurrently, like lanes. `forked` replaces a step of n tiles by signals `begin` and `end[0 .. n - 1]`:
+Tiles of a kernel run concurrently, like lanes. `forked` replaces a step of n tiles by signals `begin` and `end[0 .. n -
+1]`:
 
     the step's lane      set begin; wait for end[0], ..., end[n - 1]
     n added lanes        wait for begin; the body of tile i; set end[i]
 
-`issue_order`, `happens_before` and `verify` then handle the result like any other schedule.
+`issue_order`, `happens_before` and `verify` then treat the result as an ordinary schedule.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ _BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of for
 def forked(
     schedule: Schedule, most: int, ranks: Iterable[int] | None = None
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """Return (`schedule` with the added signals, the evaluated lanes of each rank, buffers that omitted tiles write).
+    """Return (the schedule with added signals, the evaluated lanes of each rank, the buffers that omitted tiles write).
 
-    most: the maximum number of tiles of a step that become lanes: the first, the last, every k-th, and their
-        neighbours. If omitted tiles make D of the sets that a wait counts, the wait's count is reduced by D.
-    ranks: None for all ranks.
+    most: the maximum number of tiles of a step that become lanes. If the step has more, these are the first, the last,
+        every k-th tile between them, and their neighbours. The other tiles are omitted. If omitted tiles make D of the
+        sets that a wait counts, the wait's count is reduced by D.
+    ranks: the ranks whose lanes are returned; None for all ranks.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks
     forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in ranks]
@@ -44,7 +46,9 @@ def forked(
 
 
 def step_number(lane: Lane, step: int) -> int:
-    """Return the number of a forked lane's step in the original lane or tile body, counted from 1, for error texts."""
+    """Return the number, from 1, of step `step` of a forked lane in the original lane or tile body. Error texts print
+    it.
+    """
     return sum(
         not (isinstance(s, Wait | Set) and s.signal.startswith(_END))
         and not (isinstance(s, Wait) and s.signal.startswith(_BEGIN))
@@ -53,8 +57,9 @@ def step_number(lane: Lane, step: int) -> int:
 
 
 class _Fork:
-    """The forked lanes of one rank, the added signals, the sets of omitted tiles (`dropped`), and the buffers that they
-    write (`left_out`).
+    """The lanes of one rank after its tiles have become lanes, and the added signals.
+
+    dropped: the sets that omitted tiles would make. left_out: the buffers that omitted tiles write.
     """
 
     def __init__(self, rank: int, lanes: tuple[Lane, ...], most: int) -> None:

@@ -32,7 +32,9 @@ from weft.schedule.verify.issue_order import Counted, Event, Lanes, Move, Moves,
 
 
 class HappensBefore:
-    """The happens-before relation of all steps of several runs. `events` lists the steps in a possible order."""
+    """The happens-before relation of all steps in several runs. `events` lists the executed steps in an order in which
+    they may run.
+    """
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
         """Compute the relation. ranks: the lanes of each rank. moves: `Moves(ranks)`, if the caller has it already."""
@@ -65,19 +67,21 @@ class HappensBefore:
         return first != second and bool(self._ancestors[second] >> first & 1)
 
     def each_before(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Return the array of `before(first[i], second[i])`."""
+        """Return a bool array: element i is `before(first[i], second[i])`."""
         found: np.ndarray = (first != second) & (self._bits[second, first >> 3] >> (first & 7) & 1).astype(bool)
         return found
 
     @cached_property
     def _bits(self) -> np.ndarray:
-        """The bit sets of all events' ancestors: uint8, [events, ceil(events / 8)]."""
+        """The ancestors of all events as bit sets: uint8, [events, ceil(events / 8)]."""
         width = -(-len(self.events) // 8)
         whole = b"".join([steps.to_bytes(width, "little") for steps in self._ancestors])
         return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
 
     def _narrow(self) -> bool:
-        """Apply the equation to all events once; return True if anything changed."""
+        """Apply the equation at the top of this file to all events once. Return True if the ancestors of an event
+        changed.
+        """
         changed = False
         now = [[0] * len(lanes) for lanes in self.ranks]  # the ancestors of each lane's latest step
         run = [1] * len(self.ranks)

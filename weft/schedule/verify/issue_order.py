@@ -1,17 +1,20 @@
 """A deadlock-free order in which one CPU thread issues the steps of all lanes of a rank.
 
-Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks everything that
-is issued after it, on any lane. If each of two ranks issues a wait for the other before its set for the other, both hang, even
-if wait and set are on different lanes.
+Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks
+everything that is issued after it, on any lane. If each of two ranks issues a wait for the other before its set for the
+other, both hang, even if wait and set are on different lanes.
 
 To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the
-first round in which all sets that it waits for have been made. Sets of other ranks count from the next round on; sets
-of the same rank count at once. Sorted by round, the steps of all ranks are one sequence in which every wait follows its
-sets. So a wait at the head of a queue never blocks a step that it needs. Issuing a step never prevents another step. So
-if a lane gets stuck in this simulation, every order hangs.
+first round in which all sets that it waits for have been made. A set for the same rank counts at once; a set for
+another rank counts from the next round on.
 
-Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets. This way the
-first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind all copies.
+Sort the steps of all ranks by round. In this sequence every wait follows its sets. So a wait at the head of a queue
+never blocks a step that it needs. Issuing a step never prevents another step. So if a lane gets stuck in this
+simulation, every order hangs.
+
+Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets.
+This way the first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind
+all copies.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ class Event(NamedTuple):
 
 
 def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
-    """Return {rank: [(lane, step), ...]}, an order without deadlock even if each rank has only one in-order queue.
+    """Return {rank: [(lane, step), ...]}: an order that is free of deadlock even if each rank has only one in-order
+    queue.
 
-    Raise `ScheduleError` with the waits that never end if there is no such order. Waits for the previous run count as
+    Raise `ScheduleError` with the waits that never end if no such order exists. Waits for the previous run count as
     satisfied, because all steps of the previous run have been issued before.
     """
     # Do not use the expected sizes: a step that is empty for them would be missing if the actual size differs.
@@ -67,7 +71,7 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
 
 
 class Move(NamedTuple):
-    """The properties of a step that determine when it may be issued."""
+    """The properties of one step that determine when the step may be issued."""
 
     wait: Awaited | None
     counter: Counted | None
@@ -81,7 +85,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """The moves of all ranks, as of_ranks[rank][lane][step]. per_run: the number of sets of each counter in a run."""
+    """The `Move` of each step of all ranks: of_ranks[rank][lane][step]. per_run: how often a run sets each counter."""
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -105,9 +109,9 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
     """Simulate `runs` runs in which steps take no time. moves: `Moves(ranks)`, if the caller has it already.
 
-    Return (all issued events in a possible order, stuck). The keys of `stuck` are the events at which lanes wait
-    forever. The value is the number of sets that the event's counter has received, or the number of ranks that have
-    reached its collective.
+    Return (events, stuck). events: all issued events, in a possible order. stuck: a dict whose keys are the events at
+    which lanes wait forever. For a wait, the value is the number of sets that its counter has received. For a
+    collective, the value is the number of ranks that have reached it.
     """
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
@@ -184,7 +188,7 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue the next steps of lane `i`, as far as possible: waits, then one copy, GEMM or `Read` on the CPU, then
+        """Issue the next steps of lane `i` that may be issued: waits, then one step with work (`Step.occupies`), then
         sets.
 
         Return True if a step was issued.
@@ -225,6 +229,9 @@ class _Play:
 
 
 def needed(run: int, wait: Awaited, per_run: int) -> int:
-    """Return the value that a counter must reach for `wait` to end in run `run`. per_run: how often each run sets the counter."""
+    """Return the value that a counter must reach for `wait` to end in run number `run`, counted from 1.
+
+    per_run: how often each run sets the counter.
+    """
     before = run - 2 if wait.previous else run - 1
     return 0 if before < 0 else before * per_run + cast(int, wait.count)

@@ -1,4 +1,5 @@
-"""Occupancy deadlocks: kernels that poll may hold all compute units of a rank, while the step that they wait for needs a unit.
+"""Occupancy deadlocks: kernels that poll may hold all compute units of a rank, while the step that they wait for needs
+a unit.
 
 On GPUs most waits are stream waits, which hold no compute unit. Two kinds of launches poll:
 
@@ -10,11 +11,13 @@ Below, such a launch is called open from the end of the previous step of its lan
 steps, copies by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all
 units.
 
-The check computes Y, the largest set of steps that may never run. For each step y in Y there are launches that wait for
-steps in Y and may be open when y could begin. Together these launches can hold all compute units. A launch may be open
-at this time if it is in the same run and on the same rank as y, but on another lane. Also, the launch must not always
-begin after y, nor always end before y. A launch waits for a step if the step happens before the launch's waits end, but
-not before the launch begins.
+The check computes Y, the largest set of steps that may never run. A step y is in Y if launches that wait for steps in Y
+can together hold all compute units when y could begin. Only launches that may be open at this time count:
+
+    - they are in the same run and on the same rank as y, but on another lane
+    - they do not always begin after y, and do not always end before y
+
+A launch waits for a step if the step happens before the launch's waits end, but not before the launch begins.
 
 Y is a greatest fixed point: start with all steps that need a unit, and remove steps that get a unit until nothing
 changes. If Y is empty, there is no deadlock. The check is conservative: it treats launches as open together even if
@@ -40,8 +43,10 @@ from weft.schedule.verify.issue_order import Event
 class _Polling(NamedTuple):
     """A launch that polls.
 
-    units: the compute units that the launch holds. begun: bit set of the events that happen before it begins. wanted:
-        bit set of the events that it waits for. last: the number of its last event.
+    units: the number of compute units that the launch holds.
+    begun: the bit set of the events that happen before the launch begins.
+    wanted: the bit set of the events that the launch waits for.
+    last: the number of the launch's last event.
     """
 
     lane: int
@@ -54,10 +59,10 @@ class _Polling(NamedTuple):
 def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
-    """Return {event number of a step that may never get a compute unit: lanes that may then hold all units of its
-    rank}.
+    """Return {step: lanes} for each step that may never get a compute unit.
 
-    buffers: for each rank, its buffers by name.
+    A step is given by its event number. Launches of the lanes may hold all compute units of the step's rank. buffers:
+    for each rank, its buffers by name.
     """
     polling = _polling(happened, buffers, compute_units)
     if not polling:
@@ -82,7 +87,9 @@ def occupancy_deadlock(
 def _polling(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[tuple[int, int], list[_Polling]]:
-    """Return {(run, rank): polling launches}, for ranks whose lanes together can hold `compute_units` compute units."""
+    """Return {(run, rank): polling launches}, for ranks whose lanes together can hold all `compute_units` compute
+    units.
+    """
     found: dict[tuple[int, int], list[_Polling]] = defaultdict(list)
     awaited = setters(happened.ranks)
     polled = [
@@ -108,7 +115,7 @@ def _polling(
 def _polled(
     lane: Lane, rank: int, awaited: Collection[Key], buffers: Mapping[str, Buffer]
 ) -> set[tuple[int, int, int]]:
-    """Return (compute units that the launch occupies, first step, last polling step) for each launch of a lane that polls.
+    """Return (number of compute units, first step, last polling step) for each launch of a lane that polls.
 
     Waits between two copies by kernel belong to the launch of the first or the second copy, depending on the order of
     issue. The launches of both cases are returned.

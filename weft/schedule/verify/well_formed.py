@@ -38,7 +38,7 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
     """Yield an error for each step of `rank` whose sizes depend on a buffer that its lane has not read before.
 
-    Sizes of copies by copy engine must have been read by the CPU.
+    For a copy by copy engine, the CPU must have read the buffer.
     """
     held = {contents.buffer for contents in schedule.contents}
     if not held and not schedule.has_tiles:  # `of_rank` has substituted all variables
@@ -76,8 +76,9 @@ def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield the faults of an evaluated step. `step` is no `Tiles` step: `weft.schedule.verify.forked_tiles` has replaced each
-    tile by a lane with the tile's steps.
+    """Yield the faults of an evaluated step that is not a `Tiles` step.
+
+    `weft.schedule.verify.forked_tiles` has replaced each tile by a lane with the tile's steps.
     """
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
