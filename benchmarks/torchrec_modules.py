@@ -111,7 +111,7 @@ def require_close(wanted: torch.Tensor, found: torch.Tensor, what: str) -> None:
 
 
 def releases() -> dict[str, str | None]:
-    """Return the releases of the peers."""
+    """Return {package: its version} of torch, TorchRec and FBGEMM; None for a missing package."""
 
     def release(name: str) -> str | None:
         try:

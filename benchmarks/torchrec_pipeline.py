@@ -135,7 +135,7 @@ class Variants:
         return self._replaced(module, batches)
 
     def _replaced(self, forward: Callable[[Any], Any], batches: Iterator[Batch]) -> list[torch.Tensor]:
-        """Train with another forward of the collection."""
+        """Train on `batches` with `forward` in place of the collection's forward; return the losses."""
         self.ebc.forward = forward
         try:
             return self._train(batches)

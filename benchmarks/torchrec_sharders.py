@@ -24,7 +24,9 @@ EPS = 1e-8
 
 
 class Case(NamedTuple):
-    """mean: the mean number of ids of a bag. With kind "row_wise", each sample is a sequence of `mean` ids."""
+    """A case of the comparison. mean: the mean number of ids of a bag. With kind "row_wise", each sample is a sequence of
+    `mean` ids.
+    """
 
     kind: str
     tables: int

@@ -30,7 +30,9 @@ PACKAGE = ROOT / "weft"
 
 
 class Trip(NamedTuple):
-    """files: the entered files, in order. back: calls into a higher layer, as (caller's file, called file)."""
+    """The files that a call enters. files: in the order of entry. back: calls into a higher layer, as (caller's file,
+    called file).
+    """
 
     files: list[str]
     functions: int

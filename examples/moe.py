@@ -244,7 +244,7 @@ def milliseconds(moe: MoE, schedules: dict[str, Ways], repetitions: int) -> dict
 
 
 def what_ran(timeline: weft.Timeline, rank: int) -> str:
-    """Return both operators' forward steps: a line for each lane, without waits and signals."""
+    """Return the forward steps of both operators on one rank as text: a line for each lane, without waits and signals."""
     lines = []
     for lane in timeline.lanes(rank):
         work = [

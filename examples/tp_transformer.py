@@ -68,7 +68,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The reverse of `Gather`."""
+    """A reduce-scatter along the sequence; backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -129,7 +129,7 @@ class Llama(nn.Module):
         self.to(torch.bfloat16 if arguments.dtype == "bf16" else torch.float32)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the mean cross entropy of each next byte. text: [B, S + 1], the same on all ranks."""
+        """Return this rank's summand of the mean cross entropy over all bytes. text: [B, S + 1], the same on all ranks."""
         (batch, length), rank, world = text[:, 1:].shape, self.group.rank(), self.group.size()
         seen, wanted = (t.chunk(world, 1)[rank] for t in (text[:, :-1], text[:, 1:]))
         rotary = weft.nn.rotary_embedding(length, self.head_dim, device=text.device)

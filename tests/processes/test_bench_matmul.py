@@ -72,7 +72,7 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
     ("wrong", "message"),
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, .*ficco_1d, .*such as shard\["),
-        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it only on GPUs"),
+        ({"variants": ("asynctp",)}, "variant 'asynctp' runs only on GPUs: use device='cuda'"),
         ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' supports none of these shapes .*500"),
         ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' supports none of these shapes .*peer"),
         ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu supports only"),

@@ -40,13 +40,13 @@ def _options(**given: Any) -> BenchOptions:
     ("wrong", "message"),
     [
         ({"variants": ("fast",)}, "no variant 'fast': give some of serial, weft, weft-compiled, asynctp"),
-        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it only on GPUs"),
+        ({"variants": ("asynctp",)}, "variant 'asynctp' runs only on GPUs: use device='cuda'"),
         (
             {"variants": ("asynctp",), "device": "cuda", "preset": "llama-3-8b-whole"},
-            "variant 'asynctp' has no all-reduce: use other variants for llama-3-8b-whole",
+            "variant 'asynctp' cannot run preset llama-3-8b-whole, because AsyncTP has no all-reduce",
         ),
         ({"preset": "llama"}, "no preset 'llama': give some of llama-3-8b, llama-3-70b, llama-3-405b, cpu"),
-        ({"ranks": 1}, "ranks=1: a block communicates only between ranks: use at least 2"),
+        ({"ranks": 1}, "ranks=1: a tensor-parallel block needs at least 2 ranks"),
         ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
         ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
         ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),

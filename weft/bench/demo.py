@@ -63,7 +63,7 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
 
 
 def headline(written: Sequence[Record]) -> str:
-    """Return the gain of the default variant, even if other variants are faster."""
+    """Return the gain of the default variant over the baseline, as text. Other variants may have a larger gain."""
     queued = {r["variant"]: r for r in written if r["mode"] == "queued"}
     return gain(queued[DEFAULT], queued[BASELINE])
 
@@ -71,7 +71,9 @@ def headline(written: Sequence[Record]) -> str:
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
     """Run the demo on one rank.
 
-    Return ({variant: timeline of all ranks}, empty except on rank 0; title; gain of the default variant; largest error)."""
+    Return ({variant: timeline of all ranks}, title of the picture, gain of the default variant, largest error). On other
+    ranks than 0 there are no timelines.
+    """
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:

@@ -1,18 +1,16 @@
 """Generation of Markdown from recorded results, so that no number in a document is typed by hand.
 
-    python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
+    python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl    # rewrites documents in place
+    python -m weft.bench.report results.jsonl                                                       # prints the tables of a file
 
-rewrites documents in place. NAME is a results file's name without ".jsonl". Without a document it prints the tables of each file:
-
-    python -m weft.bench.report results.jsonl
+Marks in a document say what text is generated between them. NAME is a results file's name without ".jsonl". The text is
+empty until results are recorded.
 
 - `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the operator
-  defines its columns. Simulated records show the page of their study. A block is empty until its results are recorded.
-- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`). This block, too, is empty
-  until the study's results are recorded.
+  defines its columns. For simulated records, the text is the page of their study (`weft.studies`).
+- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study, also for measured records.
 - `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
-  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty
-  until the run's results are recorded.
+  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
   as the geometric mean over configurations. With ` worst` after the baseline, the mark shows the smallest speed of all
   configurations.
@@ -79,7 +77,7 @@ TOO_SHORT_MS = 1.0
 def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     """Return the tables of one results file, with a line about the machine and the code.
 
-    Simulated records are shown by their study's page, after the measured ones. short: include times below `TOO_SHORT_MS`.
+    For simulated records, the page of their study follows. short: include times below `TOO_SHORT_MS`.
     """
     simulated = [r for r in found if r["device"] == "simulated"]
     parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []

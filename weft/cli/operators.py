@@ -201,7 +201,7 @@ def arguments(
     topology: str | None,
     option: list[str] | None,
 ) -> dict[str, Any]:
-    """Return the sizes, ranks and own options of an operator."""
+    """Return the arguments of the problem of operator `op`: sizes, ranks and own options."""
     from weft.builders.problem import option_from_text
     from weft.hw.topology import ranks_of
 
@@ -218,8 +218,8 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable the garbage collector's search for reference cycles. The search would take a third of the time, and finds
-    nothing: steps form no cycles.
+    """Context manager: disable the garbage collector's search for reference cycles. The search would take a third of the
+    time and find nothing, because steps form no cycles.
     """
     collecting = gc.isenabled()
     gc.disable()

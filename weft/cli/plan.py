@@ -164,7 +164,7 @@ _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return {index of a column: width}; width 0 means that the column is omitted.
+    """Return {index of a column: width}; width 0 means that the column is omitted. room: the width of the terminal.
 
     A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names
     wrap only if needed.

@@ -249,8 +249,10 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
 
 
 def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
-    """Return the fraction of an SM's warps that registers, blocks and warps allow to be resident. Shared memory is ignored
-    below 7 KiB a block, which never limits here.
+    """Return the theoretical occupancy of a kernel: the fraction of an SM's warps that can be resident.
+
+    registers: per thread. threads, shared_bytes: per block. Leave out `shared_bytes` below 7 KiB, which never limits these
+    kernels.
     """
     warps = -(-threads // _WARP)
     blocks = min(_SM_BLOCKS, _SM_WARPS // warps)

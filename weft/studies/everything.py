@@ -54,8 +54,10 @@ class Done:
 
 
 def simulated(progress: Progress = lambda what, share: None) -> list[Done]:
-    """Run the studies one after the other. progress: a function that is called with the next piece of work, and the
-    fraction done since the last call.
+    """Run the studies one after the other.
+
+    progress: a function that is called with the description of the next piece of work, and the fraction of all work done
+    since the last call.
     """
     found = []
     for study in STUDIES:

@@ -82,7 +82,9 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield weft's own requirements for the choices of the closed form."""
+    """Yield weft's own targets for the closed form, a chooser of weft that the paper does not have. Each is a claim about
+    the number of GEMMs with a good choice.
+    """
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [
             of for row in rows if row.gemm.name.startswith(begin) and (of := row.lost(row.closed, EIGHT)) is not None

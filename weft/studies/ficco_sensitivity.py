@@ -1,8 +1,8 @@
 """A sensitivity analysis of FiCCO's evaluation of table I: each assumed number of the machine is decreased and
 increased by 20%.
 
-If a number changes no time of `_PROBE`, the smallest GEMM, by more than 0.1%, it is reported as having no effect, and
-not simulated for other GEMMs.
+Each number is first changed for the smallest GEMM, `_PROBE`. If no time changes by more than 0.1%, the number is reported as
+having no effect, and other GEMMs are not simulated with it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def sensitivity_table(record: Record) -> ResultTable:
 
 
 def omitted(record: Record) -> str:
-    """Return sentences on the choosers, and on the numbers that the table omits."""
+    """Return sentences on the compared choosers of schedules, and on the numbers that the table omits."""
     return (
         "In the table of changed numbers, the heuristic picks from four schedules, and the closed form from eight. The table "
         f"omits numbers that change the times of {_PROBE[0]} by less than {_EFFECT:.1%}: {', '.join(record['without'])}."

@@ -126,7 +126,7 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return the model's percentages for several changes of its numbers.
+    """Return the model's percentages with changed numbers, such as a NIC bandwidth that is 20% lower; a line per change.
 
     For each change, the NIC's constant time per slice (nic.message) is derived from figure 12 again.
     """

@@ -191,7 +191,9 @@ def puts_of(lines: Lines) -> Record:
 
 
 def spans_of(lines: Lines) -> list[Any]:
-    """Return, for each of the first programs, [[start, end, put or 0] of each unit], and the start and end of its wait."""
+    """Return for each of the first Triton programs its units as [start, end, 1 for a put or 0], and the start and end of its
+    wait.
+    """
     shown = []
     for program in range(_SHOWN):
         mine = np.flatnonzero(lines.program == program)

@@ -12,11 +12,11 @@ Slices are pooled one after the other. A pooled slice for another node is queued
     bytes of the slice / bandwidth + time per message
 
 Pooling a slice takes the time p, and sending it the time n. In natural order (the paper's "oblivious" order) both nodes pool the R
-slices for node 0 first. So node 0 sends only in the second half of its pooling, and node 1 waits for the last slice. Pooling takes
-2 R p on each node. Skew is the slower node's time divided by the faster node's, minus 1. Up to constant times:
+slices for node 0 first. So node 0 sends only in the second half of its pooling, and node 1 waits for the last slice. Pooling ends
+at the time 2 R p on each node. Skew is the slower node's time divided by the faster node's, minus 1. Up to constant times:
 
-    p < n < 2 p    the last slice reaches node 1 R (n - p) after the end of the pooling, so skew is (n / p - 1) / 2
-    2 p < n        node 0 waits for the NIC of node 1 until R n, and node 1 until R p + R n, so skew is p / n
+    p < n < 2 p    node 0 ends at 2 R p; node 1 ends at R p + R n, when its last slice arrives; so skew is (n / p - 1) / 2
+    2 p < n        node 0 ends at R n, when its last slice arrives; node 1 ends at R p + R n; so skew is p / n
 
 If n and p are nearly equal, skew is sensitive to both.
 """
@@ -135,8 +135,8 @@ def slice_us(numbers: Numbers) -> tuple[float, float]:
 
 
 def with_message(setting: Setting, numbers: Numbers) -> Numbers:
-    """Return the numbers with another time per message of the NIC: the time with which larger slices save as much in this
-    setting as in figure 12.
+    """Return the numbers with the NIC's time per message fitted to figure 12: with the fitted time, larger slices save as
+    much in this setting as in the figure.
     """
 
     def saving(us: float) -> float:

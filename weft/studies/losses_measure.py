@@ -46,7 +46,7 @@ _LONGEST_SLEEP_S = 0.05
 
 @dataclass(eq=False)
 class StudyLane:
-    """A lane that runs `call` `count` times in a row.
+    """A lane: a series of calls that run one after the other, `call` `count` times. Lanes may run concurrently.
 
     by: the resource that the lane uses. enqueue_s: the CPU time to enqueue the last run, if calls are asynchronous.
     """
@@ -119,7 +119,7 @@ class Side(AbstractContextManager["Side"], ABC):
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
     def start(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run `play` on all ranks at the same moment. All ranks must make this call."""
+        """Run `play` on all ranks, starting at the same moment, and return its result. All ranks must make this call."""
         self.ranks.start_together()
         return self.play(lanes)
 

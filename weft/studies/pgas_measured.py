@@ -82,7 +82,9 @@ def peak_gbps(record: Record) -> float | None:
 
 
 def peak_claim(what: str, where: str, by: Mapping[str, Record]) -> Claim | None:
-    """Judge if `direct` needs less bandwidth at its peak than NCCL's all-to-all on average; None if this was not measured."""
+    """Return the claim that `direct` needs less bandwidth at its peak than NCCL's all-to-all on average; None if this was not
+    measured.
+    """
     peak = peak_gbps(by.get("direct", {}))
     if peak is None or "exchange" not in by:
         return None

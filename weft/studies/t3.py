@@ -15,8 +15,9 @@ that are not transposed.
 reduce-scatter and all-gather, the speedup (figures 15, 16), and the bytes that a GPU's memory reads and writes (figure
 18).
 
-T3's hardware has a tracker that triggers copies, and memory that adds. In weft's software, tiles set signals, streams
-wait for the signals, and kernels add. So partial sums, which T3's memory would add in place, are read again.
+T3's hardware has a tracker that triggers copies, and memory that adds received values to its contents (near-memory compute). In
+weft's software, tiles set signals, streams wait for the signals, and kernels add. So kernels read partial sums again, which T3's
+memory would add in place.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
 """

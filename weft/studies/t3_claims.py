@@ -74,7 +74,7 @@ def _splits(record: Record) -> Iterator[Claim]:
 
 
 def _steps(rows: Sequence[HardwareRow]) -> Claim:
-    """Compare the counted bytes of all sub-layers with the reads and updates that figure 10 has for each step."""
+    """Return the claim that all sub-layers read and update as many bytes as figure 10 shows for each step of the ring."""
     held = True
     for row in rows:
         chunk = row.moved["sequential"]["GEMM writes"] / row.ranks
@@ -102,7 +102,7 @@ def _traffic(record: Record) -> Claim:
 
 
 def _worst(rows: Sequence[HardwareRow]) -> Claim:
-    """Judge the sub-layer in which T3-MCA reaches the smallest fraction of the ideal's speedup."""
+    """Return the claim about the sub-layer in which T3-MCA reaches the smallest fraction of the ideal's speedup."""
     lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"
@@ -156,7 +156,7 @@ def _more_units(record: Record) -> Iterator[Claim]:
 
 
 def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
-    """Decide if T3 with the tracker is within 1% of T3 with a tracker without limits."""
+    """Return the claim that T3 with the paper's tracker is within 1% of T3 with a tracker of unlimited size."""
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))

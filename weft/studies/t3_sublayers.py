@@ -6,7 +6,7 @@ A sub-layer is a GEMM, its ring reduce-scatter, and the all-gather of the sum. T
     t3           the GEMM fused with the reduce-scatter, then the all-gather; round-robin arbitration
     t3-mca       the same, but the memory controller prioritises the GEMM by the paper's rules
     ideal        the longer of GEMM and reduce-scatter, each alone, then the all-gather
-    ideal+nmc    the same, with a reduce-scatter in which memory adds
+    ideal+nmc    the same, with a reduce-scatter whose sums are computed in memory (near-memory compute, NMC)
 
 `simulated` returns records, from which the tables and pictures are made. `weft.studies.t3_figures` has the figures other than
 15, 16 and 18, and `weft.studies.t3_iteration` whole iterations.
@@ -49,7 +49,7 @@ READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_
 
 @dataclass(frozen=True)
 class HardwareRow:
-    """The results of a sub-layer, in us and bytes. scatter_nmc: the reduce-scatter with memory that adds. t3, mca: GEMM and
+    """The results of a sub-layer, in us and bytes. scatter_nmc: the reduce-scatter with near-memory compute. t3, mca: GEMM and
     reduce-scatter together. gemm_t3, gemm_mca: the end of their GEMM. moved: {configuration ("sequential" or "t3-mca"): {kind:
     bytes}}.
     """

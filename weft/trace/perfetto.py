@@ -1,7 +1,7 @@
 """Timelines as Chrome / Perfetto JSON, in the layout of Kineto's traces. Open the file at https://ui.perfetto.dev.
 
-There is a process for each rank (and for each variant, if a file has several timelines), and a thread for each lane. Spans are
-complete events ("X") in microseconds. Their category is `kernel`; spans that only move bytes have the category `gpu_memcpy` and a
+The file has a process for each rank (and for each variant, if there are several timelines), and a thread for each lane. Spans are
+complete events ("X") in microseconds. Their category is `kernel`. Spans that only move bytes have the category `gpu_memcpy` and a
 name that begins with "Memcpy". A counter ("C") for each rank shows the total of the bytes that it has sent.
 """
 

@@ -73,8 +73,9 @@ def check_pictures(path: Path) -> None:
 
 
 def number_of_ranks(given: int | None, device: str) -> int:
-    """Return the number of ranks to start: `given`, or else torchrun's, or else one per GPU, or 2 on CPU. Raise
-    `ValueError` if there are too many.
+    """Return the number of ranks to start: torchrun's if it runs, else `given`, else one per GPU, or 2 on CPU.
+
+    Raise `ValueError` for more ranks than GPUs, or if both torchrun and `given` set the number.
     """
     import torch
 
@@ -107,10 +108,10 @@ def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
 
 @contextlib.contextmanager
 def one_line(program: str) -> Iterator[None]:
-    """End the process with one line on stderr instead of a traceback.
+    """Context manager: if the enclosed code fails, end the process with one line on stderr instead of a traceback.
 
-    Exit status 2: an argument, path or file is invalid. 1: weft failed at run time, or the reader closed the output pipe. 130:
-    Ctrl-C. Other exceptions are bugs in weft and keep their traceback.
+    program: the name at the start of the line. Exit status 2: an argument, path or file is invalid. 1: weft failed at run
+    time, or the reader closed the output pipe. 130: Ctrl-C. Other exceptions are bugs in weft and keep their traceback.
     """
     try:
         yield

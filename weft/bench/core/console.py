@@ -88,10 +88,12 @@ def has_bar() -> bool:
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
+    """Yield a function `step(what, amount)`, which shows the text `what` and advances the bar by `amount`; `total` is the
+    length of the bar.
 
-    The bar is on stderr and disappears at the end. If stderr is not a terminal, each step prints a line. With
-    `every_s`, the first line appears after `every_s` seconds, and intervals grow, so short work prints nothing.
+    The bar is on stderr and disappears at the end. If stderr is not a terminal, each step prints a line. With `every_s`,
+    the first line appears after `every_s` seconds, and intervals grow, so short work prints nothing. shown: False for a
+    function that shows nothing.
     """
     if not shown:
         yield lambda what, share: None

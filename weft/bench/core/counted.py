@@ -31,9 +31,9 @@ _KNOWN_BYTES = 1 << 30
 def count(
     calls: Mapping[str, Call], ranks: Ranks, input_sets: int, ms: Callable[[str], float | None]
 ) -> dict[str, Record]:
-    """Return the fields of every call by its name: means over ranks, equal on all ranks. All ranks must make this call.
+    """Return {name of a call: its fields for the record}. Values are means over ranks. All ranks must make this call.
 
-    ms: a function that returns the time of one call; calls without a time are omitted.
+    ms: a function that returns the time in ms of the call with a name, or None to omit the call.
 
     Fields: watts, idle_watts and counted_known; per call also call_ms, joules, memory_bytes, sent_bytes and
     received_bytes. A field is None if a driver does not provide it.
@@ -53,8 +53,8 @@ def _uuid(device: torch.device) -> str:
 
 @lru_cache(maxsize=1)  # once per process
 def _known_loads(ranks: Ranks) -> Record:
-    """Return the power of the idle GPU, and the counted traffic of loads divided by their known traffic. All ranks must
-    make this call.
+    """Return the power of the idle GPU in watts, and for a copy, a read and a write of 1 GiB the ratio of counted to
+    known traffic. All ranks must make this call.
     """
     with open_counters(_uuid(ranks.device)) as counters:
         ranks.meet()

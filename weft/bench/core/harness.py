@@ -4,10 +4,10 @@
   and their collectives keep them together. Calls follow each other without pauses, because launches on an idle device
   take longer.
 - `queued`: many calls in a row and one synchronisation, as in training; the time is divided by the number of calls. On
-  CUDA, a sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A device
-  barrier after the sleep keeps first calls from waiting for another device's sleep. Calls that synchronise with the
-  device cannot be enqueued ahead, and get no sleep kernel. On CPU a call returns when its result is complete, so
-  `queued` only omits the common start.
+  CUDA, a sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A barrier
+  of all devices follows the sleep. Without this barrier, the first call would wait for devices that still sleep. Calls
+  that synchronise with the device cannot be enqueued ahead, and get no sleep kernel. On CPU a call returns when its
+  result is complete. So there `queued` differs from `single` only in that ranks do not start together.
 - `graph`: a call is captured in a CUDA graph and replayed many times in a row, as in decoding.
 
 All variants run in each repetition, because clocks, temperature and the load of other processes drift. Their order is

@@ -47,14 +47,17 @@ class Workload(ABC):
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
-        """Run a hook after the first call of variant `name`."""
+        """Do nothing. Benchmarks override this method, which runs after the first call of variant `name`."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Return the largest error that variant `name` may have. errors: the measured errors of all variants."""
 
     def differs(self, name: str, how: str) -> str:
-        """Return the start of the error text for a variant with a wrong result."""
+        """Return the start of the error text for a variant with a wrong result.
+
+        how: text that follows the variant's name, such as " as a graph".
+        """
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
@@ -159,7 +162,8 @@ def measure_variants(
 ) -> Results:  # fmt: skip
     """Check and time `variants`. All ranks must make this call.
 
-    beside: further calls to time without checks. Mode "graph" omits variants that synchronise with the device.
+    beside: further calls to time without checks. step: the progress function of `weft.bench.core.console.progress`.
+    Mode "graph" omits variants that synchronise with the device.
     """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(variants, work.ranks, work.called)
@@ -208,7 +212,7 @@ def measure_variants(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """Fill the outputs of graphs with NaN. Other calls return newly allocated memory."""
+    """Fill the outputs of graphs with NaN, because every replay of a graph writes into the same memory."""
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -237,12 +241,13 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Add each variant's largest error over all input sets, relative to the largest element, to `found`. All ranks must
-    make this call.
+    """Compute each variant's largest error over all input sets, relative to the largest element, and return `found` with
+    these errors. All ranks must make this call.
 
-    Before each checked call, the variant computes another input set; the result is filled with NaN and dropped. This
-    exposes elements that the checked call does not write. With a recorder, the checked call replays a graph into memory
-    full of NaN. Raise RuntimeError if the first variant, the baseline, is wrong.
+    Before each checked call, the variant computes another input set. Its result is filled with NaN and freed, and the
+    checked call may allocate the same memory. This exposes elements that the checked call does not write. With a
+    recorder, the checked call replays a graph into memory full of NaN. Raise RuntimeError if the first variant, the
+    baseline, is wrong.
     """
     found = found or Results(dict.fromkeys(variants, 0.0))
     for which in range(work.input_sets):
@@ -261,7 +266,11 @@ def check(
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Return True and record a message if a variant's error is too large. If `must`, raise RuntimeError instead."""
+    """Return True and add an error text to `found.wrong` if a variant's error is too large.
+
+    how: text after the variant's name (see `Workload.differs`). so: the end of the error text, which says what follows for
+    the variant's time. must: raise RuntimeError with the error text instead of returning.
+    """
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (

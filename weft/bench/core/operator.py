@@ -183,8 +183,8 @@ class OperatorBenchmark(ABC, Generic[P]):
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
-    """`head`, `time` and `tail` are headers of the table of several configurations: of the columns before the times, of
-    a variant's times, and after the gains.
+    """Column headers of the table of several configurations. `head`: the columns before the times. `time`: a variant's
+    times, where {} is the variant. `tail`: the columns after the gains.
     """
 
     def modes(self, device: str) -> tuple[Mode, ...]:
@@ -218,11 +218,11 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return the cells of the columns `head`. All records of a configuration have the same cells."""
+        """Return a configuration's cells in the columns `head`, from any of its records."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Return the cells of the columns `tail`."""
+        """Return a configuration's cells in the columns `tail`. by_variant: {variant: record}."""
         return []
 
     def twin(self, record: Record) -> str | None:

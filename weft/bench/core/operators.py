@@ -34,9 +34,10 @@ _HOMES = {
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
-    """Return the operator and dtype under which `name` is planned and measured.
+    """Return the operator and the dtype with which to plan or measure the operator `name`.
 
-    Scaled operators support fp8 only: raise `ValueError` for another dtype.
+    An example: all_gather_scaled_matmul becomes all_gather_matmul with fp8. Raise `ValueError` for a scaled operator with
+    a dtype other than fp8. For other operators, return the arguments.
     """
     if name not in SCALED:
         return name, dtype
@@ -46,12 +47,12 @@ def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
 
 
 def names() -> list[str]:
-    """Return the names of all operators, including gradients."""
+    """Return the names of all operators, including the operators that compute gradients, and the benchmark of layers."""
     return sorted([*PROBLEMS, *SCALED, LAYERS])
 
 
 def measured() -> list[str]:
-    """Return the names that benchmarks accept: all operators, embedding_training, and the studies."""
+    """Return the names that `weft bench` accepts: `names()`, embedding_training, and the studies that can be measured."""
     return [*names(), _TRAINING, *_STUDIES]
 
 

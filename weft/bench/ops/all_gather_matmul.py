@@ -136,9 +136,9 @@ class GatherVariants(TorchVariants):
     def prefetched(self) -> Variant:
         """Return the variant that gathers the operand of the next call during the GEMM of this call.
 
-        As in FSDP, the stream of the gathers has a high priority. A gather may begin with the GEMM of the call before. So up to two
-        gathers of a timed row of calls run before the row, which favours this variant. A call expects that the next call
-        has the next input set; otherwise the next call gathers first.
+        As in FSDP, the stream of the gathers has a high priority. A gather may begin as soon as the GEMM of the previous call
+        begins. So up to two gathers run before the timing of a series of calls begins, which favours this variant. A call
+        expects that the next call has the next input set; otherwise the next call gathers first.
         """
         side = torch.cuda.Stream(self.ranks.device, priority=-1)
         places = [torch.empty_like(self.gathered) for _ in range(_PLACES)]
@@ -235,7 +235,9 @@ class _AllGatherBenchmark(TorchOperator):
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Compare with torch's operator. Shapes with so few rows that torch would use multicast have a separate mean."""
+        """Return sentences on weft's speed relative to AsyncTP. If a shape has so few rows that AsyncTP would use multicast
+        where it is available, the shape counts in a separate mean.
+        """
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:

@@ -219,7 +219,7 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take as many rows of `whole` as `self.splits` and `self.received` say."""
+        """Take this rank's rows from the rows of `whole`. Their numbers are `self.splits` and `self.received`."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Return the busiest rank's longest time in ms: memory traffic (rows and experts once), GEMMs, or bytes over the link."""
@@ -431,10 +431,10 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return ". ".join([*of_all, *self.summary_of_best(mine, alike)]) + "."
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant that pins the same schedule.
+        """Return the variant that pins the schedule that `record`'s variant selected; None if there is no such variant.
 
-        With `max_rows` the serial schedule has no such variant: the schedule cannot be pinned, and the baseline has
-        another shape.
+        None for the serial schedule of a bounded call: with `max_rows` it cannot be pinned, and the baseline computes a
+        result of another shape.
         """
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:

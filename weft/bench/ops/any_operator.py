@@ -127,10 +127,11 @@ class GemmVariants(ChoosingVariants):
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
-        """Record the schedule that the operator selected. Do it now, because the operator evicts old calls from its
-        cache.
+        """Keep the schedule that the operator selected in the first call of variant `name`. Later the operator may have
+        removed the call from its cache.
 
-        Raise RuntimeError if no call has this problem, since records would not describe the timed calls.
+        Raise RuntimeError if the variant called the operator with another problem than the benchmark's, because its record
+        would describe the wrong problem.
         """
         if name not in self.compared and name not in self.rules:
             return
@@ -140,8 +141,8 @@ class GemmVariants(ChoosingVariants):
         if not found:
             made = "; ".join(str(call.p) for call in of_rule) or "nothing"
             raise RuntimeError(
-                f"variant {name} of {self.spec.name} ran {made}, but its record would say {self.problem}: let the spec's "
-                "drawn() return calls of this problem"
+                f"variant {name} of {self.spec.name} called the operator with {made}, but its record is about {self.problem}: "
+                "let the spec's drawn() return calls of this problem"
             )
         self._taken[name] = found[-1]
 
@@ -366,7 +367,10 @@ class GemmOperator(OperatorBenchmark[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """Return (header, cells); None unless schedules of several kinds were pinned."""
+        """Return (header, cells) of a table of the fastest pinned schedule of each kind, with a row for each shape.
+
+        Return None unless schedules of several kinds were pinned.
+        """
         variants: dict[str, set[str]] = {}
         fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind
         for r in rows:

@@ -65,7 +65,9 @@ class TorchVariants(HandVariants):
         """Return (bytes of operands and result, bytes that leave a rank, FLOPs)."""
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return this rank's [rows, columns] block in each peer's memory, starting with the next rank."""
+        """Allocate symmetric memory with a [rows, columns] block for each rank. Return the blocks in the peers' memory that
+        this rank may write, starting with the next rank's memory.
+        """
         rank, world = self.ranks.rank, self.ranks.world_size
         self._box = SymmetricBuffer((world, rows, columns), dtype, group=self.ranks.group, device=self.ranks.device)
         return [self._box.peer((rank + i) % world)[rank] for i in range(1, world)]
@@ -93,7 +95,7 @@ class TorchOperator(AnyOperator):
 
     def check_options(self, options: BenchOptions) -> None:
         if ASYNCTP in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it only on GPUs")
+            raise ValueError(f"variant {ASYNCTP!r} runs only on GPUs: use device='cuda', or leave the variant out")
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:

@@ -20,8 +20,8 @@ class PipelinedVariant:
     """A rival without fusion: the all-to-all of a chunk overlaps with the kernel that pools the next chunk.
 
     A chunk is a number of adjacent tables of each rank. weft's own kernel pools the chunk, NCCL exchanges it on its own
-    stream, and a third stream unpacks it into the output. The fused embedding paper (2.2, 5) argues against this way,
-    because it needs more launches and streams.
+    stream, and a third stream unpacks it into the output. The fused embedding paper (sections 2.2 and 5) argues against
+    such pipelines, because they need more launches and streams.
     """
 
     extra_bytes: tuple[int, str]
@@ -86,7 +86,7 @@ class PipelinedVariant:
 
 
 def _shares(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return the bounds of `parts` nearly equal parts of `count` things."""
+    """Split range(count) into `parts` nearly equal parts. Return the (first, end) of each part."""
     ends = [count * i // parts for i in range(parts + 1)]
     return list(pairwise(ends))
 

@@ -182,11 +182,11 @@ def chunks_of(name: str) -> int | None:
 
 
 class FusedVariant:
-    """weft's operator. how: arguments that only its GPU executor has (`EmbeddingAllToAllCuda.run`).
+    """A call of weft's operator.
 
-    With `launch_per_table=True`, its kernel is launched once per table. (The fused embedding paper launches per table
-    within a node, with a non-persistent kernel; weft's kernel is persistent.) With `occupancy`, fewer programs run at
-    once.
+    how: extra arguments of `EmbeddingAllToAllCuda.run`, for GPUs. With `launch_per_table=True`, the kernel is launched once
+    per table. (The fused embedding paper launches per table within a node, with a non-persistent kernel; weft's kernel is
+    persistent.) With `occupancy`, fewer programs run at once.
     """
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, how: Mapping[str, Any] | None = None):

@@ -184,12 +184,14 @@ class _TensorParallel(OperatorBenchmark[Block]):
         if unknown := [name for name in options.variants if name not in VARIANTS]:
             raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(VARIANTS)}")
         if ASYNCTP in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it only on GPUs")
+            raise ValueError(f"variant {ASYNCTP!r} runs only on GPUs: use device='cuda', or leave the variant out")
         if options.ranks < 2:
-            raise ValueError(f"ranks={options.ranks}: a block communicates only between ranks: use at least 2")
+            raise ValueError(f"ranks={options.ranks}: a tensor-parallel block needs at least 2 ranks")
         for block in self.presets(options):
             if ASYNCTP in options.variants and block.model.whole:
-                raise ValueError(f"variant {ASYNCTP!r} has no all-reduce: use other variants for {block.of}")
+                raise ValueError(
+                    f"variant {ASYNCTP!r} cannot run preset {block.of}, because AsyncTP has no all-reduce: leave the variant out"
+                )
             for what in ("length", "intermediate", "heads", "kv_heads"):
                 if (size := getattr(block.model, what)) % options.ranks:
                     raise ValueError(

@@ -138,8 +138,9 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """The exchanges of a plain block. anything: arbitrary data in place of gathered data, for runs without
-    communication.
+    """The base of blocks that communicate by torch's collectives before and after their GEMMs.
+
+    anything: arbitrary data in place of gathered data. If it is given, the block runs without communication.
     """
 
     anything: torch.Tensor | None = None
