@@ -181,7 +181,7 @@ def fail_in_set_up(group):
 def test_a_group_that_fails_while_it_is_set_up_has_failed(pool: Pool) -> None:
     for said in pool.run(fail_in_set_up, ranks=2):
         assert len(said) == 1
-        assert "rank 1: making a watchdog: RuntimeError" in said[0]
+        assert "rank 1 cannot start its watchdog thread: RuntimeError" in said[0]
 
 
 def no_group(group):

@@ -434,6 +434,6 @@ def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:
     for first, second, left in found:
         assert "can't start new thread" in first[1]
         assert second[0] == "PoisonedGroupError"
-        assert "rank 1: making a watchdog: RuntimeError" in second[1]
+        assert "rank 1 cannot start its watchdog thread: RuntimeError" in second[1]
         assert max(first[2], second[2]) < PROMPT_S
         assert left == 0

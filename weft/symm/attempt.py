@@ -1,5 +1,5 @@
-"""An attempt to set up a group, as the store shows it: this rank's entry, the entries of the other ranks, and how long
-to wait for missing entries. `weft.symm.bootstrap` describes the protocol.
+"""One rank's attempt to set up a group. The rank publishes an entry in the group's store, reads the entries of the
+other ranks, and waits for missing entries. `weft.symm.bootstrap` describes the protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _heard: set[tuple[int, str]] = set()
 
 
 class Attempt:
-    """The state of one attempt on one rank."""
+    """One rank's attempt to set up a group: its entry, the entries that it has read, and its deadline."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str], calls: int
@@ -53,12 +53,14 @@ class Attempt:
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the store entry with the reason why this rank gave up, as a dict.
+        """Return the entry with which this rank replaces its own when it gives up because of `error`. The entry is a dict:
 
-        cause: the name of the attempt that failed first. Every other rank raises this error once, even a rank that
-        arrives later. If this rank was late or lost a peer, `cause` is empty. Then only ranks whose attempts this rank
-        had seen (`met`) raise this error, and all ranks may try again. If all ranks find the error in the entries
-        (`RefusedError`), `cause` is the first rank's attempt.
+        - gave_up: the text of the error.
+        - met: the names of the attempts that this rank had seen. These ranks raise the error too.
+        - cause: the name of the attempt that failed first. Every other rank raises the error once, even a rank that
+          arrives later. After a missed deadline or a lost peer, `cause` is empty, and only ranks in `met` raise.
+        - refused: True for a `RefusedError`, which every rank finds in the entries by itself. Its `cause` is rank 0's
+          attempt.
         """
         found = isinstance(error, DeadlineError | PeerLostError | RefusedError)
         cause = self.cause if found else self.name
@@ -68,6 +70,7 @@ class Attempt:
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def look_up(self, rank: int) -> None:
+        """Read the entry of `rank`, if it has published one. Raise its error if it gave up and the error applies here."""
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return
         entry = parse_json(text, f"the entry of rank {rank} in the store")

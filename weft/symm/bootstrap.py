@@ -124,7 +124,7 @@ def _connect(setup: _Setup) -> Mesh:
         setup.run()
     except BaseException as error:
         words = json.dumps(setup.last_words(error))
-        # publish before closing the connections, because peers look for the reason when they see them closed
+        # Publish the reason before closing the connections, because a peer reads the reason as soon as its connection closes.
         said = setup.say(words)
         setup.close(*setup.peers.values())
         if not said:
@@ -146,9 +146,8 @@ def _connect(setup: _Setup) -> Mesh:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish the reason why this rank gives up, even if the process has no free file descriptors.
-
-    A closed socket may have freed a descriptor. Otherwise the spare descriptor is closed to free one.
+    """Publish `words`, the reason why this rank gives up. If the process has no free file descriptor, free one first:
+    close the descriptor that `_spare` holds for this purpose.
     """
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
@@ -158,7 +157,7 @@ def _say_at_any_price(setup: _Setup, words: str) -> None:
 
 
 class _Setup(Attempt):
-    """An attempt with its sockets."""
+    """An attempt to set up the group, with its listener and its connections."""
 
     def __init__(self, *about: Any) -> None:
         super().__init__(*about)
@@ -347,7 +346,7 @@ class _Setup(Attempt):
             if not files:  # the kernel drops a received descriptor if this process has too many
                 raise OSError(
                     errno.EMFILE,
-                    f"no descriptor arrived from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                    f"the kernel dropped a descriptor from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                 )
             self.entries[entry.rank] = entry
             self.peers[entry.rank] = Peer(entry.rank, pid, UnixConnection(socket.socket(fileno=files.pop())))

@@ -18,7 +18,7 @@ from weft.symm.memory import Region
 
 
 class _Handle:
-    """Symmetric memory that a handle frees when it is closed."""
+    """The base class of both handles: `close`, or the end of a `with` block, frees the handle's memory."""
 
     _region: Region
 
@@ -106,10 +106,11 @@ class Signal(_Handle):
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
         """Wait until this rank's counter `index` is at least `value`. Return its value.
 
-        peer: the rank that will set the counter. If the peer leaves, the wait ends at once. After `deadline_s` seconds
-            (default `WEFT_DEADLINE_S`) raises `DeadlineError` with rank, signal, and the expected and found values.
-            Raises `PeerLostError` or `PoisonedGroupError` if the group fails meanwhile. After any of these errors the
-            group is unusable.
+        peer: the rank that will set the counter. If this rank leaves the group, the wait ends at once.
+        deadline_s: the longest wait in seconds; `WEFT_DEADLINE_S` by default.
+
+        Raises `DeadlineError` if the counter is not set in time, and `PeerLostError` or `PoisonedGroupError` if the
+        group fails meanwhile. After any of these errors the group is unusable.
         """
         address = self._address(self.comm.rank, index)
         return self.comm.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)

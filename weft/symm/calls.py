@@ -35,11 +35,14 @@ _KEPT = 1 << 14  # digests to keep: more calls than a rank makes while a message
 
 
 class GroupCalls(_core.CallCounts):
-    """The calls of this rank on a group, by any operator: numbers of begun and ended calls, their digest, and refusals.
+    """A record of this rank's calls on a group, by any operator. The calls are numbered from 1.
 
-    The native base class has the attributes begun, ended, running (the lock of a call), refused_by_peers and unanswered
-    (the number of peers that have not answered the last refusal). Replayed calls use them without Python
-    (`weft.operator.replay`).
+    Attributes of the native base class, which replayed calls (`weft.operator.replay`) update in native code:
+
+    - begun, ended: the number of the last call that this rank has begun, and of the last that it has ended.
+    - running: the lock that a call holds.
+    - refused_by_peers: the reasons of peers that refused a call, by the number of the call.
+    - unanswered: the number of peers that have not answered this rank's last refusal.
     """
 
     def __init__(self) -> None:
@@ -56,22 +59,25 @@ class GroupCalls(_core.CallCounts):
         self._lock = threading.Lock()
 
     def begin(self) -> str:
-        """Begin the next call. Return the reason why a peer has refused it; "" if no peer has."""
+        """Begin the next call. If a peer has refused this call already, return the peer's reason, else ""."""
         self.begun += 1
         return self.refused() if self._there else ""
 
     def refused(self) -> str:
-        """Return the reason why a peer has refused the newest call of this rank; "" if no peer has."""
+        """Return the reason of a peer that has refused this rank's newest call; "" if no peer has refused it."""
         return self._there.get(self.begun, "")
 
     def end(self) -> str:
-        """End the call. Return the reason why a peer has refused it meanwhile; "" if no peer has."""
+        """End the newest call. If a peer has refused this call meanwhile, return the peer's reason, else ""."""
         self.ended = self.begun
         self.made.end(self.begun, self.layers.take())
         return self.refused() if self._there else ""
 
     def refuse(self, text: str, peers: int = 0) -> bytes:
-        """Refuse the newest call of this rank. Return the message for every peer. peers: the number of peers."""
+        """Record that this rank refuses its newest call. Return the message to send to every peer.
+
+        text: the reason. peers: the number of peers that will answer.
+        """
         self.layers.take()
         with self._lock:
             self.ended = self.begun
@@ -81,10 +87,10 @@ class GroupCalls(_core.CallCounts):
         return _NUMBER.pack(self.begun) + text.encode()
 
     def heard(self, message: bytes) -> str:
-        """Handle a peer's refusal of a call. If this rank has made the call, return the error that makes the group
-        fail; else "".
+        """Handle a peer's refusal of a call. If this rank has already made the call, return the peer's reason: the group
+        must then fail. Otherwise return "".
 
-        If this rank refuses the call too, the message counts as the peer's answer.
+        If this rank has refused the call too, the peer's refusal counts as its answer.
         """
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:
@@ -95,18 +101,17 @@ class GroupCalls(_core.CallCounts):
             return text if self.ended >= number else ""
 
     def answer(self, message: bytes) -> bytes | None:
-        """Return the answer to a peer's refusal: that this rank will not make the call. Return None if there is no
-        answer.
+        """Return the answer to a peer's refusal, which says that this rank will not make the call.
 
-        While this rank is in the refused call, there is no answer. This rank will either refuse the call too, and
-        notify the peer, or make the call, and the group fails.
+        Return None if this rank has already begun the call. Then it either refuses the call too, which notifies the
+        peer, or it makes the call, and the group fails.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
             return None if number in self._here or self.begun >= number else _NUMBER.pack(number)
 
     def answered(self, message: bytes) -> None:
-        """Count a peer's answer."""
+        """Handle a peer's answer: the peer will not make the call that this rank has refused."""
         with self._lock:
             self._count(_NUMBER.unpack_from(message)[0])
 
@@ -122,8 +127,10 @@ _of_group: dict[int, GroupCalls] = {}
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """Return the calls of `group`. check: a function that raises if the group is not usable. It is called if no calls
-    of the group are known, or if torch does not know the group.
+    """Return the record of this rank's calls on `group`. Make an empty record at the first call.
+
+    check: a function that raises if the group is not usable. It runs at the first call, and if torch no longer knows
+        the group.
     """
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):
@@ -135,10 +142,10 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 
 
 class MadeCalls(_core.CallDigest):
-    """The digest of this rank's calls up to each call, and its comparison with the digests of peers.
+    """Digests of this rank's calls: digest n covers the calls 1 to n. They are compared with the digests of peers.
 
-    `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: a number that is equal on all ranks that
-    make equal calls.
+    `note(fingerprint, what)` of the native base class adds a call, or a part of a call, to the digest. fingerprint: a
+    hash of the call, equal on all ranks that make equal calls. what: the text of the call, for errors.
     """
 
     def __init__(self) -> None:
@@ -148,7 +155,7 @@ class MadeCalls(_core.CallDigest):
         self._layers = MadeLayers()
 
     def end(self, number: int, noted: Noted = NOTHING) -> None:
-        """End call `number`.
+        """Store the digest of all calls up to call `number`, which has ended.
 
         noted: the options of the layers that were called since the last call. Ranks compare them together with this call.
         """
@@ -157,7 +164,7 @@ class MadeCalls(_core.CallDigest):
         super().end(number)
 
     def news(self) -> bytes:
-        """Return the message for every peer about the newest call; empty if the message was sent already."""
+        """Return the message for every peer with the newest digest. Return b"" if peers have this digest already."""
         number = self.last
         if number == self._told or not self.digest:
             return b""
@@ -166,7 +173,10 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's digest with this rank's. Return an error text if the calls differ, else ""."""
+        """Compare a peer's digest with this rank's. Return an error text if they differ, else "".
+
+        If this rank has not made the call yet, keep the message for `heard_early`.
+        """
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")
         self._layers.heard(rank, layers)
@@ -191,7 +201,9 @@ class MadeCalls(_core.CallDigest):
         return ""
 
     def heard_early(self) -> str:
-        """Compare digests that arrived before this rank made the call. Return an error text if calls differ, else ""."""
+        """Compare the digests of calls that peers had made before this rank did. Return an error text if they differ,
+        else "".
+        """
         for rank, message in [*self._early.items()]:
             if _DIGEST.unpack_from(message)[0] <= self.last:
                 del self._early[rank]
@@ -201,7 +213,11 @@ class MadeCalls(_core.CallDigest):
 
 
 class CallLog:
-    """Calls of this rank that some peers have not reported yet, and reported calls that this rank has not made yet."""
+    """The comparison of every call with `WEFT_CHECK_CALLS=1`. It keeps each call of this rank until all peers have sent
+    theirs, and calls of peers until this rank makes its own.
+
+    differ: a function that is called with an error text if two calls of one number differ.
+    """
 
     def __init__(self, rank: int, world_size: int, differ: Callable[[str], None]) -> None:
         self._rank, self._peers, self._differ = rank, world_size - 1, differ
@@ -211,7 +227,11 @@ class CallLog:
         self._lock = threading.Lock()
 
     def note(self, number: int, what: str) -> bytes:
-        """Record that this rank makes a call. Return the message for every peer."""
+        """Record this rank's call, and compare it with calls of this number that have arrived. Return the message to send
+        to every peer.
+
+        number: the number of the call. what: its operator, file and line.
+        """
         mine = what.encode()
         with self._lock:
             early = self._theirs.pop(number, [])

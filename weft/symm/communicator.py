@@ -42,10 +42,10 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 @contextlib.contextmanager
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
-    """Set the default deadline of set-up waits on this thread, inside the context. None: no change.
+    """Set the default deadline of set-up waits on this thread, as a context manager. With None, keep the default.
 
-    Pass the caller's deadline. If ranks compile or measure between set-up steps, pass `WEFT_DEADLINE_S`
-    (`weft.env.deadline_s`).
+    Set-up steps are waits such as `all_gather` and `allocate`. If ranks compile or measure between two steps, the wait
+    for a slow rank takes longer: then pass `weft.env.deadline_s()`.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -141,9 +141,10 @@ class Communicator:
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Make every `check()` call the method `look`, as long as the method's object exists.
+        """Register the method `look`, which every `check()` calls first, until the method's object is freed.
 
-        Use it for objects that may detect a failure before the communicator does, and then poison the group.
+        It is for objects that detect failures themselves, such as errors that kernels report. `look` then calls
+        `poison`.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
@@ -154,8 +155,8 @@ class Communicator:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Make the group fail on this rank only, with the cause `text`. Use this for an error that every peer finds by
-        itself.
+        """Make the group fail on this rank, with the cause `text`, without notifying peers. Use it if every peer finds
+        the same error.
         """
         self._control.end(text)
 
@@ -164,14 +165,15 @@ class Communicator:
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
-        """Wait until no peer can make the call that this rank has refused. Raise the group's error if it fails.
+        """Wait until every peer has answered this rank's last refusal. Raise the group's error if the group fails.
 
-        On GPUs, the next call after a refusal begins with this wait.
+        On GPUs, the next call after a refusal begins with this wait, so that it cannot pair with a refused call of a
+        peer.
         """
         self._control.await_answers(setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:
-        """Let peers compare this rank's call with their call of the same number (`weft.symm.calls`)."""
+        """Send this rank's call to all peers, which compare it with their call of the same number (`weft.symm.calls`)."""
         self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -199,10 +201,11 @@ class Communicator:
     ) -> int:
         """Wait until the counter at `address` is at least `wanted` (acquire order). Return its value.
 
-        name: the signal, for error texts. peer: the rank that is expected to set the counter; None for any rank. After
-            `deadline_s` seconds (default `WEFT_DEADLINE_S`) poisons the group and raises `DeadlineError` with rank,
-            signal, and the expected and found values. Raises `PeerLostError` if `peer` has left or died, and
-            `PoisonedGroupError` if the group failed otherwise.
+        name: the name of the signal, for error texts. peer: the rank that sets the counter; None for any rank.
+        deadline_s: the longest wait in seconds; `WEFT_DEADLINE_S` by default.
+
+        Raises `DeadlineError` if the counter is not set in time, and poisons the group. Raises `PeerLostError` if `peer`
+        has left or died, and `PoisonedGroupError` if the group fails for another reason.
         """
         control = self._control
         control.check()
@@ -237,13 +240,14 @@ class Communicator:
     # -- rounds between hosts
 
     def begin_round(self) -> None:
-        """Begin the next round of a rendezvous between hosts. All ranks must make this call."""
+        """Begin the next round of a rendezvous between hosts (`weft.symm.rounds`). All ranks must make this call."""
         self._control.rounds.begin()
 
     def absent_in_round(self) -> list[int]:
-        """Return the peers that are not known to have begun this rank's round, and tell them that this rank waits.
+        """Return the peers from which no message says that they have begun this rank's round.
 
-        Raise `PeerLostError` if one of these peers has left. The answers of peers arrive some time after the first call.
+        The first call in a round asks all peers, whose answers arrive later. So call it repeatedly during a wait. Raise
+        `PeerLostError` if one of the returned peers has left.
         """
         control = self._control
         absent = control.rounds.absent
@@ -254,14 +258,14 @@ class Communicator:
         return absent
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank in error texts: with its process, and with its host if the group has several."""
+        """Return the name of a rank for error texts, with its pid, and with its host if the group is on several hosts."""
         return self._control.name(rank)
 
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Return every rank's `obj`, a small picklable object, by rank. Only for set-up: this takes about 0.1 ms per
-        rank.
+        """Return every rank's `obj`, a small picklable object, by rank. It takes about 0.1 ms per rank, so use it only for
+        set-up.
 
         All ranks must make the same calls in the same order. `what` names the call: if names differ, ranks raise
         `DisagreementError`. The default deadline is set by `set_up_within`, or else by `WEFT_SETUP_DEADLINE_S`. Raises
@@ -272,8 +276,8 @@ class Communicator:
     def all_gather_files(
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
-        """Run `all_gather`, in which each rank may also send a file descriptor. The receiver must close the descriptors
-        of peers.
+        """Like `all_gather`, but each rank may also send a file descriptor. Return (object, descriptor), by rank. The
+        caller must close the descriptors of peers.
         """
         deadline_s = setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
@@ -281,8 +285,8 @@ class Communicator:
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
         """Return every rank's `payload` of at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
 
-        The call uses the control connections, and takes a round trip between hosts. `name` is the subject, for error
-        texts. The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
+        The payloads travel over the watchdogs' connections, in about one round trip between hosts. `name` names the
+        all-gather in error texts. The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
         """
         return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
 
@@ -453,9 +457,11 @@ def close_all() -> None:
 def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    A thread that returns from native code while the interpreter exits would abort the process. So threads that wait in
-    native code are told that their communicator closes. Freeing tensors during the exit, for example with a traceback,
-    would abort the process too. So this function then waits up to `_LET_GO_S` for these threads to end.
+    A daemon thread that returns from native code while the interpreter exits would abort the process. Closing the
+    communicators ends the native waits, and this function waits up to `_COME_OUT_S` for the threads to leave them.
+
+    A daemon thread that frees tensors during the exit, for example with a traceback, would abort the process too. So
+    this function then waits up to `_LET_GO_S` for the threads to free their tensors.
     """
     came_out = _threads_inside()
     close_all()
@@ -469,9 +475,9 @@ def _leave_all() -> None:
 
 
 def _threads_inside() -> set[int]:
-    """Return other threads that run weft's code, or native code called by weft.
+    """Return the ids of other threads that run weft's code, or native code called by weft, except watchdog threads.
 
-    weft's own watchdog threads are excluded: they call nothing that could abort the process.
+    Watchdog threads call nothing that could abort the process at exit.
     """
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
     return {

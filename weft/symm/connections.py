@@ -52,7 +52,9 @@ class Connection(Protocol):
 
     @property
     def pending(self) -> bool:
-        """True if bytes wait for space in the socket's buffer. Call `flush` when the socket is writable."""
+        """True if some bytes could not be sent yet, because the socket's buffer was full. Call `flush` when the socket is
+        writable.
+        """
 
     def flush(self) -> None: ...
 

@@ -3,8 +3,8 @@
 A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), even while this rank
 computes or waits. It handles these messages:
 
-- *data*: a peer's payload of a set-up collective, possibly with a file descriptor. If *more* messages came before, this
-  is the last part.
+- *data*: a peer's payload of a set-up collective, possibly with a file descriptor. A long payload is sent in parts: the
+  last part is a *data* message, and the others are *more* messages.
 - *goodbye*: the peer has left in an orderly way, with the reason. This is a failure only if a rank waits for a signal
   that only this peer could set.
 - *poison*: a peer had an error, such as a missed deadline, after which ranks are out of step.
@@ -61,9 +61,11 @@ _STALE_S = 1.0  # if the last check is older, this process was stopped, and mess
 class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
-    failed: a function that is called with a failure at once, on the thread that detects it. afterwards: a function that
-        is called on the watchdog's thread when all callbacks have run. If no file descriptor or thread is left for a
-        watchdog, the constructor notifies the peers and raises.
+    calls: the record of this rank's calls. failed: a function that is called with the error as soon as the group fails,
+        on the thread that detects the failure. afterwards: a function that the watchdog thread calls when all callbacks
+        of `on_failure` have run.
+
+    If no file descriptor or thread is left for a watchdog, the constructor notifies the peers and raises `WeftError`.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Control:
             self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
             self._watchdog.start()
         except BaseException as error:
-            text = f"rank {rank}: making a watchdog: {error!r}"
+            text = f"rank {rank} cannot start its watchdog thread: {error!r}"
             self.poison(text)
             self._release()
             self._run_callbacks()
@@ -131,8 +133,8 @@ class Control:
             raise self.error()
 
     def _let_watchdog_look(self) -> None:
-        """Wait until the watchdog has read its connections. If this process was stopped, this thread may run before the
-        watchdog has read new messages.
+        """Wait until the watchdog has read its connections. Called if this process was stopped for a while: messages may
+        have arrived that the watchdog has not read yet.
         """
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._rouse()
@@ -144,8 +146,10 @@ class Control:
             time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
-        """Return the error to raise after the failed word is set. Only the first report of a dead peer is a
-        `PeerLostError`.
+        """Return the error of a failed or closed group, to be raised. Only the first error about a dead peer is a
+        `PeerLostError`; later ones are a `PoisonedGroupError`.
+
+        context: text to append, such as the wait that the failure has ended.
         """
         with self._lock:
             if self.failure is None:
@@ -257,7 +261,11 @@ class Control:
 
     @contextlib.contextmanager
     def whole(self, what: str) -> Iterator[None]:
-        """Make the group fail if the enclosed collective raises: this rank would then be out of step with its peers."""
+        """Run the collective in the body of this context manager. If it raises, make the group fail, because this rank is
+        then out of step with its peers.
+
+        what: the name of the collective, for error texts.
+        """
         try:
             yield
         except BaseException as error:  # for example Ctrl-C. No effect if the group has already failed
@@ -279,8 +287,10 @@ class Control:
     def _take_all(
         self, inboxes: dict[int, deque[T]], before: str, after: str, until: float, deadline_s: float, more: str = ""
     ) -> dict[int, T]:
-        """Return every peer's message when all have arrived. before, after: the words before and after the ranks' names
-        in error texts.
+        """Wait until every inbox has a message. Remove and return the first message of each, by rank.
+
+        before, after: in error texts, the words before and after the names of missing ranks. more: the advice at the end
+        of the text of a `DeadlineError`.
         """
         has_looked_again = False
         with self._lock:
@@ -484,7 +494,9 @@ class Control:
             self._peers[rank].connection.flush()
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
-        """Send at once, or before `until` if the peer's buffer is full. Ignore a dead peer: the watchdog detects it."""
+        """Send a packet. If the peer's buffer is full, retry until the time `until`. Ignore a dead peer, which the
+        watchdog detects.
+        """
         connection = self._peers[rank].connection
         while True:
             try:

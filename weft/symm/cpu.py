@@ -27,9 +27,7 @@ _KEEP_FREE = 0.05  # fraction of the free memory that weft leaves free
 
 
 class CpuRegion:
-    """Memory of all ranks of a communicator that are on this host, mapped into this process. See
-    `weft.symm.memory.Region`.
-    """
+    """The symmetric memory of this host's ranks, mapped into this process. Implements `weft.symm.memory.Region`."""
 
     def __init__(self, nbytes: int, mappings: list[_core.Mapping | None]):
         self.nbytes = nbytes
@@ -73,8 +71,10 @@ class CpuRegion:
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve this rank's memory, and map that of its peers (see `Communicator.allocate`). After each of the three rounds,
-    all ranks have the same information.
+    """Reserve this rank's memory, and map the memory of the peers on this host. Raises the errors of
+    `Communicator.allocate`.
+
+    After each of its three steps, ranks exchange their errors, so that all raise or all continue.
     """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Check that there is memory for all ranks before any rank reserves memory: otherwise the kernel's out-of-memory
@@ -90,14 +90,14 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
             f"{free / 2**20:.1f} MiB are free, of which {_KEEP_FREE:.0%} must stay free: use smaller batches or "
             "fewer ranks"
         )
-    # 2. Each rank makes its own memory, and sends it to its peers.
+    # 2. Each rank reserves its own memory, and sends the file descriptor to its peers.
     descriptor, error = _reserve(size)
     files: list[int | None] = []
     try:
         made = comm.all_gather_files(error, descriptor, what=what)
         files = [file for rank, (_, file) in enumerate(made) if rank != comm.rank]
         _agree(what, size, free, [text for text, _ in made])
-        # 3. Each rank maps the memory of all ranks on its host.
+        # 3. Each rank maps the memory of all ranks on this host.
         mappings: list[_core.Mapping | None] = []
         try:
             for rank, (_, file) in enumerate(made):
@@ -107,7 +107,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
                 if file is None:  # the kernel drops a received descriptor if this process has too many
                     raise OSError(
                         errno.EMFILE,
-                        f"no descriptor arrived from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                        f"the kernel dropped a descriptor from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                     )
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:
@@ -121,7 +121,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free memory in bytes, and the error of the query, or ""."""
+    """Return the free memory in bytes and "". If reading it fails, return 0 and the error text."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # this process has no free descriptor to read the file
@@ -129,7 +129,9 @@ def _room() -> tuple[int, str]:
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
-    """Return a sealed memfd of `size` bytes whose pages are reserved, and the error, or ""."""
+    """Return the descriptor of a sealed memfd of `size` bytes, whose pages are reserved, and "". If this fails, return
+    None and the error text.
+    """
     descriptor = None
     try:
         descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -157,8 +159,8 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be reserved now without swapping, within the limits of the host and of control groups
-    (v2).
+    """Return the number of bytes that this process can reserve now without swapping: the smallest of the host's available
+    memory and the limits of its control groups (cgroup v2).
     """
     free = next(
         int(line.split()[1]) * 1024

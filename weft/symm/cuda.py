@@ -64,9 +64,9 @@ class CudaRegion:
         return self._open().buffers[rank]
 
     def give_back(self) -> None:
-        """Close the region. Later allocations may use its memory when every rank has given it back.
+        """Close the region. When every rank has called this, later allocations may reuse the memory.
 
-        After this, no kernel, captured graph or tensor on any rank may use the region.
+        Call it only if no kernel, captured graph or tensor on any rank will use the region again.
         """
         if self._slab is not None:
             self._slab.free = merged([*self._slab.free, (self._offset, self._offset + _rounded(self.nbytes))])
@@ -77,8 +77,10 @@ class CudaRegion:
 
 
 class _Slab:
-    """One allocation. `buffers[rank]` is the rank's memory as uint8 [nbytes], and `addresses[rank]` its address on this
-    device.
+    """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct it.
+
+    buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device. free: the
+        intervals without a region on this rank.
     """
 
     def __init__(self, comm: SharingRanks, nbytes: int) -> None:
@@ -95,9 +97,9 @@ class _Slab:
 
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
-    """Return each rank's memory as uint8 [nbytes]. This rank clears its memory before it sends it to peers.
+    """Allocate `nbytes` on every rank, zeroed, and map the memory of all ranks. Return it as uint8 [nbytes], by rank.
 
-    After each of the two rounds, all ranks have the same information.
+    After the allocation and after the mapping, ranks exchange their errors, so that all raise or all continue.
     """
     device, what = comm.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""
@@ -119,7 +121,7 @@ def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
                 if file is None:
                     raise OSError(
                         errno.EMFILE,
-                        f"no descriptor arrived from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                        f"the kernel dropped a descriptor from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                     )
                 assert memory is not None
                 everybody.append(memory if rank == comm.rank else take(file, nbytes, device))
@@ -152,8 +154,9 @@ _slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDi
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
-    """Allocate `nbytes` on every rank. All ranks must make this call with the same size. For a new slab or reused
-    memory, the CPU waits for the device.
+    """Allocate a zeroed region of `nbytes` on every rank. All ranks must make this call with the same size.
+
+    The CPU waits for the device if the region needs a new slab, or if its memory was used before.
     """
     slabs = _slabs.setdefault(comm, [])
     asked = comm.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
@@ -163,13 +166,13 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
             f"{what}: ranks requested different sizes ({sizes} bytes): request the same size on every rank"
         )
     wanted = _rounded(nbytes)
-    # Small regions avoid free parts of large slabs. Otherwise a small region could keep a large slab allocated after
-    # all other regions are returned.
+    # A small region does not use a large slab. Otherwise it could keep the slab allocated when all other regions of the
+    # slab have been returned.
     small = wanted <= _SLAB_BYTES // 8
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
     place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
     if place is None:
-        # The region fits in no slab. So free slabs that are unused on all ranks.
+        # The region fits in no slab. So free all slabs that no rank uses, and then allocate a new slab.
         idle = [n for n, slab in enumerate(slabs) if all(free[n] == [(0, slab.nbytes)] for _, free in asked)]
         for number in reversed(idle):
             del slabs[number]
@@ -180,8 +183,8 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
         slab, offset = slabs[place[0]], place[1]
     slab.free = without(slab.free, (offset, offset + wanted))
     if offset < slab.zero_from:
-        # The memory may have been used before. Wait for the enqueued work of all ranks, then clear the memory, and wait
-        # for the clearing too.
+        # The memory was used before. Wait until no rank has enqueued work that may access it, then clear it. Then wait until
+        # all ranks have cleared theirs.
         synchronize(comm.device)
         comm.all_gather(None, what=f"{what}, again")
         slab.buffers[comm.rank][offset : offset + wanted].zero_()
@@ -200,7 +203,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """Merge adjacent and overlapping intervals. Return them in ascending order."""
+    """Return the intervals in ascending order, with adjacent and overlapping intervals merged."""
     result: list[Interval] = []
     for first, end in sorted(intervals):
         if result and first <= result[-1][1]:
@@ -211,6 +214,7 @@ def merged(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
+    """Return the parts of `intervals` outside the interval `taken`."""
     first, end = taken
     cut = [piece for a, b in intervals for piece in ((a, min(b, first)), (max(a, end), b))]
     return [(a, b) for a, b in cut if a < b]

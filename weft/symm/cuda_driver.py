@@ -76,7 +76,7 @@ def _properties(device: torch.device) -> _Properties:
 
 
 def rounded(nbytes: int, device: torch.device) -> int:
-    """Return the size to allocate for `nbytes` bytes: rounded up to the allocation granularity."""
+    """Return `nbytes`, rounded up to the granularity of allocations on `device`."""
     torch.cuda.init()
     with torch.cuda.device(device):
         granule = ctypes.c_size_t()
@@ -111,7 +111,7 @@ def make(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
 
 
 def take(descriptor: int, nbytes: int, device: torch.device) -> Mapping:
-    """Map a peer's memory into this process. The caller keeps, and closes, the descriptor."""
+    """Map a peer's memory of `nbytes` into this process. descriptor: from the peer's `make`; the caller closes it."""
     with torch.cuda.device(device):
         handle = ctypes.c_ulonglong()
         _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
@@ -139,9 +139,9 @@ def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Ma
 
 
 class Mapping:
-    """A mapping of device memory, which ends with the last reference to this object.
+    """A mapping of device memory into this process. The memory is unmapped when this object is freed.
 
-    The memory is freed when no process maps it any more.
+    The driver frees the memory when no process maps it any more.
     """
 
     def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
@@ -159,8 +159,10 @@ class Mapping:
 
 
 def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
-    """Set every byte of the memory to `byte`, in stream order. This loads no kernel, so it works while other streams
-    wait.
+    """Enqueue on `stream` a memset of `nbytes` bytes at `address` to `byte`.
+
+    The first launch of a kernel loads its code, which can block until running kernels end. A memset loads no kernel, so
+    it also works while kernels of other streams wait for a peer.
     """
     _call(
         "cuMemsetD8Async", ctypes.c_ulonglong(address), ctypes.c_ubyte(byte), ctypes.c_size_t(nbytes),

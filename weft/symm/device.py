@@ -1,4 +1,4 @@
-"""Synchronisation with a device: on GPUs work is enqueued, on CPU work is complete when a call returns."""
+"""Synchronisation with a device. CPUs need none: work on a CPU is complete when its call returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work that has been enqueued on the device."""
+    """Wait for all work that this process has enqueued on a GPU. Return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

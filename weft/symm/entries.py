@@ -22,7 +22,9 @@ from weft.words import by_rank
 
 @dataclass(frozen=True)
 class Entry:
-    """The entry that a rank publishes about itself."""
+    """The entry of one rank. name: the name of the rank's attempt, which is also that of its listening socket. token: the
+    rank's secret. host: the host's name.
+    """
 
     rank: int
     name: str
@@ -49,7 +51,9 @@ class Entry:
 
     @staticmethod
     def read(given: dict[str, Any]) -> Entry:
-        """Return a published entry. Entries of other versions of weft may have other fields."""
+        """Return the entry in the dict `given`. Other versions of weft publish other fields: ignore unknown fields, and use
+        a default for a missing field.
+        """
         known: dict[str, Any] = {
             "token": "",
             "kernel": "",
@@ -65,8 +69,8 @@ class Entry:
 
 
 def require_one_version(entries: Sequence[Entry]) -> None:
-    """Raise `RefusedError` on every rank if versions of weft or torch differ, since such ranks might compute or send
-    differently.
+    """Raise `RefusedError` if ranks have different versions of weft or torch, because these may compute or send
+    differently. All ranks have the same entries, so all raise.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
@@ -79,8 +83,8 @@ def require_one_version(entries: Sequence[Entry]) -> None:
 
 
 def require_valid_settings(entries: Sequence[Entry]) -> None:
-    """Raise `RefusedError` on every rank if an environment variable has an invalid value on any rank, or if
-    WEFT_CHECK_CALLS differs.
+    """Raise `RefusedError` if an environment variable of weft is invalid on any rank, or if WEFT_CHECK_CALLS differs
+    between ranks. All ranks have the same entries, so all raise.
     """
     if faults := by_rank((entry.rank, entry.faults) for entry in entries if entry.faults):
         raise RefusedError(f"environment variables have invalid values: {faults}. Correct the variables, or unset them")

@@ -18,10 +18,10 @@ _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank. All ranks must construct it. `comm` must be on CPU.
+    """An all-gather of up to `nbytes` bytes per rank, which ranks may repeat. All ranks must construct it.
 
-    All ranks must make the same calls, from one thread at a time. In a group on several hosts, payloads are sent over
-    the communicator's connections, which takes a round trip.
+    comm: a communicator on CPU. All ranks must make the same calls, from one thread at a time. In a group on several
+    hosts, payloads travel over the communicator's connections, in about one round trip.
     """
 
     def __init__(self, comm: Communicator, nbytes: int = 2048):
@@ -51,9 +51,10 @@ class Exchange:
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
         """Return every rank's payload of this round, by rank.
 
-        name: the subject of the exchange, for error texts. Raises the errors of `Communicator.wait`. Raises
-            `ValueError` if the payload is longer than `nbytes`. Then nothing is published, and this rank may call again
-            with a shorter payload.
+        name: a name for error texts.
+
+        Raises the errors of `Communicator.wait`. Raises `ValueError` if the payload is longer than `nbytes`. Then
+        nothing is published, and this rank may call again with a shorter payload.
         """
         if len(payload) > self.nbytes:
             raise ValueError(f"the payload has {len(payload)} bytes: pass at most {self.nbytes}")

@@ -66,7 +66,10 @@ def remember(group: dist.ProcessGroup, error: WeftError) -> None:
 
 
 def tell(group: dist.ProcessGroup, rank: int) -> None:
-    """Call the callbacks with the recorded failure. Each callback is removed first, so that it runs only once."""
+    """Run the callbacks that this rank has registered for `group`, each once, with the group's recorded failure.
+
+    rank: this rank, for log messages.
+    """
     waiting = _callbacks.get(group, {})
     for key in list(waiting):
         callback = waiting.pop(key, None)
@@ -77,7 +80,7 @@ def tell(group: dist.ProcessGroup, rank: int) -> None:
 
 @contextlib.contextmanager
 def logged(rank: int) -> Iterator[None]:
-    """Log an exception of a callback, so that the other callbacks still run."""
+    """Run a callback in the body of this context manager. Log its exception, so that other callbacks still run."""
     try:
         yield
     except BaseException:

@@ -51,7 +51,10 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """Return the process group that a caller passes or names. Raise `ValueError` for None: weft has no default group."""
+    """Return the process group that the argument `group` of a call names: the group itself, or its name.
+
+    Raise `ValueError` for None, since weft has no default group, and for a group without this rank.
+    """
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
@@ -79,7 +82,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 
 def rank_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return this rank's number in the group. Also works while torch traces."""
+    """Return this rank's number in the group. It also works while torch.compile traces, for a group and for a name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return _rank_by_name(group)
     return group_of(group).rank()
@@ -93,16 +96,16 @@ _rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return the group's world size. Also works while torch traces, when torch cannot look up a group by name."""
+    """Return the group's world size. It also works while torch.compile traces, for a group and for a name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()
 
 
 def backend_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device type of the group's backend.
+    """Return the device type that the group's backend uses: cuda for NCCL, cpu for other backends.
 
-    If a call's tensors do not determine a device, the call is refused on this type of device, where peers receive the
-    refusal.
+    A refusal of a call reaches the peers through the communicator of one device type. This is the type if the call's
+    tensors do not determine it.
     """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -45,7 +45,7 @@ _MOST_CALLERS = 64  # least limit on unproven connections; beyond the limit the 
 
 
 class Port(NamedTuple):
-    """The control port of a rank, with the addresses by which other hosts reach it."""
+    """The TCP port on which a rank listens for ranks of other hosts, and the addresses of its host."""
 
     addresses: tuple[str, ...]
     number: int
@@ -57,7 +57,11 @@ class Port(NamedTuple):
 
 
 def listen(backlog: int) -> tuple[socket.socket, Port]:
-    """Return a listening socket and its port. With `WEFT_SOCKET_IFNAME` the socket listens only on the first address."""
+    """Return a listening socket and its port. It listens on all addresses, or with `WEFT_SOCKET_IFNAME` only on the first
+    address of the named interfaces.
+
+    backlog: the number of connections that may wait to be accepted.
+    """
     interfaces = env.socket_interfaces()
     addresses = addresses_of_host(interfaces)
     if interfaces:
@@ -79,11 +83,10 @@ def listen(backlog: int) -> tuple[socket.socket, Port]:
 
 
 def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return this host's addresses, the best first: on the route to the launcher's host (`MASTER_ADDR`), then IPv4,
-    then IPv6.
+    """Return this host's IP addresses, without loopback and link-local addresses. The first is the address that this host
+    uses towards the launcher's host (`MASTER_ADDR`). Then follow the other IPv4 addresses, then IPv6.
 
-    interfaces: return only the addresses of these interfaces, in this order. By default loopback and link-local
-        addresses are omitted.
+    interfaces: if given, return all addresses of these interfaces instead, in this order.
     """
     names = interfaces or [name for _, name in socket.if_nameindex()]
     found = [(name, address) for name in names for address in (*_ipv4(name), *_ipv6(name))]
@@ -116,7 +119,7 @@ def _ipv6(interface: str) -> list[str]:
 
 
 def _towards(host: str) -> str:
-    """Return the address from which this host would reach `host`; "" if there is none. No packet is sent."""
+    """Return the local address that the kernel would use for packets to `host`; "" if there is no route. Send nothing."""
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -126,8 +129,8 @@ def _towards(host: str) -> str:
 
 
 class Caller:
-    """An incoming connection to the control port. `rank` is set when the other end has proved that it belongs to the
-    group.
+    """An incoming connection to the control port. When the other end has proved that it belongs to the group, `rank` is
+    its rank; before, `rank` is -1.
     """
 
     def __init__(self, sock: socket.socket, source: str, token: str) -> None:
@@ -139,8 +142,8 @@ class Caller:
             sock.send(self._nonce)
 
     def read(self) -> bool:
-        """Read from the connection. Return True when the other end has proved itself. Raise `PermissionError` if its
-        proof is wrong.
+        """Read from the connection without blocking. Return True when the other end has proved that it belongs to the
+        group, False if more bytes must arrive. Raise `PermissionError` if the proof is wrong or the connection ended.
         """
         try:
             data = self.socket.recv(ANSWER_BYTES - len(self._answer))
@@ -158,7 +161,7 @@ class Caller:
         return True
 
     def accept(self) -> TcpConnection:
-        """Prove that this end belongs to the group too, and return the connection. Raises `OSError`."""
+        """Send the proof that this end belongs to the group too. Return the connection. Raises `OSError`."""
         both = self._nonce, self._theirs
         self.socket.send(_code(self._token, b"listens", *both))
         return TcpConnection(
@@ -167,9 +170,7 @@ class Caller:
 
 
 class ControlPort:
-    """The listening port of a rank, and incoming connections that have not proved themselves yet. token: the rank's
-    secret.
-    """
+    """The listening port of `rank`, and incoming connections whose handshake has not ended. token: the rank's secret."""
 
     def __init__(self, rank: int, token: str, world_size: int) -> None:
         self._rank, self._token = rank, token
@@ -182,8 +183,8 @@ class ControlPort:
         return [self._socket, *self._callers]
 
     def go_on(self, sock: socket.socket) -> Caller | None:
-        """Accept a connection, or read from it. Return the connection when the other end has proved that it belongs to
-        the group, else None.
+        """Handle the readable socket `sock`: accept a new connection, or read from a connection. Return the connection if
+        its other end has now proved that it belongs to the group, else None.
         """
         if sock is self._socket:
             with contextlib.suppress(
@@ -215,13 +216,14 @@ class ControlPort:
 
 
 def attempt_of(name: str) -> bytes:
-    """Return the 16 bytes that identify, in a handshake, one attempt to set up a group."""
+    """Return 16 bytes, a hash of an attempt's name. They identify the attempt in a handshake."""
     return hashlib.sha256(name.encode()).digest()[:16]
 
 
 class Dialing:
-    """Outgoing connections of `rank`, in its attempt `name`, to all addresses of `port`. token: the secret of the
-    port's rank.
+    """Connection attempts to all addresses of a peer's `port`, of which the first successful handshake wins.
+
+    token: the peer's secret. rank, name: this rank, and the name of its attempt to set up the group.
     """
 
     def __init__(self, port: Port, token: str, rank: int, name: str) -> None:
@@ -241,20 +243,21 @@ class Dialing:
 
     @property
     def failed(self) -> bool:
-        """True if no address can be reached. An address whose rank listens but is busy still counts as reachable."""
+        """True if no handshake can succeed any more: all addresses have failed, or none has accepted a connection in
+        time. A connected peer may be busy, so it may take longer.
+        """
         is_late = time.monotonic() >= self._until
         return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))
 
     @property
     def trouble(self) -> str:
-        """A text with the state of each address."""
+        """An error text with each address and its error."""
         said = [f"{Port((one,), self._port.number)}: {text}" for one, text in self._troubles.items()]
         return "; ".join(said) or "it has no address"
 
     def go_on(self, patience_s: float) -> TcpConnection | None:
-        """Return the connection to the first address whose process has proved that it belongs to the group.
-
-        Return None if no process proves this within `patience_s` seconds.
+        """Continue the handshakes for at most `patience_s` seconds. Return the first connection whose other end has proved
+        that it belongs to the group; None if there is none yet.
         """
         for descriptor, _ in self._poll.poll(1000 * patience_s):
             dial = self._dials[descriptor]
@@ -281,15 +284,15 @@ class Dialing:
 
 
 class _Dial:
-    """An outgoing connection."""
+    """The handshake on one outgoing connection."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.socket, self.address = sock, address
         self._nonce, self._theirs, self._proof = secrets.token_bytes(NONCE_BYTES), b"", b""
 
     def read(self, token: str, rank: int, attempt: bytes) -> tuple[bytes, bytes] | None:
-        """Read from the connection. When the other end has proved itself, return the HMAC keys for sending and receiving.
-        Raises `OSError`.
+        """Continue the handshake. When the other end has proved that it belongs to the group, return the HMAC keys for
+        sending and receiving, else None. Raises `OSError` if the connection failed or the proof is wrong.
         """
         said = _WHO.pack(rank, attempt, self._nonce)
         if len(self._theirs) < NONCE_BYTES:

@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Call `make` on another thread and return its result, so that its tensors on `device` outlive this call.
+    """Call `make` on another thread and return its result. There, torch allocates tensors on `device` from its permanent
+    pool, even if this thread uses a temporary pool, such as the pool of a graph capture.
 
-    A temporary pool of torch, such as the pool of a graph capture, applies only to the thread that calls this function. So
-    another thread allocates from torch's permanent pool. Work that `make` enqueues is on this thread's current stream.
+    Work that `make` enqueues is on this thread's current stream.
     """
     if device.type != "cuda":
         return make()

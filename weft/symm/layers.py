@@ -27,8 +27,9 @@ _TEXT_BYTES = 1024
 class Noted(NamedTuple):
     """The layer options that ranks compare with a call.
 
-    records: two fingerprints: of layers whose forward needs all ranks, and of other layers. 0 means that a record is
-        empty.
+    records: two 64-bit hashes of options: of layers whose forward needs all ranks, and of other layers. 0: there are no
+        such layers.
+    texts: the options as text, for errors.
     """
 
     records: tuple[int, int]
@@ -39,8 +40,9 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The layers of a group whose forward began on this rank since the group's last call. counts: the `GroupCalls` of
-    the group.
+    """The options of layers whose forward began on this rank since the group's last call.
+
+    counts: the group's `GroupCalls`, whose `has_layers` this object sets.
     """
 
     def __init__(self, counts: _core.CallCounts) -> None:
@@ -51,8 +53,9 @@ class Layers:
         self._others: dict[str, int] = {}
 
     def note(self, text: str, fingerprint: int, is_collective: bool) -> None:
-        """Record a layer. text: its options, for error texts. fingerprint: a 64-bit hash of the text. is_collective: True
-        if the layer's forward needs all ranks.
+        """Record the options of a layer whose forward begins.
+
+        text: the options. fingerprint: a 64-bit hash of the text. is_collective: True if the forward needs all ranks.
         """
         (self._collective if is_collective else self._others)[text] = fingerprint
         self._counts.has_layers = True
@@ -74,27 +77,29 @@ def _joined(noted: dict[str, int]) -> int:
 
 
 def differ(records: Sequence[tuple[int, ...]]) -> bool:
-    """True if two ranks have recorded different options. records: the records of each rank."""
+    """True if two ranks have recorded different options. records: `Noted.records` of each rank; empty ones are ignored."""
     return any(len({one for one in of_ranks if one}) > 1 for of_ranks in zip(*records, strict=True))
 
 
 def difference(texts: Sequence[Sequence[str]]) -> str:
-    """Return an error text with the options in which ranks differ. texts: the options that each rank has recorded."""
+    """Return an error text with the options that not all ranks have recorded. texts: `Noted.texts` of each rank."""
     own = [[one for one in some if any(one not in others for others in texts if others)] for some in texts]
     return f"ranks call layers with different options: {by_rank((rank, '; '.join(some)) for rank, some in enumerate(own) if some)}"
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """True if the words of two ranks (`MadeLayers`) show that the ranks called layers with different options."""
+    """True if two ranks have called layers with different options. mine, theirs: the words that `MadeLayers.add` returned
+    on the two ranks.
+    """
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
 
 class MadeLayers:
-    """The option texts of all layers that this rank has called, and words that summarise them.
+    """The option texts of all layers that this rank has called, and those that peers have sent.
 
-    Each of the two records has a 64-bit word: 48 bits of a digest, and 16 bits that count the calls with options. Only
-    words with equal counts are compared.
+    Two 64-bit words summarise the options: a word for each record of `Noted`. A word has 48 bits of a digest, and 16 bits
+    that count the calls with options. Only words with equal counts are compared.
     """
 
     def __init__(self) -> None:
@@ -113,7 +118,7 @@ class MadeLayers:
         return first, second
 
     def news(self) -> list[bytes]:
-        """Return the next texts to send to peers."""
+        """Return texts that have not been sent to peers yet, at most `_TOLD_AT_ONCE`."""
         texts = self._texts[self._told : self._told + _TOLD_AT_ONCE]
         self._told += len(texts)
         return [text.encode()[:_TEXT_BYTES] for text in texts]

@@ -1,4 +1,5 @@
-"""Two interfaces: symmetric memory on any type of device, and the part of a communicator that allocators use.
+"""Two interfaces: `Region`, symmetric memory on any type of device, and `SharingRanks`, the part of a communicator that
+allocators use.
 
 `weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They use these interfaces because
 they must not import the communicator, which is a layer above.
@@ -19,7 +20,9 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
-    """Return a tensor in memory that `owner` keeps allocated. The tensor and all its views keep a reference to `owner`."""
+    """Return a tensor over the memory at `address`, without a copy. The tensor and all its views keep a reference to
+    `owner`, which keeps the memory allocated.
+    """
     capsule = _core.lease(address, shape, *_DTYPES[dtype], *_code_of(device), owner)
     tensor: torch.Tensor = from_dlpack(capsule)
     return tensor
@@ -51,11 +54,11 @@ class Region(Protocol):
         """
 
     def close(self) -> None:
-        """Release the memory. It is unmapped when its last view is gone. Other ranks keep their mappings."""
+        """Release this rank's mappings. A mapping ends when its last view is freed. Mappings of other ranks stay."""
 
     def give_back(self) -> None:
-        """Close the region, so that later regions may use its memory. After this, no view and no kernel on any rank may
-        use it.
+        """Close the region, so that later regions may use its memory. Call it only if no view and no kernel on any rank
+        will use the region again.
         """
 
 

@@ -1,8 +1,8 @@
-"""The ranks that are known to take part in a round of a rendezvous between hosts (`weft.runtime.rails`).
+"""The peers that are late for a rendezvous between hosts (`weft.runtime.rails`). Each rendezvous is a numbered round.
 
-In a round, a rank does not receive a message from every peer. So a rank that waits does not know if the peer that it waits for
-is late itself, or waits for a third rank. A rank that has waited for a moment therefore sends all peers the number of its
-round. Peers that have begun this round answer at once; other peers answer when they begin it. The peers that have not
+In a round, a rank receives messages from some peers only. So a waiting rank cannot tell if the peer that it waits for is
+late, or itself waits for a third rank. Therefore a rank that has waited for a moment sends all peers the number of its
+round. Peers that have begun this round answer at once; other peers answer when they begin it. Peers that have not
 answered are absent. If all ranks arrive in time, no such message is sent.
 """
 
@@ -16,9 +16,9 @@ _NUMBER = struct.Struct("!Q")
 
 
 class Rounds:
-    """The rounds of one rank.
+    """The last round that this rank has begun, and the last that each peer is known to have begun.
 
-    lock: a reentrant lock that guards this object. tell: a function that sends a peer the number of this rank's round.
+    lock: a reentrant lock that guards this object. tell: a function that sends a message to a peer.
     """
 
     def __init__(self, peers: Iterable[int], lock: threading.RLock, tell: Callable[[int, bytes], None]) -> None:
@@ -28,7 +28,7 @@ class Rounds:
         self._known = dict(self._told)  # the last round that the peer is known to have begun
 
     def begin(self) -> None:
-        """Begin the next round."""
+        """Begin the next round, and answer peers that wait in it."""
         with self._lock:
             self._number += 1
             for peer, known in self._known.items():
@@ -47,7 +47,7 @@ class Rounds:
             self._tell(peer, _NUMBER.pack(self._number))
 
     def hear(self, peer: int, body: bytes) -> None:
-        """Handle a peer's message with the number of its round."""
+        """Handle a message of `peer`, which contains the number of its round. Answer if this rank has begun the round."""
         with self._lock:
             (self._known[peer],) = _NUMBER.unpack(body)
             if self._number >= self._known[peer]:
@@ -55,6 +55,6 @@ class Rounds:
 
     @property
     def absent(self) -> list[int]:
-        """The peers that are not known to have begun this rank's round."""
+        """The peers from which no message says that they have begun this rank's round."""
         with self._lock:
             return [peer for peer, known in self._known.items() if known < self._number]

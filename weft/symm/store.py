@@ -1,8 +1,8 @@
-"""A wrapper of a process group's store, which queries the store on a separate thread.
+"""Queries of a process group's store, with a deadline.
 
-The store may be served by another process: the launcher, or rank 0. torch waits for an answer without a limit,
-regardless of the store's timeout. If the serving process is stopped, a direct query hangs in native code, which neither
-a deadline nor Ctrl-C can interrupt.
+The store is served by a process: the launcher, or rank 0. If this process is stopped, torch waits for its answer forever,
+regardless of the store's timeout. The wait is in native code, which Ctrl-C cannot interrupt. So a separate thread makes
+the queries.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _GRACE_S = 0.5  # time limit of queries after the deadline, or after an unanswer
 
 
 class PatientStore:
-    """A wrapper of `store` for rank `rank`. Queries must be answered by the time `until` (`time.monotonic`).
+    """The store of a process group, queried by `rank`.
 
-    Methods raise the store's errors, or `DeadlineError`.
+    until: the deadline of all queries, by `time.monotonic`. Methods raise `DeadlineError` if the store has not answered by
+    then, and the store's own errors.
     """
 
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
@@ -48,8 +49,8 @@ class PatientStore:
         self._asked.put(None)
 
     def _start(self) -> None:
-        """Start the thread. If that is impossible, queries run on the caller's thread, so that this rank can still
-        report the error.
+        """Start the thread that makes the queries. If no thread can be started, queries run on the caller's thread, so
+        that this rank can still publish its error.
         """
         self._is_started = True
         self._thread = threading.Thread(target=self._answer, name=f"weft-store-{self._rank}", daemon=True)
