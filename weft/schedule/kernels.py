@@ -11,8 +11,7 @@ fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.step
 class has one.
 
 The simulator assumes that a kernel cuts each tile of the step into smaller tiles, as the kernels for experts do. If the
-kernel computes each tile of the step on one compute unit, add an entry to `weft.sim.tile_costs.rates` that returns
-`Rates(whole=True)`. Without the entry the predicted time may be too short.
+kernel computes each tile of the step on one compute unit, set `unit_per_tile`. Otherwise the predicted time may be too short.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ class TileKernel:
 
     __slots__ = ()
     kind: ClassVar[str]
+    unit_per_tile: ClassVar[bool] = False
+    """True if the kernel computes each tile of the step on one compute unit, and does not cut the tile into smaller tiles."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__dict__:
@@ -154,6 +155,7 @@ class TrackedMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "tracked_matmul"
+    unit_per_tile: ClassVar[bool] = True
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
     """The smallest K for which the planner may select this kernel. For a smaller K, storing a tile in a peer's memory

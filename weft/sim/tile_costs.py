@@ -45,8 +45,7 @@ Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
 class Rates(NamedTuple):
     """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
 
-    whole: True if each tile of the step is computed by one compute unit. False if a tile of the step is one expert's
-        segment, which the kernel cuts into smaller tiles.
+    whole: `TileKernel.unit_per_tile`.
     sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
     """
 
@@ -58,7 +57,7 @@ class Rates(NamedTuple):
 
 @singledispatch
 def rates(kernel: TileKernel, model: Model) -> Rates:
-    return Rates()
+    return Rates(whole=kernel.unit_per_tile)
 
 
 @rates.register
@@ -70,11 +69,6 @@ def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
 @rates.register
 def _of_returning(kernel: ReturningMatmul, model: Model) -> Rates:
     return Rates(sources=kernel.n_sources)
-
-
-@rates.register
-def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
-    return Rates(whole=True)
 
 
 def cost_of_tiles(
