@@ -97,10 +97,16 @@ class Variants(Workload):
             if counters and row["mode"] == options.modes[0]:
                 row["counters"] = counters.get(row["variant"])
                 row["counters_beside"] = {name: of for name, of in counters.items() if name in beside}
-        timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
-        others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         notes = [*self.notes(rows, ceilings), *notes]
         notes += [f"{name} cannot be captured: {why}" for name, why in found.not_captured.items()]
+        return self.as_measured(rows, beside, found, notes, options)
+
+    def as_measured(
+        self, rows: list[Record], beside: Mapping[str, Call], found: Results, notes: list[str], options: BenchOptions
+    ) -> Measured:
+        """Return the records `rows` with the times of the calls `beside`, a title, and notes."""
+        timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
+        others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
         title = f"{options.op} {self.name} ({self.about}), {where}"
         return Measured(rows, others, title, notes, tuple(found.wrong.values()))

@@ -77,20 +77,3 @@ def number(value: float | None, digits: int) -> str:
 def share(those: Sequence[bool]) -> float | None:
     """Return the fraction of true values; None for no values."""
     return sum(those) / len(those) if those else None
-
-
-def with_means(
-    header: list[str], lines: list[list[str]], rows: Sequence[Record], compared: Mapping[str, Sequence[str]]
-) -> tuple[list[str], list[list[str]]]:
-    """Return a table of several configurations with a last line: the geometric means of its columns "variant vs baseline".
-
-    compared: the baselines of each variant.
-    """
-    if len(lines) > 1:
-        cases, means = by_config(rows).values(), {}
-        for v, overs in compared.items():
-            for over in overs:
-                gains = [of[over]["p50_ms"] / of[v]["p50_ms"] for of in cases if {v, over} <= of.keys()]
-                means[f"{v} vs {over}"] = times(geomean(gains))
-        lines.append(["geometric mean", *(means.get(column, "") for column in header[1:])])
-    return header, lines

@@ -7,12 +7,9 @@ bytes at the rates measured in the same run. A call can be faster if repeated ro
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
 from typing import ClassVar, Self
 
 import torch
@@ -20,12 +17,13 @@ import torch
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import ChoosingVariants, Columns, OperatorBenchmark
+from weft.bench.core.operator import ChoosingVariants, Columns
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, cell, with_means
+from weft.bench.core.tables import Record, cell
 from weft.bench.ops.embedding_data import BASELINE, EmbeddingData
-from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale, shared_out
+from weft.bench.ops.embedding_operator import EmbeddingBenchmark, scale_for
+from weft.bench.ops.embedding_presets import EmbeddingPreset, find_presets, shared_out
 from weft.bench.ops.embedding_variants import (
     CHOOSES,
     FusedVariant,
@@ -142,54 +140,21 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
     def traffic(self) -> Traffic:
         """Return the exact number of bytes that this rank must move, averaged over the input sets."""
-        rows = distinct = 0.0
-        for values, offsets in self.inputs:
-            cuts = pairwise(offsets[:: self.config.global_batch].tolist())
-            for slot, weight, (start, end) in zip(self.slots, self.weights, cuts, strict=True):
-                seen = torch.zeros(len(weight), dtype=torch.bool, device=values.device)
-                seen[values[start:end]] = True
-                rows += (end - start) * slot.dim * self.config.itemsize
-                distinct += float(seen.sum()) * slot.dim * self.config.itemsize
-        values, offsets = self.inputs[0]
+        read, (values, offsets) = self.rows_read(), self.inputs[0]
         count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
         pooled = self.local_dim * self.config.itemsize
         return Traffic(
-            rows=rows / self.input_sets, distinct_rows=distinct / self.input_sets, ids=count * values.element_size(),
+            rows=read.bytes, distinct_rows=read.distinct_bytes, ids=count * values.element_size(),
             offsets=offsets.nbytes, outputs=self.config.global_batch * pooled,
             wire=(self.config.global_batch - self.local_batch) * pooled,
         )  # fmt: skip
 
 
-def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """Return `options.scale`, or the largest scale that fits this machine. All ranks return the same."""
-    if options.scale is not None:
-        scale = Fraction(options.scale).limit_denominator(1 << 16)
-        return Scale(scale, scale)
-    free = free_bytes(ranks)
-    if ranks.device.type == "cuda":
-        # FBGEMM copies the tables. All variants together keep about ten outputs, and the reference takes as much as
-        # two.
-        share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
-        rows_bytes = 2e9 if options.quick else math.inf
-    else:
-        share = 1 / 3
-        free, mib = (free / 16, min(64, options.read_mib)) if options.quick else (free, options.read_mib)
-        rows_bytes = mib * 2**20 * torch.get_num_threads()
-    sizes = {"table_bytes": share * free, "rows_bytes": rows_bytes, "output_bytes": 0.05 * free}
-    return fitting_scale(preset, ranks.world_size, DTYPES[options.dtype], **sizes)
-
-
-class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
+class _EmbeddingAllToAll(EmbeddingBenchmark):
     name, baselines = "embedding_all_to_all", BASELINES
     columns: ClassVar[Columns] = {"pool\nms": cell("pool_ms", 3), "extra\nMB": cell("extra_bytes", 1, 1e6)}
     narrow = ("pool\nms", "p20 - p80", "skew", "CPU\nus", "first\nms", "extra\nMB", "error")
-    head, time = ("configuration",), "{}, ms"
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("single", "queued")
-
-    def default_dtype(self, device: str) -> str:
-        return "fp32"
+    head = ("configuration",)
 
     def check_options(self, options: BenchOptions) -> None:
         find_presets(options.preset)
@@ -201,7 +166,12 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
         return find_presets(options.preset)
 
     def workload(self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> EmbeddingWorkload:
-        config = preset.config(ranks.world_size, choose_scale(preset, ranks, options), DTYPES[options.dtype])
+        on_gpu, free = ranks.device.type == "cuda", free_bytes(ranks)
+        # FBGEMM copies the tables. All variants together keep about ten outputs, and the reference takes as much as
+        # two.
+        share = (0.43 if why_not("fbgemm", ranks.device) is None else 0.75) if on_gpu else 1 / 3
+        scale = scale_for(preset, ranks, options, free / 16 if options.quick and not on_gpu else free, share)
+        config = preset.config(ranks.world_size, scale, DTYPES[options.dtype])
         return EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
 
     # --- tables in documents ---
@@ -215,11 +185,6 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]
         return dict.fromkeys(chosen, tuple(v for v in variants if v in BASELINES))
 
-    def described(self, record: Record) -> list[str]:
-        batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
-        scale = f"1/{batch}" if batch == rows else f"batch 1/{batch}, rows 1/{rows}"
-        return [record["config"] + (f" ({scale})" if max(batch, rows) > 1 else "")]
-
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         header, lines = super().lines(rows)
         for chosen in self.compared(rows):
@@ -228,10 +193,6 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
             for config, cells in zip(dict.fromkeys(r["config"] for r in rows), lines, strict=True):
                 cells.append(ratios.get(config, ""))
         return header, lines
-
-    def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, lines), with the geometric means of the gains as the last line."""
-        return with_means(*self.lines(rows), rows, self.compared(rows))
 
 
 OPERATOR = _EmbeddingAllToAll()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,16 @@ from weft.bench.ops.embedding_presets import EmbeddingConfig, jagged_input
 
 BASELINE = "embedding_bag"
 _CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
+
+
+class RowsRead(NamedTuple):
+    """The rows that a rank reads in a call. bytes: of all reads, including repetitions. distinct: the number of distinct
+    rows. distinct_bytes: each row once, as with a perfect cache.
+    """
+
+    bytes: float
+    distinct: float
+    distinct_bytes: float
 
 
 class EmbeddingData(Workload):
@@ -52,6 +64,19 @@ class EmbeddingData(Workload):
         )
         drawn = [(bags, rows, law, config.global_batch, owned, i, device) for i in range(self.input_sets)]
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
+
+    def rows_read(self) -> RowsRead:
+        """Return the rows that this rank reads, averaged over the input sets."""
+        nbytes = distinct = distinct_bytes = 0.0
+        for values, offsets in self.inputs:
+            cuts = pairwise(offsets[:: self.config.global_batch].tolist())
+            for slot, weight, (start, end) in zip(self.slots, self.weights, cuts, strict=True):
+                seen = torch.zeros(len(weight), dtype=torch.bool, device=values.device)
+                seen[values[start:end]] = True
+                nbytes += (end - start) * slot.dim * self.config.itemsize
+                distinct += float(seen.sum())
+                distinct_bytes += float(seen.sum()) * slot.dim * self.config.itemsize
+        return RowsRead(nbytes / self.input_sets, distinct / self.input_sets, distinct_bytes / self.input_sets)
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and one

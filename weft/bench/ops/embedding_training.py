@@ -18,9 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
-from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -29,17 +27,12 @@ import torch.distributed as dist
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks, time_variants
 from weft.bench.core.measure import STEPS, Results, Step, first_calls
-from weft.bench.core.operator import Columns, Measured, OperatorBenchmark, VariantCalls, Variants
+from weft.bench.core.operator import Columns, Measured, VariantCalls, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, cell, with_means
-from weft.bench.ops.embedding_presets import (
-    PRESETS,
-    EmbeddingPreset,
-    Scale,
-    Zipf,
-    fitting_scale,
-)
+from weft.bench.core.tables import Record, cell
+from weft.bench.ops.embedding_operator import EmbeddingBenchmark, scale_for
+from weft.bench.ops.embedding_presets import PRESETS, EmbeddingPreset, Zipf
 from weft.bench.ops.embedding_steps import (
     DETERMINISTIC,
     EPS,
@@ -53,7 +46,6 @@ from weft.bench.ops.embedding_steps import (
     make_step,
     why_no_fbgemm,
 )
-from weft.words import counted
 
 BASELINES = (DETERMINISTIC, FBGEMM, TORCH)
 _SAMPLED = 64  # rows per table that are checked: this many that occur, and as many drawn from all rows
@@ -241,8 +233,7 @@ class TrainingWorkload(TrainingData, Variants):
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
         step(f"{self.name}: checking every variant", 0)
         variants, self.beside, notes = self.variants(options.variants)
-        traffics = [StepTraffic(*of) for of in self.ranks.gather(list(vars(self.traffic()).values()))]
-        self.traffics = traffics
+        self.traffics = [StepTraffic(*of) for of in self.ranks.gather(list(vars(self.traffic()).values()))]
         self.fill_tables()
         pooled, expected = self.reference(0), self.expected()
         found = Results({})
@@ -270,13 +261,7 @@ class TrainingWorkload(TrainingData, Variants):
             if name not in found.wrong and not self._check(name, found, expected, pooled, ", after timing,"):
                 found.timings = {of: timing for of, timing in found.timings.items() if of[1] != name}
         rows = [row for mode in options.modes for row in self._records(mode, variants, found, options, ceilings)]
-        others = [
-            {"variant": name, "mode": mode} | timing.as_fields()
-            for (mode, name), timing in found.timings.items() if name in self.beside
-        ]  # fmt: skip
-        where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
-        title = f"{options.op} {self.name} ({self.about}), {where}"
-        return Measured(rows, others, title, [*self.notes(rows, ceilings), *notes], tuple(found.wrong.values()))
+        return self.as_measured(rows, self.beside, found, [*self.notes(rows, ceilings), *notes], options)
 
     def _check(self, name: str, found: Results, expected: Sequence[Expected], pooled: torch.Tensor, how: str) -> bool:
         error = self.error_of_step(self.steps[name], expected, pooled)
@@ -318,23 +303,14 @@ class TrainingWorkload(TrainingData, Variants):
 
     def traffic(self) -> StepTraffic:
         """Return this rank's exact bytes, averaged over the input sets."""
-        rows = distinct = states = 0.0
-        for values, offsets in self.inputs:
-            cuts = pairwise(offsets[:: self.config.global_batch].tolist())
-            for slot, weight, (start, end) in zip(self.slots, self.weights, cuts, strict=True):
-                seen = torch.zeros(len(weight), dtype=torch.bool, device=values.device)
-                seen[values[start:end]] = True
-                rows += (end - start) * slot.dim * self.config.itemsize
-                distinct += float(seen.sum()) * slot.dim * self.config.itemsize
-                states += float(seen.sum()) * 4
-        values, offsets = self.inputs[0]
+        read, (values, offsets) = self.rows_read(), self.inputs[0]
         count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
         pooled = self.config.global_batch * self.local_dim * self.config.itemsize
         sort = 2 * count * (4 + 4)
-        rest = 2 * (count * values.element_size() + offsets.nbytes) + sort + 2 * pooled + 2 * states / self.input_sets
+        rest = 2 * (count * values.element_size() + offsets.nbytes) + sort + 2 * pooled + 8 * read.distinct
         leaving = (self.config.global_batch - self.local_batch) * self.local_dim * self.config.itemsize
         others = self.local_batch * (self.config.sharding.total_dim - self.local_dim) * self.config.itemsize
-        return StepTraffic(rows / self.input_sets, distinct / self.input_sets, rest, leaving + others)
+        return StepTraffic(read.bytes, read.distinct_bytes, rest, leaving + others)
 
 
 DEFAULT_FBGEMM = (DETERMINISTIC, FBGEMM)
@@ -348,37 +324,14 @@ def _ordered(names: Sequence[str]) -> list[str]:
     ]
 
 
-def training_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """Return `options.scale`, or the largest factors for the batch and the table rows that fit this machine. All ranks
-    return the same. With enough memory for the outputs, GPUs keep the whole batch.
-    """
-    if options.scale is not None:
-        scale = Fraction(options.scale).limit_denominator(1 << 16)
-        return Scale(scale, scale)
-    free = free_bytes(ranks)
-    if ranks.device.type == "cuda":
-        share, rows_bytes = 0.78, 2e9 if options.quick else math.inf  # all variants share the tables
-    else:
-        share, mib = (1 / 48, min(64, options.read_mib)) if options.quick else (1 / 3, options.read_mib)
-        rows_bytes = mib * 2**20 * torch.get_num_threads()
-    sizes = {"table_bytes": share * free, "rows_bytes": rows_bytes, "output_bytes": 0.05 * free}
-    return fitting_scale(replace(preset, indices=Zipf(0)), ranks.world_size, DTYPES[options.dtype], **sizes)
-
-
-class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
+class _EmbeddingTraining(EmbeddingBenchmark):
     name, baselines = "embedding_training", BASELINES
     columns: ClassVar[Columns] = {
         "per occurrence\nms": cell("per_occurrence_ms", 3),
         "extra\nMB": cell("extra_bytes", 1, 1e6),
     }
     narrow = ("p20 - p80", "skew", "CPU\nus", "first\nms", "extra\nMB", "error")
-    head, time = ("configuration", "floor, rows once, ms", "floor, per occurrence, ms"), "{}, ms"
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("single", "queued")
-
-    def default_dtype(self, device: str) -> str:
-        return "fp32"
+    head = ("configuration", "floor, rows once, ms", "floor, per occurrence, ms")
 
     def check_options(self, options: BenchOptions) -> None:
         _find(options.preset)
@@ -393,7 +346,12 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
         return _find(options.preset)
 
     def workload(self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> TrainingWorkload:
-        config = preset.config(ranks.world_size, training_scale(preset, ranks, options), DTYPES[options.dtype])
+        share = 1 / 48 if options.quick else 1 / 3
+        if ranks.device.type == "cuda":
+            share = 0.78  # all variants share the tables
+        # With enough memory for the outputs, GPUs keep the whole batch, also of skewed rows.
+        scale = scale_for(replace(preset, indices=Zipf(0)), ranks, options, free_bytes(ranks), share)
+        config = preset.config(ranks.world_size, scale, DTYPES[options.dtype])
         wanted = set(options.variants or DEFAULT_FBGEMM) & set(DEFAULT_FBGEMM)
         return TrainingWorkload(config, ranks, input_sets=2, with_fbgemm=bool(wanted) and why_no_fbgemm() is None)
 
@@ -404,14 +362,7 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
         return {WEFT: tuple(v for v in shown if v in BASELINES)} if WEFT in shown else {}
 
     def described(self, record: Record) -> list[str]:
-        batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
-        scale = f"1/{batch}" if batch == rows else f"batch 1/{batch}, rows 1/{rows}"
-        floors = [f"{record[what]:.3f}" for what in ("roofline_ms", "per_occurrence_ms")]
-        return [record["config"] + (f" ({scale})" if max(batch, rows) > 1 else ""), *floors]
-
-    def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, lines), with the geometric means of the gains as the last line."""
-        return with_means(*self.lines(rows), rows, self.compared(rows))
+        return super().described(record) + [f"{record[what]:.3f}" for what in ("roofline_ms", "per_occurrence_ms")]
 
 
 def _find(names: str | None) -> tuple[EmbeddingPreset, ...]:
