@@ -96,7 +96,9 @@ def _look_at(name: str, x: Any) -> None:
 
 
 def listed(name: str, given: Any) -> Sequence[Any]:
-    """Return a list or tuple unchanged, and another iterable as a list. Raise `ValueError` for anything else."""
+    """Return a list or tuple unchanged, and another iterable as a list. Raise `ValueError` for a single tensor, a
+    string, a dict, a set, or a value that is not iterable.
+    """
     if isinstance(given, list | tuple):
         return given
     if isinstance(given, torch.Tensor):
@@ -121,7 +123,7 @@ def check_reduction(name: str, given: Any) -> None:
 def checked_dimension(
     A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
 ) -> int:
-    """Return `dim` as a non-negative dimension of A. The last dimension is allowed only with `last`.
+    """Return `dim` as a non-negative dimension of A. Unless `last` is True, raise `ValueError` for the last dimension.
 
     names: the argument names of A and of dim, for error texts.
     """
@@ -145,7 +147,10 @@ def checked_dimension(
 
 
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """Return the size of `gather_dim` on each rank; None if all sizes are equal. Raise `ValueError` for bad `rows`."""
+    """Return the size of `gather_dim` on each rank; None if all sizes are equal.
+
+    Raise `ValueError` unless `rows` has a valid size for each rank, and this rank's size is that of `A_shard`.
+    """
     sizes = checked_sizes("rows", rows)
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
@@ -157,9 +162,7 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
 
 
 def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
-    """Return the argument `name` as a tuple with a number for each rank. Raise `ValueError` unless all are whole
-    numbers.
-    """
+    """Return the argument `name` as a tuple of integers. Raise `ValueError` unless `given` is an iterable of integers."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
     return tuple(
@@ -168,7 +171,7 @@ def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
 
 
 def check_count(name: str, count: Any) -> None:
-    """Raise `ValueError` unless `count` is None or a number of rows."""
+    """Raise `ValueError` unless `count` is None or an integer from 0 to `MOST_ROWS`."""
     is_whole = isinstance(count, int | torch.SymInt) and not isinstance(count, bool)
     if count is not None and not (is_whole and 0 <= count <= MOST_ROWS):
         raise ValueError(f"{name}={_shown(count)} must be a number of rows: pass a whole number from 0 to 2**40")
@@ -194,7 +197,11 @@ def checked_deadline(deadline_s: Any) -> float | None:
 
 
 def checked_whole(name: str, given: Any, fix: str) -> Any:
-    """Return `given` as a whole number. Besides int, integers of numpy and torch's symbolic integers are allowed."""
+    """Return `given` as an integer. Integers of numpy and torch's symbolic integers are allowed, bool is not.
+
+    Raise `ValueError` for anything else, and for integers beyond 64 bits. name, fix: the argument's name and the advice
+    in the error text.
+    """
     if type(given) is int or isinstance(given, torch.SymInt):
         number = given
     else:

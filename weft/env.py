@@ -72,8 +72,8 @@ def local_rank() -> int:
 
 
 def launcher_host() -> str:
-    """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If this host has several addresses, other
-    hosts first try the address on the route to the launcher.
+    """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If this rank's host has several addresses,
+    ranks on other hosts first try the address from which this host reaches the launcher.
     """
     return os.environ.get("MASTER_ADDR", "")
 
@@ -119,7 +119,7 @@ def _is_on(variable: str, default: str = "0") -> bool:
 
 
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-"""The values of variables that are on or off."""
+"""The accepted texts of a variable that is on or off, with their meanings."""
 
 
 def self_calibration() -> bool:
@@ -149,7 +149,7 @@ _CHECKED: tuple[Callable[[], object], ...] = (deadline_s, setup_deadline_s, chec
 
 
 def faults() -> list[str]:
-    """Return an error text for each variable of weft with an invalid value."""
+    """Return an error text for each of weft's own variables that has an invalid value."""
     found: dict[str, None] = {}
     for read in _CHECKED:
         try:

@@ -3,8 +3,8 @@ workers.
 
 Importing torch takes seconds in each new interpreter. A fork server imports torch once, and forks each rank in
 milliseconds. The fork server has no threads and no CUDA context, so that the fork is safe even if the calling process
-has both. Ranks find each other by a file in a private temporary directory. So no ports can collide, and the rendezvous
-survives the death of any rank.
+has both. Ranks find each other by a file in a private temporary directory. So no ports can collide, and no rank serves
+the others.
 
 The function must be importable by name (a top-level function). Its arguments and results must be picklable; tensors are
 copied. If a rank raises, dies or exceeds the time limit, all workers are killed, and the next run starts new ones.
@@ -206,10 +206,11 @@ class Pool:
         return results
 
     def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:
-        """Fill `results` with values or errors. Return the errors in order of arrival: the first is the likely cause.
+        """Wait for all ranks, and fill `results` with their return values or errors. Return the errors in order of
+        arrival.
 
-        Once a rank has failed, the others get `grace_s` more seconds. Otherwise many would wait in a collective until
-        its deadline.
+        timeout_s: the time limit for all ranks. grace_s: the time that other ranks get after the first error. Without
+            `grace_s`, ranks that wait for the failed rank in a collective would wait until its deadline.
         """
         until = time.monotonic() + timeout_s
         failed: list[BaseException] = []
@@ -224,7 +225,13 @@ class Pool:
                 except (EOFError, OSError):
                     worker = self._workers[rank][0]
                     worker.join(5)
-                    ok, value, text = False, RankDiedError(f"rank {rank} ended with exit code {worker.exitcode}"), ""
+                    ok, value, text = (
+                        False,
+                        RankDiedError(
+                            f"rank {rank} ended with exit code {worker.exitcode}, without a result: its output may tell why"
+                        ),
+                        "",
+                    )
                 results[rank] = value
                 if not ok:
                     if text:
@@ -234,7 +241,8 @@ class Pool:
             if not ready:
                 stacks = self._stacks(sorted(waiting.values()))
                 error = TimeoutError(
-                    f"ranks {sorted(waiting.values())} were still running after {timeout_s} s\n{stacks}"
+                    f"ranks {sorted(waiting.values())} were still running after {timeout_s} s: raise timeout_s, or see below "
+                    f"what they wait for\n{stacks}"
                 )
                 if not failed:
                     raise error
@@ -313,7 +321,11 @@ def _work(
     remains: str,
     environment: dict[str, str],
 ) -> None:
-    """Run a worker process: join the process group, then run the calls from `pipe` until it closes."""
+    """Run a worker process: join the process group, then run the calls from `pipe` until it closes.
+
+    directory: the pool's temporary directory, with stack traces and the files by which ranks find each other. remains:
+        the directory to delete if the parent process dies. environment: the parent's environment variables.
+    """
     # Objects that the fork server imported are never freed. Collecting garbage among them takes 0.2 s and copies their
     # memory.
     gc.freeze()
@@ -371,7 +383,9 @@ def _work(
 
 
 def _portable(error: Exception) -> bytes:
-    """Return the error and its traceback, pickled. If the error cannot be pickled, return its text in a RuntimeError."""
+    """Return (False, the error, its traceback as text), pickled. An error that cannot be pickled becomes a RuntimeError
+    with its text.
+    """
     text = traceback.format_exc()
     try:
         answer = pickle.dumps((False, error, text))
@@ -382,8 +396,10 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, remains: str) -> None:
-    """Wait until the parent process ends. Then remove the directory `remains`, in case a signal ended the parent, and
-    exit.
+    """Wait until the parent process ends. Then delete the directory `remains`, which a killed parent could not delete,
+    and exit.
+
+    sentinel: the file descriptor that becomes readable when the parent ends.
     """
     connection.wait([sentinel])
     shutil.rmtree(remains, ignore_errors=True)

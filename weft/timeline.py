@@ -15,7 +15,7 @@ class Span:
     """One piece of work of `lane` on `rank`, from `start_us` to `end_us`, in microseconds.
 
     bytes: the number of bytes that this work moved between ranks; 0 for work that moves none.
-    program: the number of the GPU program that did this work; -1 if it is not known.
+    program: the number of the Triton program (thread block) that did this work; -1 if it is not known.
     """
 
     rank: int

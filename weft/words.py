@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 _DUST_US = 1e-6
-"""Shorter times are rounding errors of sums."""
+"""The time in microseconds below which a time counts as 0: sums of times have rounding errors."""
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -20,7 +20,10 @@ def joined(*parts: str) -> str:
 
 
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
-    """Return the texts with their ranks, such as "ranks 0, 2: this; rank 1: that". Ranks with equal texts are merged."""
+    """Join texts with the ranks that they belong to, such as "ranks 0, 2: this; rank 1: that". Equal texts are merged.
+
+    said: pairs (rank, text).
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in said:
         ranks_of.setdefault(text, []).append(rank)

@@ -165,7 +165,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
-    with pytest.warns(UserWarning, match="with derived numbers: rank 1: OutOfMemoryError"):
+    with pytest.warns(UserWarning, match="with numbers derived from the driver: rank 1: OutOfMemoryError"):
         assert not ranks.call(monkeypatch)
     assert calibrated(machine(), 2).source == "derived"
 

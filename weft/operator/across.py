@@ -4,11 +4,13 @@
     on GPUs    a digest of the calls, off the critical path (`weft.symm.calls`)
     WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks. The CPU waits for the GPU
 
-Tables of counts agree if every rank sends each peer as many rows as the peer expects. To compare tables cheaply, each
-rank contributes a number: the weighted sum of the counts that it sends, minus the weighted sum of the counts that it
-expects. A weight depends on sender, receiver and position in the table. If the tables agree, the numbers of all ranks
-add up to 0. If the tables differ, they do so only with a probability of 2^-64. If the total is not 0, ranks exchange
-the tables to find the difference.
+A table of counts says how many rows this rank sends to each peer, and how many it expects from each. Tables agree if
+every rank sends each peer as many rows as the peer expects.
+
+To compare tables cheaply, each rank contributes one 64-bit number: the weighted sum of the counts that it sends, minus
+the weighted sum of the counts that it expects. A weight depends on sender, receiver and position in the table. If the
+tables agree, the numbers of all ranks add up to 0 (mod 2^64). If the tables differ, the total is 0 only with a
+probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ _BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprints of forward and backward
 class AcrossRanks:
     """The comparison, across ranks, of all calls of one shape.
 
-    what: the operator and shape, for error texts. said: the text that ranks compared at the first call. fingerprint:
-        the fingerprint of a call (default: the hash of `said`).
+    what: the operator and shape, for error texts.
+    said: the text that ranks compared at the first call.
+    fingerprint: the 64-bit number that stands for a call in the digest of calls (default: the hash of `said`).
     """
 
     def __init__(
@@ -57,12 +60,15 @@ class AcrossRanks:
     def begin(
         self, call: Any, capturing: bool, deadline_s: float | None, begun: Begun | None = None
     ) -> list[int] | None:
-        """Compare this rank's call with the calls of its peers. If CPU ranks have synchronised to do so, return `begun.number` of
-        each rank; otherwise return None.
+        """Compare this rank's call with the calls of its peers, as the table at the top of this file says.
 
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
-        While a CUDA graph is captured (`capturing`), only add the call to the digest. begun: the call, if this rank may
-        begin it while it waits for others. Ranks exchange its number.
+        While a CUDA graph is captured (`capturing`), only add the call to the digest.
+
+        begun: the part of the call that needs no other rank, or None. On CPU this rank runs it while it waits for its
+            peers. Ranks also exchange `begun.number`.
+
+        Return `begun.number` of each rank if CPU ranks have synchronised in this method; otherwise None.
         """
         self.note()
         numbers = None
@@ -81,8 +87,10 @@ class AcrossRanks:
             self._made.note(self.fingerprint ^ _BACKWARD, f"backward of {self.what}")
 
     def _compare_pairs(self, call: Any, deadline_s: float | None, begun: Begun | None) -> list[int]:
-        """Check that what each rank sends is what its target expects (`Operator.pairs`). Return `begun.number` of each rank, or 0
-        without `begun`.
+        """Compare the tables of counts (`Operator.pairs`) of all ranks. Raise `RefusedError` on every rank if they do
+        not agree.
+
+        Return `begun.number` of each rank; zeros without `begun`.
         """
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
@@ -102,7 +110,7 @@ class AcrossRanks:
                 if one != other:
                     raise RefusedError(
                         f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects "
-                        f"{_rows(other)}: pass the numbers of rows of the same dispatch on all ranks"
+                        f"{_rows(other)}: pass row counts that come from the same dispatch on all ranks"
                     )
         raise AssertionError("the checksums of equal tables differ")
 
@@ -131,14 +139,18 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the fingerprint of a call with `size` rows, for a problem family that ranks have compared before."""
+    """Return the fingerprint of a call with `size` rows, for a problem family that ranks have compared before.
+
+    The fingerprint is equal on all ranks, and is computed without the text of the call.
+    """
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return a random 64-bit weight for each count that a sender tells a receiver: [sender, receiver, position among
-    the `width` counts]. Equal on all ranks.
+    """Return a random 64-bit weight for each count: [sender, receiver, position]. All ranks get the same weights.
+
+    width: the number of counts for each pair of sender and receiver, such as one for each expert.
     """
     return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
 

@@ -48,9 +48,9 @@ class Agreement:
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        """Compare the ranks' first call of a shape (`weft.operator.together.agree`).
+        """Run `check` on every rank, and compare the ranks' texts and details (`weft.operator.together.agree`).
 
-        Return, for each rank, the number that the rank's `check` returned.
+        Return, for each rank, the number that the rank's `check` returned. hint: advice for the error text.
         """
         return [check()[2]]
 
@@ -60,10 +60,10 @@ class Agreement:
     ) -> bool:  # fmt: skip
         """Make every rank refuse the call, because this rank raised `error`.
 
-        Raise `RefusedError` in place of `error`. Return True for a memory error: peers have been notified, and the
+        Raise `RefusedError` in place of `error`. If `error` is a memory error, notify the peers and return True: the
         caller must re-raise `error`. Return False if the call cannot be refused.
 
-        has_published: True if this rank has already told its peers that it takes part.
+        text: the reason, for the peers. has_published: True if this rank has already told its peers that it takes part.
         """
         return False
 
@@ -75,14 +75,15 @@ class Agreement:
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
         meanwhile: Iterator[None],
     ) -> list[tuple[int, int]]:  # fmt: skip
-        """Exchange two numbers of this rank. Return those of every rank. All ranks must make this call.
+        """Exchange two numbers between ranks. Return the two numbers of every rank. All ranks must make this call.
 
-        meanwhile: work that needs no other rank, in short steps. A protocol may do it while it waits.
+        topic: the description of the exchange, which must be equal on all ranks. meanwhile: an iterator that does work
+            of this rank in short steps. A protocol may advance it while it waits.
         """
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Record that every rank refuses a call after ranks have synchronised."""
+        """Count a call that every rank refuses after ranks have synchronised for it."""
 
 
 class CpuAgreement(Agreement):
@@ -103,7 +104,7 @@ class CpuAgreement(Agreement):
             f"{operator} of a shape that is new here: {text}", details, hint=hint,
             difference=shown(meeting.comm, details),
         )  # fmt: skip
-        extras = meeting.meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
+        extras = meeting.meet(topic, deadline_s=_first_call_deadline_s(deadline_s), extra=extra)
         return [_NUMBER.unpack(extra)[0] for extra in extras]
 
     def refuse(
@@ -148,7 +149,9 @@ class GpuAgreement(Agreement):
         noted = calls_of(group).layers.take()
         mine = refusal, calls_of(group).begun, text, _short(details), number, noted
         try:
-            calls = comm.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
+            calls = comm.all_gather(
+                mine, what=f"{operator} of a new shape", deadline_s=_first_call_deadline_s(deadline_s)
+            )
         except DeadlineError as error:
             here = f"This rank refused the call: {refusal}" if refusal else f"This rank's call: {text}"
             raise DeadlineError(f"{error}. {here}") from error
@@ -157,15 +160,15 @@ class GpuAgreement(Agreement):
         for rank, (_, count, theirs, their_details, *_) in enumerate(calls):
             if (count, theirs, their_details) != calls[0][1:4]:
                 if (count, theirs) == calls[0][1:3] and "\n" in their_details:
-                    _end(comm, f"ranks call {operator} differently: {shown(comm, details)()}")
+                    _disagree(comm, f"ranks call {operator} differently: {shown(comm, details)()}")
                 more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
                 text = (
                     f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
                     f"{rank}, call {count}: {theirs}{more[1]}"
                 )
-                _end(comm, text)
+                _disagree(comm, text)
         if differ([noted.records for *_, noted in calls]):
-            _end(comm, difference([noted.texts for *_, noted in calls]))
+            _disagree(comm, difference([noted.texts for *_, noted in calls]))
         return [number for *_, number, _ in calls]
 
     def refuse(
@@ -196,14 +199,17 @@ def _short(details: str) -> str:
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
-def _end(comm: symm.Communicator, text: str) -> NoReturn:
-    """Make the group fail and raise `DisagreementError`, for a disagreement that every rank finds by itself."""
+def _disagree(comm: symm.Communicator, text: str) -> NoReturn:
+    """Make the group fail, and raise `DisagreementError`. Every rank calls this function, because each rank has found
+    the disagreement.
+    """
     comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
-def _set_up(deadline_s: float | None) -> float | None:
-    """Return the deadline for the comparison of a first call: the caller's, or else `WEFT_SETUP_DEADLINE_S`. Ranks
-    compile only after this comparison, so a short deadline is enough.
+def _first_call_deadline_s(deadline_s: float | None) -> float | None:
+    """Return the deadline for the comparison of a first call: `deadline_s`, or `WEFT_SETUP_DEADLINE_S` if it is None.
+
+    The comparison may have a short deadline, because ranks compile only after it.
     """
     return env.setup_deadline_s() if deadline_s is None else deadline_s

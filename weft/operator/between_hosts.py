@@ -40,12 +40,12 @@ def choose_between_hosts(
     serial: Callable[[], object] | None, built: Callable[[Candidate], Schedule],
 ) -> str:  # fmt: skip
     """Return the name of the schedule for a group on several hosts, or "" if calls run unfused. All ranks must make
-    this call.
+    this call, and get the same name.
 
-    All ranks return the same name. A pinned schedule that needs another host's memory is replaced by the unfused
-    implementation, with a warning.
+    A pinned schedule that needs another host's memory is replaced by the unfused implementation, with a warning.
 
-    built: a function that builds and verifies a candidate's schedule.
+    serial: a function that runs the operator unfused, to be timed. built: a function that builds and verifies a
+        candidate's schedule.
     """
     if pinned == "serial":
         return ""
@@ -98,11 +98,11 @@ def needed_us(serial_us: float) -> float:
 
 
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
-    """True if a schedule may be clearly faster than serial, according to the measured links (`network`).
+    """True if the measured links (`network`) allow `schedule` to be clearly faster than serial.
 
-    Only collectives are compared. In the schedule's best case, its GEMMs hide all of its collectives except the
-    shortest. Serial hides none. If serial's collectives travel with the rendezvous (`weft.runtime.rails`), serial saves
-    a round trip.
+    Only the times of collectives are compared. In the schedule's best case, its GEMMs hide all of its collectives
+    except the shortest. Serial hides none. A small collective of serial can travel with the rendezvous of the ranks
+    (`weft.runtime.rails`), which saves a round trip.
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES

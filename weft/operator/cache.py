@@ -1,9 +1,8 @@
-"""The cache of compiled operators, by group and shape or by a call's signature.
-
-If the cache is full, it drops the least recently used operators.
+"""The cache of compiled operators (`weft.operator.compiled_operator`).
 
 At the first call of a shape, ranks compare their calls before any rank computes or allocates
-(`weft.operator.together`). Later calls find the compiled operator by a key.
+(`weft.operator.together`). Later calls find the compiled operator by their key: shapes, dtypes and options. A lookup by
+signature (`weft.runtime.layouts`) is faster and comes first. A full cache drops the least recently used operators.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WHILE = 1000  # calls of the operator. A training step makes fewer calls, and th
 
 
 class Entry(Protocol):
-    """The attributes and methods of a compiled operator that the cache uses."""
+    """The interface of cached objects: compiled operators, and the executors of `weft.run_schedule`."""
 
     family: Hashable  # the problem family if new sizes of it may run unfused; otherwise None
     came_back: bool  # True if called more than once
@@ -44,7 +43,7 @@ class Entry(Protocol):
 
     @property
     def light(self) -> bool:
-        """True if the operator has no memory of its own."""
+        """True if dropping the entry frees no memory, because its memory is shared or it has none."""
 
     @property
     def nbytes(self) -> int:
@@ -61,10 +60,10 @@ E = TypeVar("E", bound=Entry)
 
 
 class Known(NamedTuple, Generic[E]):
-    """The compiled operator of calls that differ only in the addresses of their tensors.
+    """The compiled operator for one signature: for calls that differ only in the addresses of their tensors.
 
-    places: (name, index of the call's field, index in the field's list or None) of each input buffer. None if a buffer
-        is not itself a tensor of the call. differentiated: True if gradients are wanted.
+    places: for each input buffer, (its name, the index of the call's field, the index in the field's list or None).
+        None if a buffer is not itself a tensor of the call. differentiated: True if gradients are wanted.
     """
 
     prepared: E
@@ -78,7 +77,7 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return the field of `call` that holds this tensor object, and the tensor's index if the field is a list.
+    """Return where `call` holds this tensor object: (index of the field, index in the field's list or None).
 
     Return None if the tensor occurs twice: the next call may pass two different tensors.
     """
@@ -90,7 +89,7 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 
 
 class _OfGroup(Generic[E]):
-    """The record of an operator's calls on one group.
+    """The compiled operators of one operator on one group, and the counts that decide which are dropped.
 
     Ranks count calls per group, so that all ranks of a group drop the same compiled operators. Calls on other groups do
     not change the count.
@@ -113,11 +112,12 @@ class _OfGroup(Generic[E]):
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Decide whether a call runs unfused without compilation. If so, return the latest compiled operator of the
-        family, from which the caller copies one for this call. Return None if the call's size shall be compiled.
+        """Return the latest compiled operator of the family if this call shall run unfused without compilation,
+        otherwise None.
 
-        A size is identified by its family and the rows of its first tensor. The memory layout does not count: layouts
-        may differ between ranks, and all ranks must compile the same sizes.
+        The caller copies the returned operator for the call. A size is identified by its family and the rows of its
+        first tensor. The memory layout does not count: layouts may differ between ranks, and all ranks must compile the
+        same sizes.
 
         capturing: True while a graph is captured. A size that has run unfused is then captured unfused.
         """
@@ -143,7 +143,7 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Store `prepared`, the compiled operator of a size that is new or ran unfused before."""
+        """Store `prepared`, the compiled operator of a size that is new or has only run unfused before."""
         prepared.family, prepared.came_back = family, (family, rows) in self._served
         self._served.pop((family, rows), None)
         self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
@@ -188,7 +188,7 @@ class _OfGroup(Generic[E]):
 
 
 class Table(Generic[E]):
-    """The cache of an operator, by group and by key."""
+    """The cache of an operator: a `_OfGroup` for each process group."""
 
     def __init__(self) -> None:
         # Keyed by id while the group exists: every call looks here, and a lookup in a WeakKeyDictionary takes
@@ -203,8 +203,8 @@ class Table(Generic[E]):
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
-        """Return the `Known` for this signature (`weft.runtime.layouts`), and count the call. Return None if the
-        signature is unknown.
+        """Return the `Known` for this signature (`weft.runtime.layouts`), and count the call. Return None if there is
+        none, or if its communicator is closed.
         """
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
@@ -224,8 +224,9 @@ class Table(Generic[E]):
         call: Any,
         inputs: dict[str, Any] | None,
     ) -> None:
-        """Store `prepared` for calls with this signature. inputs: the call's input buffers; None if gradients are
-        wanted.
+        """Store `prepared` for calls with this signature.
+
+        inputs: the call's input buffers by name; None if gradients are wanted.
         """
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None

@@ -46,9 +46,10 @@ OPERATORS: dict[str, Operator[Any]] = {}
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""The wanted gradients of a call inside a dispatch mode, where autograd is not visible.
+"""For a call inside a dispatch mode: True for each tensor whose gradient is wanted. None outside of dispatch modes.
 
-They are determined outside the mode, because peers may have no such mode, for example if only one rank counts FLOPs.
+The kernel of the dispatcher cannot see whether autograd is active, so `made` stores this before it calls the
+dispatcher. Peers may run the same call without a mode, for example if only one rank counts FLOPs.
 """
 
 
@@ -69,11 +70,11 @@ def made(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> list[torch.Tensor]:
-    """Make a call. Return its results in the order of the output buffers.
+    """Make a call in eager mode or under torch.compile. Return its results in the order of the output buffers.
 
     like: a tensor on the device of the call.
-    form: a function that takes the group and returns the call, a NamedTuple of the operator's `form`. Peers are
-        notified if it raises.
+    form: a function that takes the group and returns the call, a NamedTuple of the type `op.form`. Peers are notified
+        if it raises.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
@@ -111,9 +112,10 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call inside an outer call. Ranks count both as one call, and the outer call notifies peers of errors.
+    """Make a call inside an outer call, such as the backward of another operator.
 
-    A pinned schedule applies only to the outer call.
+    Ranks count both as one call, and the outer call notifies peers of errors. A pinned schedule applies only to the
+    outer call. turn: the outer call's `Turn`, which gives the deadline.
     """
     if plan.pinned() is None:
         return _called(op, call, group, None, turn.deadline_s, None)
@@ -132,7 +134,7 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if `call`, made inside another call, overlaps, or if no schedule has been chosen for its shape yet."""
+    """True if the schedule for `call`, made inside another call, is not serial, or if none has been chosen yet."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
@@ -181,7 +183,7 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key that is equal for calls that differ only in tensor contents; None if every call must be checked."""
+    """Return a key that is equal for calls that differ only in tensor contents. None: do all checks of this call."""
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
     if READER is None or plan.pinned(schedule) is not None:
@@ -205,8 +207,10 @@ def prepared_for(
 ) -> CompiledOperator:  # fmt: skip
     """Return the compiled operator of a call; compile it if needed.
 
-    The compiled operator does not depend on the wanted gradients, but all ranks must want the same gradients. wanted:
-    None if ranks agreed on the gradients in forward.
+    The compiled operator does not depend on the wanted gradients, but all ranks must want the same gradients.
+
+    wanted: for each differentiable field, True if its gradient is wanted. None in backward, because ranks have compared
+        it in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
@@ -258,7 +262,7 @@ def prepared_for(
 
 
 def _described(op: Operator[Any], call: Any, world: int) -> Any:
-    """Return the problem of a call. Return None for bad input, which the agreement later refuses on all ranks."""
+    """Return the problem of a call; None if the call is invalid. All ranks later refuse an invalid call together."""
     try:
         return op.problem(call, world, 0)
     except Exception:
@@ -274,10 +278,7 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def require_device(op: Operator[Any], call: Any) -> None:
-    """Raise `ValueError` unless the call's tensors are on a CPU or GPU.
-
-    This is checked before ranks synchronise, since they cannot synchronise on other devices.
-    """
+    """Raise `ValueError` unless the call's tensors are on a CPU or GPU. Ranks cannot synchronise on other devices."""
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = ". If a module is on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
@@ -325,7 +326,7 @@ class _Function(torch.autograd.Function):
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
-"""For each operator, `backward_of_call`, decorated so that its errors name the operator."""
+"""The backward function of each operator: `backward_of_call`, decorated so that its errors name the operator."""
 
 
 def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -343,10 +344,13 @@ def gradients_of_call(
     op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[CompiledOperator, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Compute the gradients of a call. Autocast is disabled, because it would affect only some of the torch calls.
+    """Compute the gradients of a call: one for each entry of `wanted`, or None.
 
-    found: a function that returns the compiled operator and the object that the spec's `beside` returned for the call.
-        Peers are notified of its errors too.
+    Autocast is disabled, because it would affect only some of the torch calls.
+
+    found: a function that returns the compiled operator, and the object that `Operator.beside` returned for the call.
+        Peers are notified if it raises.
+    saved, grads: the tensors of `Operator.saved`, and the gradients of the results.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

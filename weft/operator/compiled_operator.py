@@ -37,7 +37,8 @@ from weft.timeline import Timeline
 
 @contextlib.contextmanager
 def whole(comm: Communicator, what: str) -> Iterator[None]:
-    """Guard a set-up that consists of several exchanges between ranks: if only this rank raises, the group fails.
+    """Make the group fail if this rank alone raises an error in this context. Use it around a set-up in which ranks
+    exchange data several times.
 
     Otherwise peers would wait for this rank in the next exchange until their deadline. Examples of such errors are a
     broken file, a lack of memory, and Ctrl-C.
@@ -67,13 +68,14 @@ class CompiledOperator:
     ) -> None:
         """Prepare calls of the problem `p`. The first call chooses a schedule.
 
+        pinned: the name of the schedule that the user has chosen; None to let weft choose.
         remembered: True if any rank has cached times of schedules for exactly this problem.
-        said, shown: the text that CPU ranks compare at every call: in full, and shortened for error texts.
+        said: the text that CPU ranks compare at every call. shown: the same, shortened for error texts.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
         self.agreed: set[tuple[str, tuple[bool, ...]]] = set()
-        """The pairs (given options, wanted gradients) on which ranks have agreed."""
+        """The pairs (`Operator.given`, wanted gradients) that ranks have compared."""
         self._across: dict[str, AcrossRanks] = {}  # by the text of the call's options (`Operator.given`)
         self.comm = symm.communicator(group, device) if p.world_size > 1 or op.has_executors else None
         self._group = weakref.ref(group)  # weak, so that the cache does not keep a dropped group alive
@@ -105,8 +107,8 @@ class CompiledOperator:
     ) -> list[torch.Tensor]:
         """Run a call. Return its results in the order of the output buffers.
 
-        Autocast is disabled during the call, since it would affect only some schedules. inputs: the spec's input
-        buffers, if the caller has them.
+        Autocast is disabled during the call, since it would affect only some schedules. inputs: the result of
+        `Operator.inputs` for this call, or None to compute it here.
         """
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
@@ -143,8 +145,10 @@ class CompiledOperator:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """Raise `TypeError` if the spec's tensors do not match the buffers of the serial schedule. All schedules have the
-        same inputs and outputs.
+        """Raise `TypeError` unless `tensors` match the input or output buffers of the serial schedule in name and
+        shape. All schedules have the same inputs and outputs.
+
+        of: the spec's method that returned `tensors`, for the error text. role: "input" or "output".
         """
         buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
         if tensors.keys() != buffers.keys():
@@ -165,8 +169,8 @@ class CompiledOperator:
     ) -> list[torch.Tensor]:
         """Run the call unfused: torch's collectives and GEMMs, one after the other.
 
-        met: True if CPU ranks have synchronised in this call. Between hosts, where a rendezvous takes a round trip, they
-            then do not synchronise again.
+        met: True if CPU ranks have synchronised in this call. Ranks on several hosts then do not synchronise again,
+            because that would take another round trip.
         """
         turn = STRAIGHT if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
         if met and turn.comm_between_hosts is not None:
@@ -181,7 +185,7 @@ class CompiledOperator:
     def _scheduled(
         self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor] | None:
-        """Run the chosen schedule and return its results. Return None if unfused calls were chosen."""
+        """Run the chosen schedule and return its results. Return None if the choice is to run unfused."""
         self.require_room(call, deadline_s)
         outputs = self.op.outputs(call, self.p.world_size)
         tensors = {**inputs, **outputs}
@@ -214,18 +218,18 @@ class CompiledOperator:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that exceeds the sizes of the compiled operator.
+        """Refuse a call that exceeds the sizes for which the operator was compiled.
 
-        GPU ranks do not synchronise before calls, so without the refusal peers would wait for this rank until their
-        deadline.
+        Without the refusal, peers on GPUs would wait for this rank until their deadline, because GPU ranks do not
+        synchronise before calls.
         """
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Record that ranks have agreed on calls with these options and wanted gradients.
+        """Record that ranks have compared calls with these options (`Operator.given`) and wanted gradients.
 
-        said, shown: the text that ranks compared: in full, and shortened for error texts.
+        said: the text that ranks compared. shown: the same, shortened for error texts.
         """
         self.agreed.add((given, wanted))
         if self.comm is not None and given not in self._across:
@@ -240,9 +244,11 @@ class CompiledOperator:
     def for_one_call(
         self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
     ) -> CompiledOperator:
-        """Return an operator for one unfused call of `p`, a problem of this family with another size. It is not cached.
+        """Return an operator for one unfused call of `p`, another size of this operator's problem family. It is not
+        cached.
 
         rows: the number of rows of the call's first tensor.
+        given, wanted, said, shown: as for `agree`.
         """
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
@@ -263,11 +269,13 @@ class CompiledOperator:
 
     @property
     def in_steps(self) -> bool:
-        """True if unfused calls have run the serial schedule step by step, because the spec has no method `unfused`."""
+        """True if an unfused call has run the serial schedule step by step, because the spec does not override
+        `unfused`.
+        """
         return bool(self._steps)
 
     def steps(self) -> Unfused:
-        """Return the serial schedule as calls of torch."""
+        """Return the object that runs the serial schedule as calls of torch. It is made once."""
         if not self._steps:
             self._steps.append(Unfused(self._serial, self.rank))
         return self._steps[0]
@@ -308,7 +316,7 @@ class CompiledOperator:
 
     @property
     def light(self) -> bool:
-        """True if this operator has no memory of its own."""
+        """True if closing this operator frees no memory, because its memory is shared or it has none."""
         return self.chosen is None or all(one.shared for one in self.chosen.executors())
 
     @property
@@ -320,7 +328,8 @@ class CompiledOperator:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if the schedules are chosen and this call runs unfused. Raise the group's error if the group has failed.
+        """True if a schedule has been chosen, and it is serial for this call. Then raise the group's error if the group
+        has failed.
 
         Executors check the group themselves. Unfused calls need this check: after a failed call, an unfused call would
         pair with a different call of the peers.
@@ -334,7 +343,9 @@ class CompiledOperator:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
-        """Return the `Turn` that runs the collectives of an unfused call, or of a backward."""
+        """Return the `Turn` for an unfused call, or for a backward: the deadline, the timeline, and on CPU the
+        rendezvous before each collective.
+        """
         # If an operator has its own kernels, its backward also waits for peers, with the call's deadline.
         waits = self.op.has_executors and deadline_s is not None
         if self._turns is None and timeline is None and not waits:
@@ -346,8 +357,7 @@ class CompiledOperator:
     ) -> Executor | None:
         """Return the executor of this call; None if it runs unfused.
 
-        At the first call all ranks must call this method. It chooses a schedule and may run candidates on the call's
-        `tensors`.
+        The first call chooses a schedule, and may run candidates on its `tensors`. All ranks must make it together.
         """
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()

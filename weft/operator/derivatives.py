@@ -19,9 +19,10 @@ from torch.autograd import forward_ad
 
 
 def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
-    """Decorate `backward(ctx, saved, *grads)` of an autograd Function, so that a second derivative raises.
+    """Return a decorator for `backward(ctx, saved, *grads)` of an autograd Function: its result has no second
+    derivative.
 
-    saved: the tensors that the context saved.
+    The second derivative raises `NotImplementedError`. saved: the saved tensors of `ctx`.
     """
 
     def decorated(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -73,10 +74,9 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 
 
 def require_no_tangents(operator: str) -> None:
-    """Raise `ValueError` if a dispatcher operator is called inside a forward-mode derivative.
+    """Raise `ValueError` inside a forward-mode derivative.
 
-    Inside an operator of the dispatcher, tensors no longer show their tangents. So every call inside a forward-mode
-    derivative raises.
+    Kernels of torch's dispatcher call this function, because they cannot see whether a tensor has a tangent.
     """
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)
@@ -121,7 +121,7 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
-        """Return the first `count` tensors, as results that depend on all tensors in the autograd graph."""
+        """Return the first `count` tensors. In the autograd graph, they then depend on all `tensors`."""
         ctx.operator = operator
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
 

@@ -16,7 +16,7 @@ def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
     """Return weft's name of `x.dtype`, such as "bf16". Raise `ValueError` if GEMMs on this type of device do not
     support the dtype.
 
-    name: the argument's name in error texts. why: a text to append to the list of supported dtypes.
+    name: the argument's name in error texts. why: text to append to the error text.
     """
     if x.dtype == torch.float64 and x.device.type != "cpu":
         raise ValueError(

@@ -1,4 +1,8 @@
-"""The choice of embedding_all_to_all's transport, by a performance model of this machine or by measured times."""
+"""The choice of the transport of `embedding_all_to_all`, by a performance model of this machine or by measured times.
+
+The transport is the way in which a call sends vectors to a peer: "direct", "put" or "serial". Only calls with
+`transport="auto"` come here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ _NAME = "embedding_all_to_all"
 def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
     """True if there is more than one transport to choose from.
 
-    Always true for groups of GPUs: only some ranks may have a machine file, and all ranks must decide alike.
+    Always true for groups of several GPUs: only some ranks may have a machine file, but all ranks must decide alike.
     """
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
@@ -38,7 +42,9 @@ def _is_tuned() -> bool:
 
 
 def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport of the plan `found` if all batch sizes use the same; None if some still need a choice."""
+    """Return the transport of the plan `found` if it is the same for all batch sizes; None if a size still needs a
+    choice.
+    """
     if not is_open(device, group):
         return "direct"
     return None if _is_tuned() else _settled.get(group, {}).get(found)
@@ -54,7 +60,7 @@ def choose_transport(
     for_all = planned is not None and _is_for_all(_planned_before.get(comm, {}).get(found, {}))
     said = comm.all_gather((tuned, planned, for_all), what=f"choosing a transport of {_NAME}", deadline_s=patience_s)
     if len({theirs for theirs, *_ in said}) > 1:
-        text = f"only some ranks called {_NAME} under weft.plan.use: enter it on every rank or on none"
+        text = f"only some ranks called {_NAME} under weft.plan.use: enter weft.plan.use on every rank or on none"
         comm.end(text)
         raise DisagreementError(text)
     transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
@@ -69,26 +75,31 @@ _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dic
 _planned_before = weakref.WeakKeyDictionary()
 """The transports that the first rank chose by a model, by size bucket."""
 _settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[EmbeddingPlan, Transport]] = weakref.WeakKeyDictionary()
-"""Transports that all ranks use for every batch size. Without an entry, the first call in each size bucket chooses on
-all ranks together, which takes one or two milliseconds.
+"""Transports that all ranks use for every batch size. For a plan without an entry, the first call in each size bucket
+is collective, to choose a transport. This takes one or two milliseconds.
 """
 
 
 def _is_for_all(known: Mapping[int, Transport]) -> bool:
-    """True if the smallest, the largest and all other planned size buckets have the same transport."""
+    """True if all size buckets that have been planned, among them the smallest and the largest, have the same
+    transport.
+
+    known: the transport of each planned size bucket.
+    """
     return len(known) > 1 and len({*known.values()}) == 1
 
 
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
-    """Return the first rank's choice: by cached times if every transport has one, otherwise by this machine's model.
+    """Return the transport that this rank would choose for `p`: by cached times if every transport has one, otherwise
+    by this machine's model.
 
     A prediction takes milliseconds, many times as long as a call. So when a second size bucket occurs, the smallest and
     the largest bucket are planned too. Most later buckets are between two buckets with the same choice, and use this
     choice without a prediction.
 
-    The performance model omits some costs of each slice that "put" sends. If the model predicts equal times, "put" is slower
-    than "direct". It took 1.08 to 1.46 times as long for six recommendation models on H200s, and 2.6 times as long for one
-    table on H100s. So "put" is chosen only if its prediction is much faster.
+    The performance model omits some costs of each slice that "put" sends. Where the model predicts equal times, "put"
+    takes longer than "direct". It took 1.08 to 1.46 times as long for six recommendation models on H200s, and 2.6 times
+    as long for one table on H100s. So "put" is chosen only if its prediction is much faster (`_CLEARLY_PUT`).
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
@@ -96,7 +107,7 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
     times = remembered(p, this_machine.device_name(comm.device), "queued")
     if times.keys() >= names.keys():
         choice = decide(p, model, mode="queued", measured={name: times[name] for name in names}, among=frozenset(names))
-        return _said(p, choice, names)
+        return _transport_of(p, choice, names)
     known = _planned_before.setdefault(comm, {}).setdefault(found, {})
     ends = (p.resized(1), p.resized(p.size_of((_MANY,)))) if known else ()
     for size in (*ends, p):
@@ -111,15 +122,15 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
         ):
             taken: Transport = "direct"
         else:
-            taken = _said(p, choice, names) if size is p else names[name]
+            taken = _transport_of(p, choice, names) if size is p else names[name]
         known[plan.octave(size)] = taken
     transport = between(known, plan.octave(p))
     assert transport is not None
     return transport
 
 
-def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
-    """Return the transport of `choice`. Warn once if it is `serial`, which overlaps nothing."""
+def _transport_of(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
+    """Return the transport of `choice`. Warn once if it is "serial", which overlaps nothing."""
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
     return names[choice.candidate.name]
@@ -128,9 +139,10 @@ def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transpo
 def _fastest(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
-    """Return the fastest transport for calls with this input, by measured or cached times (`weft.plan.autotune`).
+    """Return the fastest transport for calls with this input, by measured or cached times (`weft.plan.autotune`). All
+    ranks must make this call.
 
-    Executors that were made only for the measurement are closed.
+    Close the executors that were made only for the measurement.
     """
     mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
     names, made = found.candidates, executors_on(comm)

@@ -65,8 +65,9 @@ def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
 def rows_of_ranks(
     rows: Sequence[int] | None, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | str | None
 ) -> list[int] | None:
-    """Return the number of matrix rows on each rank; None if all ranks have the same number. rows: the size of
-    `gather_dim` on each rank, or None. It is checked here, or for a traced call when it runs.
+    """Return the number of matrix rows on each rank; None if all ranks have the same number.
+
+    rows: the size of `gather_dim` on each rank, or None. An eager call checks it here; a traced call when it runs.
     """
     if rows is None:
         return None
@@ -76,8 +77,8 @@ def rows_of_ranks(
 
 
 def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x^T @ grad in the memory layout of `w`. For `linear.weight.t()`, autograd would copy a gradient in another
-    layout.
+    """Return x^T @ grad in the memory layout of `w`. If the layouts differed, as for `linear.weight.t()`, autograd
+    would copy the gradient.
     """
     if _by_columns(w):
         return (grad.t() @ x).t()
@@ -94,8 +95,9 @@ def _by_columns(w: torch.Tensor) -> bool:
 
 
 def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
-    """Return [dim, sizes of the other dimensions except the last], which ranks compare. Return None for a matrix
-    gathered by rows.
+    """Return [dim, sizes of the other dimensions except the last]; None for a matrix with dim=0.
+
+    Flattening to [rows, K] loses these numbers, so ranks compare them separately.
     """
     if dim == 0 and x.dim() == 2:
         return None

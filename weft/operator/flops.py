@@ -29,7 +29,7 @@ _formulas: dict[Any, Any] = {}
 
 
 def register_formulas(op: Operator[Any]) -> None:
-    """Register the formulas of forward and backward of `op`, if torch's dispatcher has them."""
+    """Register the FLOP formulas of `op` and of its backward, as far as torch's dispatcher has them as operators."""
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:
@@ -44,10 +44,12 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Run `backward`, return its result, and report its FLOPs to dispatch modes, which do not see calls that bypass
-    torch's dispatcher.
+    """Run `backward`, return its result, and report its FLOPs to dispatch modes such as FlopCounterMode.
 
-    The count is the same for fused and unfused calls. forward: the result of `flops_of` for the forward call.
+    Modes do not see eager calls of weft, which bypass torch's dispatcher. The count is the same for fused and unfused
+    calls.
+
+    forward: the result of `flops_of` for the forward call. wanted: as for `_of_backward`.
     """
     with _disable_current_modes():
         made = backward()
@@ -56,12 +58,12 @@ def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[
 
 
 def is_counter_there() -> bool:
-    """True if a FLOP counter may be active."""
+    """True if torch's FLOP counter has been imported, so that it may be active."""
     return _COUNTER in sys.modules
 
 
 def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
-    """Return the FLOPs of the forward GEMM with each weight. results: the results of the call, or their gradients."""
+    """Return the FLOPs of each forward GEMM: one for each weight. results: the results of the call, or their gradients."""
     rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 
@@ -71,7 +73,8 @@ def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
 
     The gradient of the first tensor takes one GEMM per weight. The gradient of each weight takes one GEMM.
 
-    wanted: for the first tensor and then for each weight, True if its gradient is needed.
+    forward: the FLOPs of the forward GEMM with each weight. wanted: for the first tensor and then for each weight, True
+        if its gradient is needed.
     """
     return sum(forward) * wanted[0] + sum(one * want for one, want in zip(forward, wanted[1:], strict=False))
 

@@ -1,4 +1,6 @@
-"""A timer for the GEMMs of a call, which runs them on the call's GPU and tensors. `weft.plan.gemms.measure` uses it."""
+"""A timer for GEMMs, which `weft.plan.gemms.measure` uses. It runs on the GPU and on the tensors of a call, before the
+call.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,21 @@ _CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
 
 class GemmTimer:
-    """A timer for cuBLAS GEMMs that compute parts of the GEMMs of the problem `p`.
+    """A timer for cuBLAS GEMMs that compute parts of the GEMMs of the problem `p`. Its operands are:
 
     - Right operand: the first rows and columns of a weight, in the weight's layout. Without weights: random numbers.
     - Result: the first rows of the call's result, which the call overwrites later. If the call's result has too few
       rows, the timer allocates memory.
-    - Left operand: random numbers, because nothing has been gathered yet, and zeros would make the GPU run at a higher
-      clock. They are stored in the gathered x if the call returns x. Otherwise they take new memory of the same size,
+    - Left operand: random numbers. Nothing has been gathered yet, and with zeros the GPU would run at a higher clock.
+      The numbers are stored in the gathered x if the call returns x. Otherwise they take new memory of the same size,
       which is freed with this object. The serial schedule needs the same amount.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Prepare operands and results.
+        """Allocate operands and results.
 
-        tensors: the tensors of a call of `p`. Weights and results are `w` and `y`, or `w0`, `w1`, ... and `y0`, `y1`,
-            .... `x` is present if the call returns it. Scales are present if the call has scales.
+        tensors: the tensors of a call of `p`, by buffer name: `w` and `y`, or `w0`, `w1`, ... and `y0`, `y1`, ...; `x`
+            if the call returns it; and the scales of fp8 calls.
         """
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
@@ -90,7 +92,10 @@ class GemmTimer:
         return self._gemm(which, a, wide[which][:k, :n], self.results[which][:m, :n])
 
     def _gemm(self, weight: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        """Return a function that multiplies `a` by `b`, a part of the weight named `weight`, into `out`."""
+        """Return a function that multiplies `a` by `b` into `out`.
+
+        weight: the name of the weight of which `b` is a part.
+        """
         if self.scaled is None:
             return partial(torch.mm, a, b, out=out)
         i = weight[1:]  # index among several weights

@@ -1,14 +1,13 @@
-"""The links between the hosts of a group on CPU: when ranks measure them, and which rank's numbers they use.
+"""The links between the hosts of a group on CPU: when ranks measure them, and which rank's numbers all ranks use.
 
 A group on several hosts measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A
-group that uses only pinned schedules never measures. Ranks exchange the numbers that they have. The first rank's
-numbers decide:
+group that uses only pinned schedules never measures. The first rank looks for saved numbers:
 
     saved numbers for the same hosts and ranks      every rank uses them
     none                                            all ranks measure, and use the first rank's numbers
 
-With WEFT_SELF_CALIBRATION=0 on any rank, no rank measures or uses numbers. Implausible numbers are dropped, with a warning.
-On GPUs calls between hosts run unfused, so nothing is measured.
+With WEFT_SELF_CALIBRATION=0 on any rank, no rank measures or uses numbers. Implausible numbers are dropped, with a
+warning. On GPUs calls between hosts run unfused, so nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from weft.symm import Communicator
 
 
 def know_links(comm: Communicator, deadline_s: float | None = None) -> None:
-    """Make all ranks of a group on several hosts plan with the same measured links. All ranks must make the first call
-    together.
+    """Make all ranks of a group on several hosts plan with the same measured links.
+
+    All ranks must make the first call together. Later calls do nothing.
     """
     if comm.device.type != "cpu" or comm.all_mapped or is_settled(comm):
         return
@@ -51,7 +51,9 @@ def remember(found: Measured) -> None:
 
 
 def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
-    """Return (True if this rank may use measured links, the first rank's saved links)."""
+    """Return (False if WEFT_SELF_CALIBRATION=0, the saved links). Only the first rank looks for saved links: on other
+    ranks, or if there are none, the second value is None.
+    """
     if comm.rank or not env.self_calibration():
         return env.self_calibration(), None
     try:

@@ -1,9 +1,9 @@
 """Support for layers that call operators: modules of `weft.nn`, and linear layers that a style of `weft.parallel` has
 sharded.
 
-If a model shards activations along the sequence, every rank has a copy of some parameters: a norm's weight, an
-embedding, the bias of a row-parallel layer. Each rank uses the copy on its own positions only, so its gradient is one
-term of a sum over ranks. If each rank stepped with its own term, the copies would silently diverge.
+If a model shards activations along the sequence, some parameters are replicated on all ranks: a norm's weight, an
+embedding, the bias of a row-parallel layer. Each rank's gradient covers only its own positions, so the true gradient is
+the sum over ranks. If each rank stepped with its own gradient, the copies would silently diverge.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHAT = "the gradient of a replicated parameter"
 
 
 def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch.Tensor:
-    """Return a replicated `parameter` whose gradient is summed over the ranks of `group`.
+    """Return `parameter` with a gradient that is summed over the ranks of `group`.
 
         F.rms_norm(x_shard, (hidden,), weft.nn.replicated(self.weight, group))
 
@@ -62,8 +62,8 @@ def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
     """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape, or, outside of autocast, the
     dtype.
 
-    A changed shape would broadcast silently in later products. A changed dtype would raise in a later operator, with
-    argument names that the caller does not know.
+    A changed shape would broadcast silently in later products. A changed dtype would raise in a later operator, whose
+    error names arguments that the caller does not know.
     """
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
@@ -92,9 +92,8 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def tells_peers(forward: F) -> F:
     """Decorate `forward` of a module with a `group_name`: notify peers of errors that only this rank raises.
 
-    Such errors are raised before the first collective, for example for bad input, or between two collectives, for
-    example in an activation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`).
-    Under torch.compile the decorator does nothing.
+    Such errors occur before the first collective (bad input) or between two collectives (in an activation). The peers'
+    next call raises `RefusedError` (`weft.operator.together.tell`). Under torch.compile the decorator does nothing.
     """
     return _telling(forward, last=False)
 
@@ -123,20 +122,23 @@ def _telling(method: F, last: bool) -> F:
 
 
 def _is_fake(x: Any) -> bool:
-    """True if the call is being traced: `x` or its local tensor is a FakeTensor. Peers do not run a traced call."""
+    """True if `x`, or the local tensor of a DTensor, is a FakeTensor. Then the call is being traced, and peers do not
+    run it.
+    """
     return isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 
 def compare_options(
     layer: str, group_name: str, x: torch.Tensor, *, is_collective: bool = True, **options: object
 ) -> None:
-    """Record the options of a layer's call, which ranks compare at the group's next call (`weft.symm.layers`).
+    """Record the options of a layer's call. Ranks compare them at the group's next call (`weft.symm.layers`).
 
     The layer's operators do not see these options. Each layer calls this function after its input checks and before its
     first operator.
 
-    is_collective: True if the layer's forward needs all ranks. options: numbers, flags, functions and modules. A
-        function is compared by name, a module by type and eps. Omit options that may differ between ranks.
+    is_collective: True if the layer's forward needs all ranks.
+    options: numbers, flags, functions and modules. A function is compared by name, a module by type and eps. Omit
+        options that may differ between ranks.
     """
     if torch.compiler.is_compiling() or _is_fake(x):
         return
@@ -147,7 +149,9 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return "given" if `value` is not None, else None. `compare_options` then compares only whether a value was given."""
+    """Return "given" if `value` is not None, else None, as an option for `compare_options`: ranks may pass different
+    values, but must all pass a value or all pass None.
+    """
     return None if value is None else "given"
 
 
@@ -176,7 +180,7 @@ def _named(function: Any) -> str:
 
 
 def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return the error and its fix if a layer's input or weight is on a wrong device; otherwise ""."""
+    """Return an error text with its fix if `x` is not on the device of `weight`, or not on a CPU or GPU; otherwise ""."""
     if x.device == weight.device and x.device.type in ("cpu", "cuda"):
         return ""
     if weight.is_meta:
@@ -188,7 +192,7 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise `ValueError` if x and a weight differ in dtype or device. torch's own error does not name the layer."""
+    """Raise `ValueError` if x and a weight differ in dtype or device. torch's own error would not name the layer."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
             given = f"x is {x.dtype} on {x.device}, but the weight is {weight.dtype} on {weight.device}"
@@ -198,8 +202,8 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
 def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch.Tensor | None) -> None:
     """Raise `ValueError` inside a torch.func transform or a forward-mode derivative, and notify peers.
 
-    Call this before a layer applies an autograd Function, because torch's error would mention only autograd Functions.
-    A traced call is not checked here: its operators raise.
+    Call this before a layer applies an autograd Function, because torch's error would not name the layer. In a traced
+    call this function does nothing: the operators raise.
     """
     if not torch.compiler.is_compiling() and is_transformed():
         with together(layer, group_of(group), tensors[0], None):
@@ -209,8 +213,8 @@ def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
     """Raise `ValueError` if autograd cannot save a tensor for backward, and notify peers.
 
-    Call this at the start of an autograd Function's forward. Autograd itself raises only after the calls in the
-    Function.
+    Call this at the start of an autograd Function's forward: autograd itself would raise only after the Function has
+    made its calls.
     """
     if (
         not torch.compiler.is_compiling()

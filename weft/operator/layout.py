@@ -43,8 +43,8 @@ def strided(w: torch.Tensor, name: str, of: str) -> torch.Tensor:
 
 
 def is_scattered(matrix: torch.Tensor) -> bool:
-    """True if neither rows nor columns of the matrix, or of the stack of matrices, are contiguous, so that cuBLAS would
-    copy it.
+    """True if cuBLAS would copy the matrix, or stack of matrices, because neither its rows nor its columns are
+    contiguous.
     """
     (k, n), (row, col) = matrix.shape[-2:], matrix.stride()[-2:]
     by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)

@@ -41,14 +41,14 @@ def _prepare_gpu(device: torch.device) -> None:
 
 
 _PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""Functions that compile the kernels which schedules for other sizes will need, by type of device."""
+"""Functions that compile kernels which schedules for other sizes will need, by type of device."""
 TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
 """Functions that make a GEMM timer, by type of device."""
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the candidates' GEMMs that have no measured time yet, in two rounds (see `weft.plan.gemms`). All ranks must
-    make this call.
+    """Time the GEMMs of the candidates that this process has not timed yet, in two rounds (see `weft.plan.gemms`). All
+    ranks must make this call.
     """
     if comm.device.type not in TIMERS or not library_gemms(p):
         return
@@ -60,10 +60,11 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time GEMMs with the call's weights for several numbers of rows. Do nothing if a size of at least half of this
-    call's size has been timed for the problem family. All ranks must make this call.
+    """Time the call's GEMMs with all rows, half the rows, a quarter and so on (`gemms.ladder`). The planner derives
+    times for other numbers of rows from these. All ranks must make this call.
 
-    timed: the largest size that has been timed, by problem family.
+    Do nothing if this problem family has been timed with at least half as many rows. timed: the largest timed size by
+    problem family, which this function updates.
     """
     family, size = p.family
     if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
@@ -78,8 +79,10 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the GEMMs that `wanted` returns, and store the slowest rank's times. Return the rest of the budget in us.
-    All ranks must make this call.
+    """Time the GEMMs that `wanted` returns, and store the slowest rank's times. Return the rest of the time budget in
+    microseconds. All ranks must make this call.
+
+    wanted: a function that takes the machine's model and returns GEMM shapes. timer: a function that makes the timer.
     """
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
@@ -112,10 +115,12 @@ def measured(
     rounds: int,
 ) -> dict[str, float]:
     """Return the slowest rank's time of each schedule, {name: microseconds}, measured now or cached on disk
-    (`weft.plan.autotune`).
+    (`weft.plan.autotune`). All ranks must make this call.
 
-    For a group on several hosts, times are cached for these hosts only: times of a group on one host would be far too
-    short. serial: as for `weft.operator.select.choose`. rounds: how often each schedule is timed.
+    For a group on several hosts, times are cached for these hosts only, since times on one host would be far too short.
+
+    serial: a function that runs the operator unfused, to be timed. None: an executor runs the serial schedule.
+    rounds: how often each schedule is timed.
     """
 
     def run(candidate: Candidate) -> float:
@@ -141,15 +146,16 @@ def measured(
 
 
 def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Return the time of a call on this rank in microseconds: for mode "queued" the mean of calls in a row, otherwise the
-    fastest of single calls. All ranks must make this call.
+    """Return the time of a call on this rank in microseconds. All ranks must make this call.
+
+    Mode "queued" returns the mean of calls in a row. Other modes return the fastest of single calls.
     """
     return _queued_us(call, comm, deadline_s) if mode == "queued" else _time_us(call, comm.device)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of the fastest of a few calls after a warm-up call, in microseconds. Slower calls include other
-    work of a busy CPU.
+    """Return the time of the fastest of a few calls after a warm-up call, in microseconds. Slower calls are ignored,
+    because they include other work of a busy CPU.
     """
     times = []
     for _ in range(1 + _REPETITIONS):
@@ -161,8 +167,9 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _queued_us(call: Callable[[], object], comm: Communicator, deadline_s: float | None) -> float:
-    """Return the mean time of several calls in a row, in microseconds. A GPU sleeps until all are enqueued. All ranks
-    must make this call.
+    """Return the mean time of several calls in a row, in microseconds. All ranks must make this call.
+
+    A GPU sleeps until the CPU has enqueued all calls, so that CPU time is not measured.
     """
     device = comm.device
     call()

@@ -1,5 +1,5 @@
-"""Registration of operators with torch.library, for torch.compile and dispatch modes: schema, kernels, fakes and
-gradients.
+"""Registration of operators with torch.library, for torch.compile and dispatch modes: schemas, kernels, fake kernels
+and gradients.
 
 torch.compile does not trace into an operator. Eager calls bypass the dispatcher (`weft.operator.calls.made`), because
 the dispatcher costs microseconds per tensor.
@@ -81,8 +81,8 @@ def registered(op: O) -> O:
 def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register the kernels of an operator of torch's dispatcher.
 
-    run: a function that makes the call. fake: a function that returns results without values, for a traced call or a
-        call with only meta tensors.
+    run: a function that makes the call.
+    fake: a function that returns results without values, for a traced call or a call with only meta tensors.
     """
 
     @functools.wraps(fake)
@@ -109,9 +109,10 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `grad` with the strides that the operator's fake returns for `like`.
+    """Return `grad` with the strides that the operator's fake kernel returns for a gradient of `like`.
 
-    Copy `grad` if the strides differ, or if it is one of the inputs (`given`), which torch's operators must not return.
+    Copy `grad` if the strides differ, or if it is one of the inputs (`given`): torch's operators must not return an
+    input.
     """
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad
@@ -125,7 +126,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
     @opaque
     def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-        """Return the gradients whose entry in `wanted` is True."""
+        """Return the gradients whose entry in `wanted`, the last argument, is True."""
         *given, group_name, schedule, deadline_s, wanted = arguments
         group = group_of(group_name)
 
@@ -154,9 +155,9 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Regroup values per tensor into values per field of the call. A field with several tensors gets a list.
+        """Return one value for each field of the call: from `flat` for tensor fields, otherwise from `others`.
 
-        others: the values of fields that are not tensors.
+        flat: values per tensor, such as gradients. A field with a list of tensors gets a list of values.
         """
         left = iter(flat)
         return [

@@ -1,10 +1,12 @@
 """The fast path for repeated calls, without checks, normalisation and lookups.
 
 A call repeats an earlier call if all arguments except the addresses of tensors are equal. Then the earlier checks still
-hold, and the compiled operator, the argument for each buffer, and the form of the returned value are known. Replay only
-has to count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
-results and run the schedule. A *recipe* tells native code how to make a value, such as an argument of torch's GEMM,
-from the arguments of the new call.
+hold. Four things are known: the compiled operator, the tensor for each buffer, the shapes of the results, and the form
+of the returned value. A replay only has to count the call, add it to the digest that ranks compare, allocate results
+and run the schedule. It also reports errors to peers (`weft.operator.together`).
+
+A *recipe* tells native code how to make a value, such as an argument of torch's GEMM, from the arguments of the new
+call.
 
 One native call (`csrc/replay.cpp`) does all this. Unfused calls on GPUs run no Python function of weft: native code
 calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error, native code
@@ -49,7 +51,7 @@ R = TypeVar("R")
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a public function, by position and by name."""
 Place: TypeAlias = tuple[Any, ...]
-"""A recipe: how native code makes a value from a call's arguments (`csrc/recipe.hpp`)."""
+"""A recipe: a nested tuple that tells native code how to make a value from a call's arguments (`csrc/recipe.hpp`)."""
 
 KEPT = 8192  # recorded calls per function; when reached, the older half is dropped
 _FAMILIES = 256
@@ -60,8 +62,8 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     looks_at_frames,
     plan.pinned_around,
 )
-"""Functions that return True if a call must not be replayed in this context, or if Dynamo would compile functions that
-the call runs.
+"""Functions that return True if a call must take the slow path: inside a dispatch mode or a torch.func transform, or
+under a pinned schedule. Another case is that Dynamo would compile the functions that the call runs.
 """
 _SURROUNDINGS = _core.Surroundings(
     groups=_pg_map,
@@ -73,7 +75,7 @@ _SURROUNDINGS = _core.Surroundings(
 
 
 class Seen(NamedTuple):
-    """A call that took the slow path.
+    """A call that took the slow path, recorded for replay.
 
     results: the results in the order of the output buffers. apply: the `apply` of the autograd Function if gradients
         are wanted; `inputs` is then None.
@@ -93,7 +95,7 @@ _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
 
 
 def seen(*what: Any) -> None:
-    """Record a call that later calls may repeat, if `replayed` is recording."""
+    """Record a call for replay, if it was made through `replayed`. what: the fields of `Seen`."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
 
@@ -187,13 +189,11 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """The error for a call that cannot be replayed, because it uses or returns tensors other than views of its
-    arguments or results.
-    """
+    """A call cannot be replayed: it uses or returns a tensor that is not a view of its arguments or results."""
 
 
 class _Short:
-    """The base class of fast paths, with the fields and methods that native code (`_core.KnownCall`) uses."""
+    """The base class of recorded calls, with the fields and methods that native code (`_core.KnownCall`) uses."""
 
     any_rows = differentiated = notes = False
     fingerprint, what = 0, ""
@@ -209,22 +209,23 @@ class _Short:
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the call `seen` in the form for native replay. Raise `_UnlikeError` if it cannot be replayed. returned:
-        the value that the public function returned.
+        """Return the recorded call in the form for native code. Raise `_UnlikeError` if it cannot be replayed.
+
+        arguments, returned: the arguments of the public function, and the value that it returned.
         """
         raise NotImplementedError
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> _core.KnownCall | None:
-        """Return the result of `known`; None if the call cannot be replayed."""
+        """Record a call: return the result of `known`; None if the call cannot be replayed."""
         try:
             return cls(seen).known(arguments, seen, returned)
         except _UnlikeError:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return `returned`, the recipe for a function's results. If the function divides its first result
-        (`Operator.averages`), add the division to the recipe.
+        """Return the recipe `returned` for a function's results. If `Operator.averages` is True for the call, add the
+        division of the first result by the number of ranks.
         """
         if not self.op.averages(call):
             return returned
@@ -248,7 +249,7 @@ class _Short:
 
 
 class Replay(_Short):
-    """A recorded call that native code replays with new arguments."""
+    """A recorded call with fixed shapes, which native code replays with new tensors."""
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         op, prepared, chosen, inputs = seen.op, seen.prepared, self.chosen, seen.inputs or {}
@@ -271,17 +272,23 @@ class Replay(_Short):
         self._returned = _core.Recipe(written)
         steps = prepared.steps() if None in executors and seen.apply is None and prepared.in_steps else None
         is_serial = [one is None and steps is not None and steps.plain is not None for one in executors]
-        return _known(self, steps if True in is_serial else None, given, inputs, written, is_serial)
+        return _native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
-        """True if the executor has run with these layouts, and its memory still exists."""
+        """True if the executor has run with these strides, and its memory still exists. Otherwise the call takes the
+        slow path.
+        """
         executor = self.chosen.captured if capturing else self.chosen.usual
         if executor is None or self._apply is not None:
             return True
         return id(executor) in self._warm and not (executor.gone if capturing else executor.stale)
 
     def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[torch.Tensor]:
-        """Run the part of a call that native code leaves to Python. p, k: the call's arguments by position and by name."""
+        """Run the part of a call that native code leaves to Python: an overlapped or differentiated call. Return its
+        results.
+
+        p, k: the call's arguments by position and by name.
+        """
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
         executor, inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs(p, k)
@@ -300,7 +307,9 @@ class Replay(_Short):
         self.op.note(self._call(p, k))
 
     def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make a call on CPU, where ranks synchronise before each call."""
+        """Make the whole call on CPU, where ranks synchronise before each call. Return what the public function
+        returns.
+        """
         self.here.called(self.prepared)
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             call = self.op.checked(self._call(p, k), group)  # on CPU, `checked` and `inputs` also check values
@@ -316,7 +325,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """A recorded unfused call for any number of rows, in a family whose sizes do not recur (`weft.operator.cache`)."""
+    """A recorded unfused call for any number of rows, for sizes that do not recur (`weft.operator.cache`)."""
 
     any_rows = True
 
@@ -331,23 +340,21 @@ class Passing(_Short):
         if steps.plain is None:
             raise _UnlikeError
         written = self._averaged(results.returned(returned, views=False), seen.call)
-        known = _known(self, steps, given, inputs, written, [True, False])
+        known = _native_call(self, steps, given, inputs, written, [True, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
             raise _UnlikeError
         self._world, self._family = prepared.p.world_size, prepared.family
         return known
 
     def begin(self, rows: int) -> int | None:
-        """Return the fingerprint of a call with `rows` rows; None if it must take the slow path."""
+        """Return the fingerprint of a call with `rows` rows; None if the call must take the slow path."""
         if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
         return passing_fingerprint(self.op.name, self._family, rows)
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return (recipe, count): `recipe` with a division of the first result by `number`, and how often the first result
-    occurs in it.
-    """
+    """Return `recipe` with a division of the first result by `number`, and the number of places where it was added."""
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1
     kind, inner, *rest = recipe
@@ -360,10 +367,16 @@ def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
     return recipe, 0
 
 
-def _known(
+def _native_call(
     of: _Short, steps: Unfused | None, given: _Given, inputs: dict[str, Any], returned: Place, is_serial: list[bool]
 ) -> _core.KnownCall:  # fmt: skip
-    """Return the native part of a call. is_serial: for calls and for captured calls, True if native code runs `steps`."""
+    """Return the native object that replays a call.
+
+    of: the Python object for the rest of the work. steps: the unfused call as torch calls, if native code runs it.
+        inputs: the
+        input buffers. returned: the recipe of the returned value. is_serial: (for calls, for captured calls) True if native
+        code runs `steps`.
+    """
     plain, recipe = None, None
     if steps is not None:
         plain, as_scale = steps.plain, steps.only_scales
@@ -378,13 +391,13 @@ def _known(
 
 
 class _Given:
-    """The tensors of a call, with the path by which a recipe finds each one again.
+    """The tensor arguments of a call, each with its path in a recipe.
 
     The path ("given", 0) is the first positional argument, ("given", 1, 0) the first entry of the list that is the
     second argument, and ("named", "x") the keyword argument x.
 
-    strided: the allowed views of a tensor. True: any strides (slow in autograd). False: only reshaped views. None: only
-        views of tensors without a dimension of size `rows`.
+    strided: which views of an argument a recipe may make. True: any strides (slow in autograd). False: only reshaped
+        views. None: only reshaped views of tensors without a dimension of size `rows`.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
@@ -403,7 +416,7 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any, *, is_scale: bool = False) -> Place:
-        """Return a recipe that makes `value` from these tensors. A value without tensors must be equal in every call.
+        """Return a recipe that makes `value`, a tensor, a list of tensors or a constant, from the call's arguments.
 
         is_scale: True if `value` may be a tensor of one element in another shape.
         """
@@ -414,7 +427,9 @@ class _Given:
         return "constant", value
 
     def returned(self, value: Any, *, views: bool) -> Place:
-        """Return a recipe for a function's results. views: True if results may be views, whose sizes are fixed."""
+        """Return a recipe that makes `value`, what a function returned, from its results. views: False if the recipe
+        must not reshape results, because their sizes vary.
+        """
         if isinstance(value, torch.Tensor):
             place = self._place(value, False)
             if not views and place[0] in ("view", "as_strided"):

@@ -37,7 +37,7 @@ from weft.words import counted, kind
 
 _NAME = "run_schedule"
 _fingerprints: dict[int, str] = {}
-"""Fingerprints by id(schedule), while the schedule exists. Hashing at every call takes longer than a small run."""
+"""Fingerprints by id(schedule), while the schedule exists. Computing a fingerprint takes longer than a small run."""
 
 
 @opaque

@@ -22,8 +22,10 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return a scale in normal form, so that equivalent scales have one shape: [1, columns of B] if `by_row`, otherwise
-    [1, 1].
+    """Return a scale in its normal form: [1, columns of B] if `by_row`, otherwise [1, 1]. Equivalent scales then have
+    the same shape on all ranks. A scale with several elements is returned unchanged.
+
+    by_row: True if the call has row-wise scales.
     """
     if scale.numel() != 1:
         return scale
@@ -39,9 +41,9 @@ def check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch
 def check_beside(
     B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: str, by_row: bool, names: tuple[str, str]
 ) -> None:
-    """Raise `ValueError` if the scale or the bias does not match B and a result of dtype `out`.
+    """Raise `ValueError` if the shape of the scale, or the shape or dtype of the bias, does not match B and the result.
 
-    names: the argument names of scale and bias, for error texts.
+    out: weft's name of the result's dtype. names: the argument names of scale and bias, for error texts.
     """
     (of_scale, of_bias), n = names, B.shape[1]
     if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):

@@ -19,10 +19,9 @@ from weft.words import kind
 
 
 def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[str, Any], torch.device]:
-    """Check the tensors, and return them as a dict with their device. Raise `ValueError` if they do not match the
-    schedule.
+    """Return the caller's tensors as a dict, and their device. Raise `ValueError` if they do not match the schedule.
 
-    A function for an output is wrapped, to check its result too.
+    A function that allocates an output is wrapped, so that its result is checked too.
     """
     buffers = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False) if b.role in ("input", "output")}
     names = ", ".join(buffers)

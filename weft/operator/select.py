@@ -5,10 +5,11 @@
     default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
     "autotune"           by measurement on every machine
 
-On a known GPU, the planner uses the machine's model. The first call with weights of a new shape times their GEMMs
-(`weft.plan.gemms`), which takes about 60 ms of device time. After that, a new number of rows takes milliseconds
-(`weft.plan.nearby`). "autotune" also times whole schedules. Cached times override predictions in later calls, with or
-without "autotune".
+weft knows a machine if it has a performance model of it (`weft.operator.this_machine`): every NVIDIA GPU, and AMD GPUs
+with a machine file. On a known machine the planner uses the model. The first call with weights of a new shape times
+their GEMMs (`weft.plan.gemms`), which takes about 60 ms of device time. After that, a new number of rows takes
+milliseconds (`weft.plan.nearby`). "autotune" also times whole schedules. Later calls use cached times instead of
+predictions, with or without "autotune".
 
 All ranks must use the same schedule. So ranks compare pinned names, use the plan of rank 0, and compare schedules by
 the slowest rank's times.
@@ -16,9 +17,9 @@ the slowest rank's times.
 On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the CPU
 get ahead. The planner predicts the same quantity. The times also apply to CUDA graphs, because in a replay the CPU does
 not delay the device either. But they omit costs that a graph adds (`graph.run` and `graph.collective` in a machine
-file), so they favour serial if a graph slows down collectives. weft does not capture graphs for timing: after a
-capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine, single calls are timed,
-including CPU time.
+file). If a graph slows down collectives, the times therefore favour serial. weft does not capture graphs for timing:
+after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine, single calls are
+timed, including CPU time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _MOST_NEAR = 1024
 _ALIKE = 2  # size buckets: a choice by measurement applies to sizes from half to twice the measured size
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
-"""The smallest gain over serial that counts, by type of device: as a fraction of serial's time, and in microseconds.
+"""The smallest saving for which a schedule replaces serial, by type of device: a fraction of serial's time, and
+microseconds. Both must be exceeded.
 
 A few timed runs cannot resolve a smaller gain. In a user's program, threads that have slept for long wake more slowly
 than in these runs. If ranks share cores, times vary by a tenth from run to run.
@@ -60,7 +62,7 @@ than in these runs. If ranks share cores, times vary by a tenth from run to run.
 
 
 def check_name(name: str, p: Problem) -> None:
-    """Raise `ValueError` if `name` is not a schedule that supports `p`. "autotune" and "heuristic" are valid."""
+    """Raise `ValueError` unless `name` is a schedule that supports `p`, "autotune" or "heuristic"."""
     if plan.names_schedule(name):
         candidate = named(p, name)
         try:
@@ -70,7 +72,7 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return the text that ranks compare: the pinned schedule, or the registered builders of users."""
+    """Return the text about schedules that ranks compare: the pinned name, or the names of users' registered builders."""
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
         return said
@@ -80,7 +82,9 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The executors of calls and of captured calls. An executor is None if the schedule is serial."""
+    """The executors of a call: the usual one, and the one under CUDA graph capture. None means that the call runs
+    unfused.
+    """
 
     usual: Executor | None
     captured: Executor | None
@@ -115,7 +119,7 @@ def choose(
     remembered: bool = False,
     what: str = "",
 ) -> Chosen:
-    """Choose the executors of `p` on this rank. All ranks must make this call.
+    """Choose a schedule for `p`, and return its executors on this rank. All ranks must make this call.
 
     A group on several hosts runs unfused, or a schedule that uses only collectives (`weft.operator.between_hosts`).
 
@@ -166,7 +170,7 @@ _said: set[str] = set()
 
 
 def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> str | None:
-    """Return the schedule of FiCCO's heuristic. All ranks must make this call.
+    """Return the name of the schedule that FiCCO's heuristic picks. All ranks must make this call.
 
     All ranks use the first rank's result, because ranks may have different machine files. If the schedule cannot run,
     return None and warn once per operator and reason.
@@ -209,8 +213,9 @@ def _names(
 class _Measured:
     """The choices by measurement for a family of problems (`Problem.measured_family`).
 
-    names: the chosen schedules, by size bucket. contenders: the schedules to measure at other sizes; empty before the
-        first measurement.
+    names: the chosen schedules, by size bucket.
+    contenders: the fastest schedules of the first measurement, and serial. At other sizes only these are measured.
+        Empty before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -240,8 +245,8 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names of the schedules for the size bucket of `p`. Ranks agree on them at the first call in the
-    bucket.
+    """Return the names of the schedules for the size bucket of `p`. At the first call in the bucket, all ranks must
+    make this call together, to choose them.
 
     itself: True to choose for exactly this size.
     """
@@ -271,15 +276,16 @@ def _names_near(
 
 
 def remembers(p: Problem, device: torch.device) -> bool:
-    """True if this rank has times of schedules for exactly this problem, from this process or from disk."""
+    """True if this rank has measured times of schedules for exactly this problem, in memory or on disk."""
     # Times of graphs are stored with the times of queued calls.
     return bool(plan.known_times(p, this_machine.device_name(device), "graph"))
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
-    """Return the choice for a call without a pinned schedule, as `weft.plan.explain` shows it.
+    """Return the planner's choice for a call without a pinned schedule. Cached times of this machine override
+    predictions.
 
-    Cached times of this machine override predictions.
+    `weft.plan.explain` shows this choice.
     """
     return plan.choose(
         p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)
@@ -312,8 +318,8 @@ def _tune(
     deadline_s: float | None,
     serial: Callable[[], object] | None,
 ) -> None:
-    """Measure the promising schedules that have no times yet, if the first rank has a model. All ranks must make this
-    call.
+    """Measure the promising schedules, unless times of this problem are cached. Do nothing if the first rank has no
+    model of the machine. All ranks must make this call.
     """
     names: list[str] | None = None
     if model is not None:
@@ -336,8 +342,8 @@ def _fastest(
     """Return the fastest schedules for calls and for captured calls, by measured or cached times. All ranks must make
     this call.
 
-    Candidates are serial, the schedules worth running, and users' schedules. If `family` has contenders, only these are
-    candidates. Otherwise this call sets them: serial and the fastest schedules. Serial wins unless another schedule
+    Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. If `family` has
+    contenders, only these are candidates. Otherwise this call sets the contenders. Serial wins unless another schedule
     is clearly faster. For captured calls, only schedules that can be captured are compared.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
@@ -365,6 +371,6 @@ def _fastest(
         other, us = min(others, key=lambda name: times[name]), times["serial"]
         least = f" or less than {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else ""
         saved = f"faster, but by less than {_CLEARLY[device]:.0%}{least}" if times[other] < us else "not faster"
-        text = f"serial {us:.0f} us measured, the next best, {other}, {times[other]:.0f} us: {saved}"
+        text = f"measured, serial takes {us:.0f} us, and the next best, {other}, takes {times[other]:.0f} us: {saved}"
         warn_once(p, None if device == "cpu" else "single", text)
     return usual, best(capturable or list(times))

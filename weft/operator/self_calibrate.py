@@ -14,7 +14,7 @@ A rank cannot measure:
 - if the ranks have different GPUs,
 - on a part of a GPU (MIG), or on a GPU that another rank uses too.
 
-Then all ranks plan with derived numbers, and the first rank warns with the reason.
+Then all ranks plan with numbers derived from the driver, and the first rank warns with the reason.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ def _gpu_measure(comm: Communicator, sizes: ProbeSizes) -> Iterator[Measure]:
 
 
 MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
-"""Functions that measure, by type of device. If a rank cannot measure, they raise `RefusedError` or
-`OutOfSharedMemoryError` on every rank.
+"""Context managers that return the functions for measuring, by type of device. If a rank cannot measure, they raise
+`RefusedError` or `OutOfSharedMemoryError` on every rank.
 """
 
 
 class _Stand(NamedTuple):
-    """The state of a rank before the self-calibration: its GPU, and the calibration that it has."""
+    """The state of a rank before the self-calibration: its GPU, and on the first rank the calibration that it has."""
 
     name: str  # the model of this rank's GPU
     gpu: str  # identifies the GPU on its host
     known: SelfCalibration | None
-    """The calibration of the first rank; None on other ranks."""
+    """The first rank's saved self-calibration, if it has one; None on other ranks."""
     sizes: ProbeSizes | None
-    """The sizes that the first rank wants to measure. None if its calibration is better, or if it must not measure."""
+    """The sizes of the measurements, on the first rank if it wants a self-calibration; otherwise None."""
     unable: str
     """The reason why this rank cannot measure; "" if it can."""
 
 
 @torch.inference_mode(False)
 def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
-    """Self-calibrate at a group's first choice of a schedule. Return True if this rank has a new calibration. All ranks must
-    make this call.
+    """Measure this machine, or use the first rank's self-calibration, at a group's first choice of a schedule. All
+    ranks must make this call.
 
-    name: the name of this rank's GPU.
+    Return True if this rank has a new calibration. name: the name of this rank's GPU.
     """
     if comm in _settled or comm.world_size == 1 or comm.device.type not in MEASURES:
         return False
@@ -87,7 +87,7 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
         if first.sizes is not None and not why:
             found, why = _measured(comm, first.sizes)
     if comm.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
-        warn_once(f"{name} was not self-calibrated, so weft plans with derived numbers: {why}")
+        warn_once(f"{name} was not self-calibrated, so weft plans with numbers derived from the driver: {why}")
     if found is None:
         return False
     self_calibration.adopt(found)
@@ -109,8 +109,8 @@ def _kinds(stands: Sequence[_Stand]) -> int:
 
 
 def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
-    """Calibrate this machine. Return (the first rank's calibration, ""), or (None, the reason why ranks refused). All ranks must
-    make this call. The first rank saves its calibration.
+    """Measure this machine. Return (the first rank's calibration, ""), or (None, the reason why ranks cannot measure).
+    All ranks must make this call. The first rank saves its calibration.
     """
     try:
         with MEASURES[comm.device.type](comm, sizes) as measure:

@@ -1,11 +1,11 @@
-"""The specification of an operator: the form of its calls, checks, problem, buffers and gradients.
+"""The base class of an operator's specification: the arguments of its calls, checks, problem, buffers and gradients.
 
 For all operators, weft derives the rest from the specification: the comparison across ranks, the cache of shapes, the
 choice of a schedule, and the unfused call. It also derives autograd in eager mode and under torch.compile, plans and
 benchmarks.
 
 A specification is a class with one instance, in the file of the public function (`weft.ops`). The function puts its
-arguments into the form of a call, and passes the call to `weft.operator.calls.made`.
+arguments into a NamedTuple, the *form* of a call, and passes the call to `weft.operator.calls.made`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Operator(ABC, Generic[C]):
     and check calls in which ranks differ.
     """
     compared: ClassVar[tuple[str, ...]] = ()
-    """The fields that `given` contains, so that ranks compare them, and that have no effect on the work."""
+    """Fields that have no effect on the operator's work, so that `key` omits them. `given` contains them, so that ranks
+    compare them.
+    """
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """{field with a gradient: its argument name in the public function}"""
     arguments: ClassVar[Mapping[str, str]] = {}
@@ -81,7 +83,7 @@ class Operator(ABC, Generic[C]):
     caller_names: ClassVar[Mapping[str, str]] = {}
     """{field: argument of the public function}, for names that differ. Messages use the argument's name."""
     hint: ClassVar[str] = ""
-    """Advice for the error that ranks raise if they describe different calls."""
+    """Advice for the error that ranks raise if their calls differ."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Tags of the operator under torch.compile."""
     compiled: Any
@@ -96,18 +98,21 @@ class Operator(ABC, Generic[C]):
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """Return the problem of the call. Raise `ValueError` if the call is invalid. most: the largest `size` of all
-        ranks.
+        """Return the problem: the sizes of the call without a schedule. Raise `ValueError` if the call is invalid.
+
+        world: the number of ranks. most: the largest `size` of all ranks.
         """
 
     def size(self, call: C) -> int:
-        """Return a size of the call, such as its number of tokens, that may differ between ranks although `said` is equal.
+        """Return a size of the call that may differ between ranks, such as the number of tokens. `said` must not
+        contain it.
+
         `problem` gets the largest size of all ranks as `most`.
         """
         return 0
 
     def said(self, call: C, world: int) -> str:
-        """Return the text that must be equal on all ranks. Raise the errors of `problem`.
+        """Return the description of the call that must be equal on all ranks. Raise the errors of `problem`.
 
         If the text has several lines, messages show the first line and the first later line "name: value" that differs.
         """
@@ -126,15 +131,17 @@ class Operator(ABC, Generic[C]):
         return {}
 
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the numbers of rows that this rank sends to each rank, and that it expects from each rank.
+        """Return two tables of row counts: the rows that this rank sends to each rank, and those that it expects from
+        each.
 
-        Both are int64 [world, n]. The n numbers that a sender has for a receiver must equal the numbers that the
-        receiver expects from the sender. None for an operator without such tables.
+        Both are int64 [world, n]: row r is about rank r, for example with a count for each of n experts. The n numbers
+        that a sender has for a receiver must equal the numbers that the receiver expects from the sender. Return None
+        for an operator without such tables.
         """
         return None
 
     def key(self, call: C) -> Hashable:
-        """Return the key of calls that share a compiled operator.
+        """Return the key in the cache of compiled operators. Calls with equal keys share a compiled operator.
 
         If two calls have different keys, their `said` must differ too. Then a shape is new on all ranks or on none.
         """
@@ -151,8 +158,8 @@ class Operator(ABC, Generic[C]):
         return tuple(found)
 
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
-        """Check a call, and return it, possibly normalised. Compiled calls bypass the public function, so only this
-        method checks them.
+        """Check a call and return it, normalised if needed. This is the only check of compiled calls, which bypass the
+        public function.
         """
         return call
 
@@ -160,19 +167,19 @@ class Operator(ABC, Generic[C]):
         """True if calls that differ only in tensor addresses do the same work, and may be replayed
         (`weft.operator.replay`).
 
-        Then the form must contain no values that were read from tensors, and the public function must return the
-        results unchanged, except for the division of `averages`.
+        This requires that no field of the form was read from a tensor, and that the public function returns the results
+        unchanged, except for the division of `averages`.
         """
         return True
 
     def averages(self, call: C) -> bool:
-        """True if the public function divides the first result in place by the number of ranks (the field `average` of
-        the form).
+        """True if the public function divides the first result in place by the number of ranks. Default: the field
+        `average` of the call.
         """
         return bool(getattr(call, "average", False))
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """True if the first argument may have `rows` rows, in a call that otherwise equals a valid call."""
+        """True if a call remains valid when its first argument has `rows` rows."""
         return True
 
     def note(self, call: C) -> None:
@@ -197,32 +204,34 @@ class Operator(ABC, Generic[C]):
     def does_not_fit(self, p: Any, call: C) -> str:
         """Return the reason why this call exceeds the sizes of `p`; "" if the call fits.
 
-        Not called for unfused calls without gradients.
+        weft does not call this method for unfused calls without gradients.
         """
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call on which schedules are measured: `call`, the first one, or a more typical call."""
+        """Return the call on which schedules are measured. Default: `call`, the first call. An operator may return a
+        call with more typical sizes.
+        """
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Check results, and raise errors that only the results show. Called only on CPU, where results are complete
-        when a call returns.
+        """Check the results of a call, and raise the errors that only results show. Called only on CPU, where results
+        are complete when a call returns.
         """
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
-        """Return (rows, weights): this rank multiplies `rows` rows by each weight [K, N], or by the weights of experts
-        [E, K, N].
+        """Return (rows, weights) for FLOP counts (`weft.operator.flops`): this rank multiplies `rows` rows by each
+        weight [K, N], or by the weights of experts [E, K, N].
 
-        `weft.operator.flops` counts these GEMMs. results: the results of the call, or their gradients.
+        results: the results of the call, or their gradients.
         """
         return 0, []
 
     # --- gradients ---
 
     def tracked(self, call: C) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Each tracked tensor
-        adds CPU time to every call.
+        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Override it to save
+        CPU time, which each tracked tensor adds to every call.
         """
         return self.tensors(call)
 
@@ -239,15 +248,15 @@ class Operator(ABC, Generic[C]):
     ) -> Any:
         """Start work for backward right after the call. Return an object, which `gradients` receives as `beside`.
 
-        The object exists as long as the autograd graph. It should refer only to tensors that autograd must not watch:
-        return other tensors from `saved`.
+        The object exists as long as the autograd graph. If autograd must watch a tensor for in-place changes, return
+        the tensor from `saved`, and do not refer to it in the object.
 
         inputs: the inputs of the call; None for a compiled call, which runs this method at the start of its backward.
         """
 
     def require_backward(self, beside: Any) -> None:
-        """Raise an error if backward cannot run for this call, or cannot run again. Called before autograd unpacks
-        the tensors of `saved`.
+        """Raise an error if backward cannot run for this call, or cannot run again. weft calls this method before
+        autograd unpacks the tensors of `saved`.
         """
 
     def gradients(
@@ -271,8 +280,8 @@ class Operator(ABC, Generic[C]):
         return None
 
     def begun(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
-        """Return an unfused call that CPU ranks on several hosts begin before they have synchronised; None if they must
-        synchronise first.
+        """Return an unfused call whose first part runs before CPU ranks on several hosts have synchronised. Return None
+        if ranks must synchronise first.
         """
         return None
 
@@ -284,8 +293,8 @@ class Operator(ABC, Generic[C]):
         """Return the executors of calls with this call's `key`, for an operator that has its own kernels. All ranks
         must make this call.
 
-        Default: the planner chooses a schedule, and an executor of schedules runs it. An operator that overrides this
-        method must obey these rules:
+        The default is for operators without own kernels: the planner chooses a schedule, and an executor of schedules
+        runs it. An operator that overrides this method must obey these rules:
 
         - Options of the call choose the executor. Users cannot pin a schedule.
         - Two calls with equal `key` can use the same executor.
@@ -314,10 +323,10 @@ class Operator(ABC, Generic[C]):
                 known = ", ".join(
                     getattr(one, "__name__", "") if isinstance(one, type) else str(one) for one in _SCHEMA
                 )
-                raise TypeError(f"{self.name}: field {field} of its form has type {hints[field]}: use one of {known}")
+                raise TypeError(f"{self.name}: form.{field} has type {hints[field]}: use one of {known}")
         if unknown := [field for field in self.gradients_of if field not in of_call]:
             raise TypeError(
-                f"{self.name}: gradients_of has {', '.join(unknown)}: use fields of its form, {', '.join(of_call)}"
+                f"{self.name}: gradients_of has {', '.join(unknown)}: use fields of form, {', '.join(of_call)}"
             )
         self.kinds = tuple(_SCHEMA[hints[field]] for field in of_call)
         self._compared = tuple(field in self.compared for field in of_call)
@@ -357,9 +366,10 @@ class Operator(ABC, Generic[C]):
         return tuple([_wants(call[i]) for i in self.differentiable])
 
     def flat(self, of_fields: Sequence[Any]) -> list[Any]:
-        """Return the entries of `of_fields` that belong to tensor fields, with lists flattened.
+        """Return the entries of `of_fields` for tensor fields as one flat list.
 
-        of_fields: a value for each field of a call, such as the call itself or torch's needs_input_grad.
+        of_fields: a value for each field of a call, such as the call itself or torch's needs_input_grad. The value of a
+            field with several tensors is a list.
         """
         found: list[Any] = []
         for kind, one in zip(self.kinds, of_fields, strict=False):
@@ -370,7 +380,7 @@ class Operator(ABC, Generic[C]):
         return found
 
     def described(self, wanted: tuple[bool, ...]) -> str:
-        """Return the wanted gradients as part of the text that ranks compare."""
+        """Return the text about wanted gradients that ranks compare."""
         return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
 
 

@@ -16,8 +16,7 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Make all ranks plan with the same self-calibration, if their GPUs need a self-calibration. All ranks must make
-    this call.
+    """Give all ranks the same self-calibration, if their GPUs need one. All ranks must make this call.
 
     Either all ranks measure, or all use numbers that the first rank already has.
     """
@@ -26,10 +25,10 @@ def know_machine(comm: Communicator, deadline_s: float | None) -> None:
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """Return the model of this machine from the best source (`weft.plan.source`), with the GEMM times of this process.
+    """Return the performance model of this machine from the best source (`weft.plan.source`), with the GEMM times of
+    this process. Return None on CPU, and on AMD GPUs without a machine file.
 
-    Return None on CPU, and on AMD GPUs without a machine file. The result is the same object until the source or the
-    GEMM times change.
+    The result is the same object until the source or the GEMM times change.
     """
     model = calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))

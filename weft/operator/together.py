@@ -50,7 +50,7 @@ _TOLD = "_weft_told"  # an attribute of errors of which peers have been notified
 
 
 class together:
-    """The context manager around a whole call of `operator`, or around its backward, on this rank.
+    """The context manager around a whole call of `operator`, or around its backward. All ranks enter it together.
 
     like: a tensor on the call's device, or a function that returns the device.
     """
@@ -126,7 +126,7 @@ class together:
             self._notify(error)
 
     def _notify(self, error: BaseException) -> None:
-        """Make the peers raise `error` too."""
+        """Make the peers raise an error too: they refuse the call, or the group fails."""
         group = self._group
         device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
         is_input, has_published = isinstance(error, ValueError | TypeError), published_on(group) != self._published
@@ -141,7 +141,7 @@ class together:
 def failed(
     error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Notify peers of an error in a GPU call that ran outside of `together`. May raise `RefusedError` in place of
+    """Notify peers of an error in a call that native code has replayed on a GPU. May raise `RefusedError` in place of
     `error`.
     """
     call = together(operator, group, lambda: device, deadline_s)
@@ -153,8 +153,8 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
     """Make the group fail after Ctrl-C or another exception that ends programs, unless peers have been notified of
     `error`.
 
-    Before a call is counted, peers cannot know of it. A program that catches the exception may skip this call. Then its
-    next call would pair with the peers' current call.
+    Such an exception may arrive before the call is counted, when peers cannot know of it. If the program catches it and
+    skips this call, its next call would pair with the peers' current call.
     """
     if isinstance(error, Exception) or getattr(error, _TOLD, False):
         return
