@@ -130,7 +130,7 @@ def test_the_counters_of_a_call(early: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(counted, "_uuid", lambda device: "GPU-0")
     monkeypatch.setattr(counted, "_known_loads", lambda ranks: {"idle_watts": 80.0})
     monkeypatch.setattr(counted, "_WINDOW_S", 0.05)
-    monkeypatch.setattr(counted, "_ATTEMPTS", 1)
+    monkeypatch.setattr(counted, "_ATTEMPTS", 2)
     monkeypatch.setattr(counted, "facts_of", lambda name: SimpleNamespace(memory_bytes_per_s=PEAK))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     if early:
@@ -141,7 +141,10 @@ def test_the_counters_of_a_call(early: bool, monkeypatch: pytest.MonkeyPatch) ->
     one = found["a"]
     if early:
         assert one["watts"] is one["joules"] is one["memory_bytes"] is None
+        assert one["missing"] == "the calls ended before the counters were read, in 2 attempts"
+        assert 2 <= one["call_ms"] < 20  # of as many calls as the last attempt made
         return
+    assert "missing" not in one
     assert one["joules"] == pytest.approx(WATTS * one["call_ms"] / 1e3)
     assert one["memory_bytes"] == pytest.approx(PEAK / 2 * one["call_ms"] / 1e3)
     assert one["sent_bytes"] == pytest.approx(1e9 * one["call_ms"] / 1e3)

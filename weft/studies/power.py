@@ -109,6 +109,9 @@ def notes(records: Sequence[Record]) -> list[str]:
         "Each call was repeated for about a second. At the GPU's power limit the clock falls, so calls may take longer than in "
         "other tables."
     )
+    for row in rows_of(records):
+        if "missing" in row.counters:
+            said.append(f"There are no counters for {row.name} at {row.config}: {row.counters['missing']}.")
     return [" ".join(said)]
 
 

@@ -22,6 +22,7 @@ from weft.bench.core.harness import Call, Ranks
 from weft.bench.core.tables import Record
 from weft.hw.counters import LONGEST_UPDATE_S, Counters, Rates, open_counters
 from weft.hw.nvml import facts_of
+from weft.words import counted
 
 _WARM_S, _WINDOW_S, _SPARE_S = 0.1, 0.4, 0.1
 _ATTEMPTS = 3
@@ -36,7 +37,8 @@ def count(
     ms: a function that returns the time in ms of the call with a name, or None to omit the call.
 
     Fields: watts, idle_watts and counted_known; per call also call_ms, joules, memory_bytes, sent_bytes and
-    received_bytes. A field is None if a driver does not provide it.
+    received_bytes. A field is None if a driver does not provide it. If a call's counters could not be read, all of them
+    are None, and field `missing` gives the reason.
     """
     shared, found = _known_loads(ranks), dict[str, Record]()
     with open_counters(_uuid(ranks.device)) as counters:
@@ -78,8 +80,8 @@ def _counted_known(counters: Counters, ranks: Ranks) -> dict[str, float | None]:
             call(which)
         ranks.synchronize()
         fields = _fields(*_rates(call, counters, ranks, 1, (time.perf_counter() - begin) / 10), ranks)
-        counted = fields["memory_bytes"]
-        found[name] = None if counted is None else counted / nbytes
+        memory_bytes = fields["memory_bytes"]
+        found[name] = None if memory_bytes is None else memory_bytes / nbytes
     return found
 
 
@@ -87,17 +89,20 @@ def _without_number(load: Callable[[], Any]) -> Call:
     return lambda which: load()
 
 
-def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates, float]:
-    """Run calls in a row, and return (rates while they ran, seconds of a call). All ranks must make this call."""
+def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
+    """Run calls in a row, and return (rates while they ran, seconds of a call). All ranks must make this call.
+
+    There are no rates if on any rank the calls ended before the counters were read, in each of `_ATTEMPTS` attempts.
+    """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))
-    none = Rates(0.0, None, None, None, None)
 
     def read() -> tuple[Rates, float]:
         time.sleep(_WARM_S)
         return counters.rates(_WINDOW_S), time.perf_counter()
 
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
+        calls *= 2 if attempt else 1
         ranks.meet()
         ranks.start_together()
         with ThreadPoolExecutor(1) as thread:
@@ -109,11 +114,14 @@ def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, second
             rates, read_at = reading.result()
         if not ranks.most(float(read_at > end)):
             return rates, (end - begin) / calls
-        calls *= 2
-    return none, (end - begin) / calls  # the calls ended before the window did
+    return None, (end - begin) / calls
 
 
-def _fields(rates: Rates, seconds: float, ranks: Ranks) -> Record:
+def _fields(rates: Rates | None, seconds: float, ranks: Ranks) -> Record:
+    missing: Record = {}
+    if rates is None:
+        missing["missing"] = f"the calls ended before the counters were read, in {counted(_ATTEMPTS, 'attempt')}"
+        rates = Rates(0.0, None, None, None, None)
     facts = facts_of(torch.cuda.get_device_name(ranks.device))
     peak = facts.memory_bytes_per_s if facts is not None else 0.0
     return {
@@ -123,6 +131,7 @@ def _fields(rates: Rates, seconds: float, ranks: Ranks) -> Record:
         "memory_bytes": _mean(ranks, rates.memory if peak else None, peak * seconds),
         "sent_bytes": _mean(ranks, rates.sent, seconds),
         "received_bytes": _mean(ranks, rates.received, seconds),
+        **missing,
     }
 
 
