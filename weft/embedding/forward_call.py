@@ -61,7 +61,8 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the call among the group's calls with gradients; 0 under torch.compile.
+    number: the number of the call among all calls of weft on the group, which is equal on all ranks; 0 under
+        torch.compile and in dispatch modes.
     tables: None without an optimizer. Then backward returns gradients, as sparse COO tensors if `sparse`.
     factor: the number by which every reduced gradient is multiplied. deterministic: as in `FusedUpdate`.
     """

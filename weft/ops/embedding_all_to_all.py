@@ -13,8 +13,6 @@ A call passes through these modules:
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,6 +42,7 @@ from weft.runtime.embedding import executor_of
 from weft.runtime.layouts import layout_of
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
+from weft.symm.calls import calls_of
 from weft.symm.groups import backend_device, group_of, rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, joined, kind
@@ -312,8 +311,6 @@ class _EmbeddingAllToAll(Operator[_Call]):
     """
     gradients_of: ClassVar[Mapping[str, str]] = {"weights": "weights", "per_sample_weights": "per_sample_weights"}
     tags = (torch.Tag.cudagraph_unsafe,)  # results are in buffers that later calls reuse
-    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = weakref.WeakKeyDictionary()
-    """The number of calls with gradients of each group, so far."""
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         """Replace "auto" by a fixed transport if all batch sizes use the same transport."""
@@ -390,7 +387,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
         """Return the state that backward needs besides the saved tensors."""
-        number = 0 if inputs is None else next(self._numbers.setdefault(group, itertools.count(1)))
+        number = 0 if inputs is None else calls_of(group).begun
         tables = None
         if call.optimizer:
             assert call.learning_rate is not None

@@ -309,7 +309,8 @@ def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s:
 def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
     """Synchronise the ranks. Raise on every rank if `said` or `number` differs between ranks.
 
-    number: the number of the forward call. 0, under torch.compile and at the end of `accumulate()`, matches any number.
+    number: the number of the forward call. 0 matches any number: under torch.compile, in dispatch modes, and at the end of
+        `accumulate()`.
     """
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
     meeting = meeting_of(comm)
