@@ -4,6 +4,7 @@ and the module stays usable.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,8 +170,13 @@ def errors(group: dist.ProcessGroup) -> dict[str, Any]:
         parts = module_on(group, CPU, bounds_check="fatal", **options)
         parts.prefetch(bad)
         found[name] = error_of(lambda parts=parts: parts(bad))
-        parts.prefetch(one)
+        dropped = batch(3, rank, CPU)
+        kept = [weakref.ref(of) for of in (dropped, dropped.values(), dropped.lengths())]
+        parts.prefetch(dropped)
+        del dropped
+        found["held"] = all(of() is not None for of in kept)
         parts.cancel_prefetch()
+        found["freed"] = found.get("freed", True) and not any(of() is not None for of in kept)
         parts.prefetch(two)
         found["after"] = found["after"] and torch.equal(
             parts(two).values(), module_on(group, CPU, **options)(two).values()
@@ -182,6 +188,8 @@ def test_errors_on_every_rank(pool: Pool) -> None:
     for found in pool.run(errors, ranks=2):
         assert found["still there"]
         assert found["after"]
+        assert found["held"]
+        assert found["freed"]
         for name, kind, text in (
             ("second", "RefusedError", "prefetch of a second batch"),
             ("another", "RefusedError", "pass the same object to prefetch"),

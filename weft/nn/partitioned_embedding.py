@@ -236,8 +236,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return ahead.arranged
 
     def cancel_prefetch(self) -> None:
-        super().cancel_prefetch()
-        if self._parts is not None:
+        self._prefetched = None
+        if self._parts is not None:  # only the parts exchange something ahead
             self._parts.cancel_prefetch()
 
     @opaque
@@ -386,9 +386,6 @@ class _Ahead(NamedTuple):
     features: Any
     arranged: tuple[Arranged, CheckedInput | None] | None
     refusal: Exception | None
-
-    def discard(self) -> None:
-        """Do nothing: the collection of the parts has its own batch."""
 
 
 def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
