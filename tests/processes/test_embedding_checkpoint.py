@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,20 @@ from weft.embedding import KeyedJaggedTensor
 from weft.launch import Pool
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [(ADAM, torch.float32), (ADAGRAD, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        (ADAM, torch.float32),
+        (replace(ADAGRAD, rounding="stochastic", seed=5), torch.float16),
+        (weft.SGD(lr=0.1, rounding="stochastic"), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_other_ranks_and_placements_go_on(pool: Pool, tmp_path: Path, optimizer: Any, dtype: torch.dtype) -> None:
     wanted = joined(pool.run(saves, str(tmp_path), optimizer, dtype, ranks=2))
-    assert {value.dtype for name, value in wanted.items() if name.endswith("momentum1")} == {torch.float32}
+    assert {value.dtype for name, value in wanted.items() if name.endswith("momentum1")} <= {torch.float32}
     names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    assert MOMENTUM in names
+    assert (MOMENTUM in names) == bool(optimizer.states)
     assert "model.sparse.ebc.embedding_bags.users.weight" in names
     for world, placement in ((1, [0, 0, 0]), (2, [1, 0, 1]), (3, [2, 0, 1])):
         results = pool.run(loads, str(tmp_path), optimizer, dtype, placement, ranks=world)

@@ -134,7 +134,10 @@ class EmbeddingOptimizer:
 
     @property
     def counts(self) -> bool:
-        """True if an update depends on the number of earlier updates."""
+        """True if the rule has bias corrections, which depend on the number of updates.
+
+        The random bits of stochastic rounding depend on this number with every rule (`seed_of_update`).
+        """
         return False
 
 

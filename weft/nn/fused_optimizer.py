@@ -48,8 +48,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Do nothing: the tables have no gradients."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates, for Adam's bias correction. Use it after loading a TorchRec checkpoint, which
-        lacks this number.
+        """Set the number of updates, for Adam's bias correction and the random bits of stochastic rounding. Use it after
+        loading a TorchRec checkpoint, which lacks this number.
         """
         if not 0 <= step < 2**63:
             raise ValueError(f"step={step} must be the number of updates so far, a whole number of at least 0")
