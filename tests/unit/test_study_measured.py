@@ -93,6 +93,8 @@ def test_power_and_traffic_of_calls() -> None:
         "the GPU draws 80 W. Of 1 GiB with known traffic the driver counts 98% for a copy, 99% for a read."
         in power.notes(found)[0]
     )
+    found[0]["counters"]["missing"] = "the calls ended early"
+    assert power.notes(found)[0].endswith("There are no counters for serial at 16384x3072x1536: the calls ended early.")
     for r in found:
         r["counters"] = counters(idle_watts=None, counted_known={"copy": None})  # type: ignore[arg-type]
     assert "gives no memory traffic" in power.notes(found)[0]
