@@ -254,8 +254,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sum in the wrong place": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).local(0)}),
-        "chunk 0 of rank 0, rows of rank 1: local(0), but the chunk belongs to rank 1: use remote_map(0, to=...) "
-        "or dma_map(0, to=..., after=...)",
+        "chunk 0 of rank 0, rows of rank 1: local(0) would keep the chunk here, but it belongs to rank 1: use "
+        "remote_map(0, to=...) or dma_map(0, to=..., after=...)",
     ),
     "a result sent away": (
         lambda: scatter(ranks={0: lambda m: without(m, 3).dma_map(3, to=3, op="update", after=2)}),
@@ -353,7 +353,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a gather's chunk that is local elsewhere": (
         lambda: gathered(lambda m: without(m, 0).local(0)),
-        "chunk 0 of rank 0, rows of rank 1: local(0), but rank 1 computes the chunk: use dma_map(0, to=..., after=1), or",
+        "chunk 0 of rank 0, rows of rank 1: local(0) is for chunks of this rank, but rank 1 computes this chunk: "
+        "use dma_map(0, to=..., after=1), or",
     ),
     "an exchange to another": (
         lambda: exchanged(lambda m: without(m, 0).remote_map(0, to=(RANK + 2) % 4)),

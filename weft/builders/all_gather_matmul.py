@@ -1,8 +1,8 @@
-"""Schedules of all-gather + GEMM that send shards of rows whole or in a few chunks.
+"""Schedules of all-gather + GEMM. They send each rank's shard of rows as a whole, or in a few chunks.
 
     serial   NCCL's all-gather, then cuBLAS's GEMM: the baseline
     gather   every rank puts its shard into all peers' memory, then one GEMM
-    shard    a GEMM per shard, or per chunk of a shard, while later shards arrive. This rank's own shard is first
+    shard    a GEMM for each shard, or each chunk of a shard, while later shards arrive. This rank's own shard is first
 
 `weft.builders.ficco` has schedules that cut shards into smaller chunks.
 
@@ -18,8 +18,8 @@ its time reading the weights.
 
 A rank's `box` is the symmetric buffer into which its peers put their shards.
 
-Shards are sent by puts, not gets. A put reads the caller's tensor, so the shard is not first copied into symmetric
-memory, and needs no signal that it is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two
+Shards are sent by puts, not gets. A put reads the caller's tensor directly. A get would need a copy of the shard in
+symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two
 ranks send to the same rank at once.
 
 If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk is exposed. So the last chunk should be
@@ -56,9 +56,10 @@ def serial(p: AllGatherMatmul) -> Schedule:
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """Put this rank's shard into the `box` of every rank, then run one GEMM.
 
-    by="kernel": all steps are on one lane. The first launch of a run also tells the peers that they may overwrite this
-    rank's box. by="dma": each peer has its own lane of copies, so that these run concurrently. After the GEMM, this rank
-    tells the peers that they may overwrite its box in the next run.
+    by: how shards are put. "kernel": all steps are on one lane. The first launch of a run also tells the peers that
+        they may overwrite this rank's box. "dma": copy engines put the shard, with a lane for each peer, so that the
+        copies run concurrently. After the GEMM, this rank tells the peers that they may overwrite its box in the next
+        run.
     """
     world = p.world_size
     if world == 1:
@@ -104,6 +105,7 @@ def shard(
     chunks: the number of chunks of a shard, or their proportions, such as "2:1:1". Each chunk has a signal.
     send: "in_turn" sends to one peer after the other. On a switch, the first shard then arrives earliest. "at_once"
         sends to all peers concurrently, which uses all links of a mesh.
+    by: copy with copy engines ("dma") or kernels ("kernel").
     """
     world = p.world_size
     if world == 1:

@@ -39,8 +39,9 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Append the GEMMs that compute this rank's contribution to x's gradient. rows: (first, count) of its rows; None
-        for all rows. add: True to accumulate into `out`.
+        """Append the GEMMs that compute this rank's contribution to x's gradient.
+
+        rows: (first, count) of the rows of x's gradient; None for all rows. add: True to accumulate into `out`.
         """
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
             lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=add or i > 0)

@@ -86,15 +86,19 @@ def dispatch(
 ) -> Schedule:
     """Multiply this rank's own tokens, then the tokens of peers.
 
-    rest: "each" launches a GEMM for the tokens of each peer when they have arrived. "together" launches one GEMM for all
-        peers, when all tokens have arrived.
+    by: send tokens with copy engines ("dma") or kernels ("kernel").
+    rest: "each" launches a GEMM for the tokens of each peer when they have arrived. "together" launches one GEMM for
+        all peers, when all tokens have arrived.
+    send: see `SendOrder`.
     """
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError(
             "with 2 ranks all other tokens come from one rank, so rest=together is the same as rest=each"
         )
     if rest == "each" and send == "together":
-        raise NotApplicableError("send=together sends to all peers in one launch, so their tokens arrive together")
+        raise NotApplicableError(
+            "with send=together all tokens arrive at once, so a GEMM per peer cannot start earlier: use rest=together"
+        )
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
     d.multiply([0], 0, experts)
@@ -109,8 +113,10 @@ def dispatch(
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=_SENDS)
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Multiply the tokens of all ranks for one group of experts after the other. chunks: the number of groups; with 1,
-    nothing overlaps.
+    """Multiply the tokens of all ranks for one group of experts after the other.
+
+    by: send tokens with copy engines ("dma") or kernels ("kernel"). chunks: the number of groups of experts; with 1,
+        nothing overlaps. send: see `SendOrder`.
     """
     pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
@@ -125,11 +131,14 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
 @builder(AllToAllMatmul, chunks=(1, 2, 4), send=_SENDS)
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Like `dispatch_by_expert`, but sort the tokens for a group of experts by expert before they are multiplied."""
+    """Like `dispatch_by_expert`, but first sort the arrived tokens of each group by expert, then multiply them.
+
+    chunks: the number of groups of experts. send: see `SendOrder`.
+    """
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
         raise NotApplicableError(
-            f"a rank sends an expert more than {FEW_ROWS} tokens on average, so sharing tiles would save too little "
-            "to sort the tokens"
+            f"a rank sends an expert more than {FEW_ROWS} tokens on average, so sharing tiles saves less time than "
+            "sorting the tokens takes: use dispatch_by_expert"
         )
     pieces = split(p.experts, chunks, what="experts of a rank")
     d = Sending("dispatch_sorted", p, "kernel", send, chunks)
@@ -144,9 +153,10 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
 
 
 class _Dispatch(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that follow from the buffer `counts`.
+    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that follow from the buffer
+    `counts`.
 
-    counts: the role of this buffer.
+    counts: the role of the buffer `counts`: symmetric if peers write to it, otherwise scratch.
     """
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
@@ -196,7 +206,9 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Append a copy into the caller's `received`: the number of tokens from each rank for each local expert."""
+        """Append the copy into the caller's buffer `received`: the number of tokens from each rank for each local
+        expert.
+        """
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 
@@ -219,7 +231,9 @@ class _Dispatch(Draft):
 class Sending(_Dispatch):
     """A draft that exchanges the splits on the compute lane, and puts tokens into the peers' inboxes on other lanes.
 
-    There is one lane for all peers, or a lane per peer. Tokens are sent in `chunks` parts, each with a signal."""
+    There is one lane for all peers, or a lane for each peer. The tokens for each peer are sent in `chunks` parts, each
+    with a signal.
+    """
 
     def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:
         super().__init__(name, p, "symmetric")
@@ -281,7 +295,10 @@ class Sending(_Dispatch):
                 self._arrive(distance, chunk)
 
     def _arrive(self, distance: int, chunk: int) -> None:
-        """Append the signal to the peer at `distance` that this rank's tokens of part `chunk` are in the peer's inbox."""
+        """Append the set that tells a peer that part `chunk` of this rank's tokens is in the peer's inbox.
+
+        distance: the peer is `distance` places after this rank in the ring.
+        """
         number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
         self._senders[distance - 1].set(self._arrived, number, at=to)
 
@@ -304,7 +321,11 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def sort_and_multiply(self, ordered: Buffer, first: int, count: int) -> None:
-        """Append the copies of all ranks' tokens for local experts first .. first + count - 1 into `ordered`, and their GEMM."""
+        """Append the copies that sort all ranks' tokens for local experts first .. first + count - 1, and the GEMM of
+        these tokens.
+
+        ordered: the buffer for the sorted tokens.
+        """
         expert = Expr(_TILE) + first
         copies = []
         for distance in range(self.world_size):
@@ -321,12 +342,12 @@ class Sending(_Dispatch):
     def done(self) -> Schedule:
         """Append the steps that release the buffers for the next run. Return the schedule.
 
-        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. The arrival of tokens at a peer
-        proves only that the lane that sent these tokens has read `counts`. So if there is a lane per peer, the compute lane
-        waits for all of them before it gives the credit.
+        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. The arrival of tokens at a
+        peer proves only that the lane that sent these tokens has read `counts`. So if there is a lane for each peer,
+        the compute lane waits for all of them before it tells the peers that they may overwrite `counts`.
 
-        The received tokens (`return_x`) are copied after all GEMMs, because `read(by="meanwhile")` lets the CPU wait for the
-        sizes only after it has issued the GEMMs.
+        The received tokens (`return_x`) are copied after all GEMMs, because `read(by="meanwhile")` lets the CPU wait
+        for the sizes only after it has issued the GEMMs.
         """
         if self.x:
             for distance in range(self.world_size):
@@ -350,7 +371,7 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region with tokens first .. first + rows - 1 of the tokens that one source rank sends to this rank.
+        """Return the region with rows first .. first + rows - 1 of the tokens that one source rank sends to this rank.
 
         distance: the source is `distance` places before this rank in the ring; 0 is this rank.
         """

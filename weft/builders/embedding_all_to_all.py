@@ -37,7 +37,10 @@ _ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A slice of a sample: a rank's slots [first, end), which are columns [column, column + width) of the output."""
+    """A slice of each sample: the vectors of a rank's tables number first .. end - 1.
+
+    They are columns column .. column + width - 1 of the output.
+    """
 
     first: int
     end: int
@@ -46,7 +49,7 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """Return the slices of one sample. slots: (first column, columns) of each of the rank's tables."""
+    """Return the slices of one sample. slots: (first column, number of columns) of each of the rank's tables."""
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
         last = units[-1] if units else None
@@ -58,10 +61,10 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
 
 
 def usual_slice_size(p: EmbeddingAllToAll) -> int:
-    """Return the default number of vectors per slice: about 2 KiB, but at least 4 and at most 32 vectors.
+    """Return the default number of vectors per slice: as many as fill about 2 KiB, but at least 4 and at most 32.
 
-    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json). On CPUs a longer slice
-    leaves room for fewer samples in the staging area, so each table is visited more often.
+    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json). On CPUs a longer
+    slice leaves room for fewer samples in the staging area, so each table is visited more often.
     """
     mean_dim = p.columns / sum(map(len, p.slots))
     return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
@@ -93,7 +96,10 @@ def serial(p: EmbeddingAllToAll) -> Schedule:
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """Store slices in the outputs of peers. slice_size: in vectors; default: `usual_slice_size`."""
+    """Pool slices and store them directly in the outputs of the ranks that own the samples.
+
+    slice_size: the maximum number of vectors of a slice; default: `usual_slice_size`. order: see the top of this file.
+    """
     d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
     kernel = PooledSlices("direct", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
@@ -112,9 +118,10 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """Stage slices and copy them to peers.
+    """Pool slices into staging areas, and copy them from there to peers.
 
-    The schedule has a staging area for each slice. The kernel needs only as many areas as slices run concurrently.
+    The schedule has a staging area for each slice. The kernel needs only as many areas as slices run concurrently. The
+    arguments are those of `direct`.
     """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size)
@@ -147,7 +154,10 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 
 
 class _Slices(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions for the sample, slots and columns of tile `t`."""
+    """A draft with a buffer for each tensor of the caller, and expressions of the tile's index `t`.
+
+    Each tile is one slice of one sample. The expressions are the tile's sample, tables and columns.
+    """
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
         super().__init__(name, p.world_size)
@@ -169,11 +179,13 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return the expression for `numbers[rank][unit]`, where rank is this rank and unit the slice of tile `t`."""
+        """Return the expression for `numbers[rank][unit]`: `rank` is this rank, and `unit` is the index of tile `t`'s
+        slice.
+        """
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """Return the step that pools the bags of tile `t` into `out`. first: the sample of the first tile."""
+        """Return the step that pools the bags of tile `t` into `out`. first: the index of the first tile's sample."""
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(
             "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
@@ -192,7 +204,7 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Append the sets of `ready`, which allow other ranks to write to this rank's output. Return the lane."""
+        """Append the sets of `ready`, by which this rank allows other ranks to write to its output. Return the lane."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
@@ -209,8 +221,9 @@ class _Slices(Draft):
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the mean number of rows that a bag of slice `unit` reads, weighted by columns. Return at least 1, because
-        steps on empty regions are removed.
+        """Return the mean number of rows that a bag of slice `unit` reads, weighted by columns.
+
+        The result is at least 1, because steps on empty regions are removed.
         """
         if not self.p.rows_read:
             return 1

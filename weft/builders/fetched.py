@@ -1,14 +1,16 @@
-"""An all-gather by gets: each rank computes chunks in symmetric memory, and all ranks copy them into their results.
+"""An all-gather by gets: each rank computes chunks in symmetric memory, and all ranks copy the chunks into their
+results.
 
 The result is ordinary memory, into which peers cannot write. With puts, chunks would arrive in symmetric memory and
-need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once. A rank
-copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and so on
-around the ring, so that no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter of the
-time of copying a peer's rows over NVLink. With `apart`, a second copy engine copies the own rows concurrently.
+need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once.
 
-A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. They wait for
-this signal before they write to that memory in the next run, even if other signals already order these accesses. The
-reason is that the next run may have other sizes, which move chunks to other places in the same memory.
+A rank copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and
+so on around the ring, so that no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter
+of the time of copying a peer's rows over NVLink. With `apart`, a second copy engine copies the own rows concurrently.
+
+A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. The others wait
+for this signal before they write to that memory in the next run, even if other signals already order these accesses.
+The reason is that the next run may have other sizes, which move chunks to other places in the same memory.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 class Fetched:
     """The signals and the copies of an all-gather by gets.
 
-    signals: "chunk ready", for each chunk of each source. The sources are in ring order, starting with the rank before
-        this rank; this rank is last.
+    signals: the signals "chunk ready": one for each chunk of each source rank. The sources are in ring order, starting
+        with the rank before this rank; this rank is last.
     """
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
@@ -39,7 +41,7 @@ class Fetched:
         self.signals, self._credit = d.signals("ready", world_size * chunks), d.signals("credit", world_size - 1)
 
     def told(self, chunk: Index) -> list[Set]:
-        """Return the sets that signal to all ranks, including this one, that this rank's chunk `chunk` is ready."""
+        """Return the sets that tell all ranks, including this rank, that chunk number `chunk` of this rank is ready."""
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:

@@ -45,7 +45,11 @@ _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "ker
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """Cut shards by rows. steps: the number of chunks of a shard; 0: the number of ranks. by: copy by copy engine or kernel."""
+    """Cut shards by rows.
+
+    start, gemms: see the top of this file. steps: the number of chunks of a shard; 0: the number of ranks. by: copy
+        with copy engines ("dma") or kernels ("kernel").
+    """
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
@@ -81,7 +85,10 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """Cut shards by columns. steps: the number of chunks of a shard; 0: the number of ranks. Each chunk is one 2D copy."""
+    """Cut shards by columns. Each chunk is one 2D copy.
+
+    The arguments are those of `ficco_1d`.
+    """
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
     uniform, fused = start == "uniform", gemms == "fused"
@@ -180,8 +187,10 @@ def _sources(world: int, start: Start) -> list[Index]:
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, number of rows) of each GEMM of a step, in the step's input. The input has the chunks of all
-    ranks in rank order. rows: the number of rows of a chunk.
+    """Return (first row, number of rows) of the input of each GEMM of a step.
+
+    The rows are rows of the step's input, which has the chunks of all ranks in rank order. rows: the number of rows of
+    a chunk.
     """
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
@@ -212,7 +221,10 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """Declare the signals (arrived, credit). `arrived`: a chunk has arrived. `credit`: a peer's box is free."""
+    """Declare and return the signals (arrived, credit).
+
+    `arrived` tells a rank that a chunk has arrived. `credit` tells a rank that it may overwrite a peer's box.
+    """
     return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 
 

@@ -40,7 +40,7 @@ class _Product:
         self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
 
     def place(self, owner: Index, chunk: Chunk) -> Region:
-        """Return the region of the result that holds `chunk`, a chunk of rows of rank `owner`'s product."""
+        """Return the region of the result for rows `chunk` of rank `owner`'s product. chunk: (first, count)."""
         first, count = chunk
         if self.p.columns:
             return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))
@@ -67,7 +67,7 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Product):
-    """A draft of an overlapped schedule. made: the symmetric buffer for this rank's product, which all ranks copy."""
+    """A draft of an overlapped schedule. made: the symmetric buffer of this rank's product, from which all ranks copy."""
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
         if p.world_size == 1:

@@ -1,24 +1,28 @@
-"""Both gradients of GEMM + all-gather: a reduce-scatter of the result's gradient, overlapped with the GEMMs that use its output.
+"""Both gradients of GEMM + all-gather: a reduce-scatter of the result's gradient, overlapped with the GEMMs that use
+its output.
 
     serial    if columns were concatenated, a copy that stacks them along rows; NCCL's reduce-scatter; then both GEMMs
     direct    copy engines send each rank's part, chunk by chunk, into slots on that rank, which reduces and multiplies it
 
-`own` is this rank's part of the reduced gradient. `own` is cut by rows, because rows of x's gradient need only the same
-rows of `own`. The weight's gradient needs all rows. Accumulating the weight's gradient chunk by chunk would round it
-after every chunk, so it is one GEMM, which starts when all of `own` is complete. While a chunk travels, the GEMMs of
-the previous chunks run. The transfer of the first chunk is exposed. When the last chunk has arrived, the GEMMs of its
-rows of x's gradient and of the weight's gradient follow, and overlap with no transfer.
+`own` is this rank's part of the reduced gradient. The chunks of `own` are rows, because rows of x's gradient need only
+the same rows of `own`. The weight's gradient needs all rows. Accumulating the weight's gradient chunk by chunk would
+round it after every chunk. So it is one GEMM, which starts when `own` is complete.
 
-If sending takes longer than a GEMM, as with many ranks, last=columns cuts the last chunk by columns. A block of columns of the
-weight's gradient needs only the same columns of `own`. So it is computed when this block has arrived, while later blocks travel,
-and each element is still computed once. The last rows of x's gradient are computed at the end.
+While a chunk travels, the GEMMs of the previous chunks run. The transfer of the first chunk is exposed. When the last
+chunk has arrived, two GEMMs follow that overlap with no transfer: the last rows of x's gradient, and the weight's
+gradient.
+
+If sending takes longer than a GEMM, as with many ranks, use last=columns, which cuts the last chunk by columns. A block
+of columns of the weight's gradient needs only the same columns of `own`. So the block is computed when these columns
+have arrived, while later columns travel. Each element is still computed once. The last rows of x's gradient are
+computed at the end.
 
 Concatenated columns are sent without an intermediate copy. Parts are reduced in fp32 and rounded once: this rank's own
 part first, then the others in ring order, starting with the rank before this one. A slot is reused only after its
 reader has signaled that all chunks are read, because the next run may have other sizes and other chunks.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter).
-There the reduce-scatter follows its producer; here it precedes its consumer.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
+    reduce-scatter). There the reduce-scatter follows its producer; here it precedes its consumer.
 """
 
 from __future__ import annotations

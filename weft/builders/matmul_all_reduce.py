@@ -52,7 +52,7 @@ class _Result:
         self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
 
     def norm(self, part: Region) -> Norm | None:
-        """Return the `Norm` for region `part` of y, an argument of a reduce step; None if the problem has no norm."""
+        """Return the `Norm` to pass to a reduce step that writes region `part` of y; None if the problem has no norm."""
         if self._eps is None:
             return None
         return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
@@ -63,7 +63,9 @@ class _Result:
     ) -> Schedule:  # fmt: skip
         """Append the copies of all ranks' sums into y, and the norm of each chunk. Return the schedule.
 
-        pieces: a function that returns the regions of y that chunk c covers, as few as possible."""
+        pieces: a function that returns, for chunk c, the regions of y that the chunk covers. Adjacent rows should be
+            one region.
+        """
         if self._eps is None:
             fetched.fetch(source, target, by)
             return self.d.schedule()
@@ -167,10 +169,11 @@ def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
 
 
 class _Gathered:
-    """Sums that their owners compute in symmetric memory, and that all ranks copy from there, chunk by chunk.
+    """Sums that are computed in symmetric memory, chunk by chunk, and copied from there by all ranks.
 
-    An owner begins to reduce when all peers have sent their parts of this run. The owner may then overwrite the sums of
-    the previous run, because a peer sends only after it has copied all of them.
+    The owner of a sum is the rank that reduces it. An owner begins to reduce when all peers have sent their parts of
+    this run. The owner may then overwrite the sums of the previous run, because a peer sends only after it has copied
+    all of them.
     """
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
@@ -194,7 +197,11 @@ class _Gathered:
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
-    """Reduce-scatter with `direct_sums`, then copy the sums: by kernel if by="kernel", otherwise with copy engines."""
+    """Run a reduce-scatter with `direct_sums`, then let all ranks copy the sums.
+
+    The sums are copied by kernel if by="kernel", otherwise with copy engines. The arguments are those of `direct` in
+    `weft.builders.matmul_reduce_scatter`.
+    """
     o = PartialProducts.overlapped("two_shot", p)
     gathered = _Gathered(o, p, chunks)
     pieces = direct_sums(o, gathered.sums, chunks=chunks, by=by, add=add, fetched=gathered.fetched)
@@ -263,7 +270,10 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """Reduce-scatter with `tracked_sums`, then copy the sums with copy engines."""
+    """Run a reduce-scatter with `tracked_sums`, then let all ranks copy the sums with copy engines.
+
+    The arguments are those of `tracked` in `weft.builders.matmul_reduce_scatter`.
+    """
     o = PartialProducts.overlapped("tracked", p)
     gathered = _Gathered(o, p, chunks)
     return gathered.fetch(tracked_sums(o, gathered.sums, chunks=chunks, to=to, fetched=gathered.fetched), "dma")

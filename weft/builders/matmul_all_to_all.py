@@ -70,8 +70,9 @@ def serial(p: MatmulAllToAll) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
 def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
-    """Multiply and send back the rows of one rank after the other. chunks: the number of groups of experts, each of which
-    is multiplied and sent separately.
+    """Multiply and send back the rows of one rank after the other.
+
+    chunks: the number of groups of experts. Each group is multiplied and sent separately. by: see the top of this file.
     """
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
@@ -113,8 +114,9 @@ class _Combine(Draft):
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
-        """Append copies of `received` and `splits` into `counts`, and a `Read` of `counts`. also_to: regions into which
-        `received` is copied too.
+        """Append copies of `received` and `splits` into `counts`, and a `Read` of `counts`.
+
+        also_to: further regions into which `received` is copied.
         """
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):
@@ -126,7 +128,7 @@ class _Combine(Draft):
         return self._of_row(source, first, count)
 
     def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of this rank's tokens for experts first .. first + count - 1 of `rank`."""
+        """Return the number of this rank's tokens for local experts first .. first + count - 1 of rank `rank`."""
         return self._of_row(self.world_size + rank, first, count)
 
     def of_expert(self, expert: Index) -> Index:
@@ -134,7 +136,7 @@ class _Combine(Draft):
         return total("counts", expert, self._all, self.p.experts)
 
     def first_in_h(self, source: Index, expert: Index) -> Index:
-        """Return the first row in h of a local expert's rows from `source`."""
+        """Return the first row in h of the rows from `source` for a local expert."""
         if (begin := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             begin = 0
             for any_source in range(self.world_size):
@@ -156,10 +158,10 @@ class _Combine(Draft):
 
 
 class _Sending(_Combine):
-    """A draft that computes the rows for each peer in a slot, and sends them in `chunks` parts, each for some of the experts.
+    """A draft that computes the rows for each peer in a slot (a block of rows), and sends the slot in parts.
 
-    pieces: (first expert, experts) of each part. Each part has a signal. A slot is reused only after its reader has
-        signaled that the whole slot is read. The reader signals this once per run, for any sizes.
+    pieces: (first expert, number of experts) of each part. Each part has a signal. A slot is reused only after its
+        reader has signaled that the whole slot is read. The reader signals this once per run, for any sizes.
     """
 
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
@@ -229,9 +231,10 @@ class _Sending(_Combine):
         return self.matmul(out, (self.first_in_h(source, expert), rows), expert)
 
     def send(self, distances: Sequence[int], chunk: int) -> None:
-        """Append the steps that send the results of experts `pieces[chunk]` to the ranks `distances` places after this rank.
+        """Append the steps that send the results of experts `pieces[chunk]`.
 
-        With by="kernel" one launch sends to all of them. With by="dma" the receiver's copy engine fetches the results.
+        distances: the receiving ranks, as distances after this rank in the ring. With by="kernel" one launch sends to
+            all of them. With by="dma" each receiver's copy engine fetches the results.
         """
         piece, first = self.pieces[chunk], self.pieces[chunk][0]
         numbers = {distance: (distance - 1) * len(self.pieces) + chunk for distance in distances}
@@ -272,7 +275,10 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Append a copy into y of the results from experts `piece` of the rank `distance` places before this rank."""
+        """Append the copy into y of the results that one rank computed with its experts `piece`.
+
+        distance: the rank is `distance` places before this rank in the ring.
+        """
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK

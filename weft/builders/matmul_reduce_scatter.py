@@ -71,8 +71,10 @@ def serial(p: MatmulReduceScatter) -> Schedule:
 
 @_builder()
 def scatter(p: MatmulReduceScatter) -> Schedule:
-    """Run the GEMM, then store each peer's rows in a slot on the peer, all on one lane. With up to `_TOGETHER` ranks, one
-    launch stores the rows of all peers. The first launch that stores rows also signals that this rank's slots are free.
+    """Run the GEMM, then store each peer's rows in a slot on the peer, all on one lane.
+
+    With up to `_TOGETHER` ranks, one launch stores the rows of all peers. The first launch that stores rows also tells
+    the peers that this rank's slots are free.
     """
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
@@ -98,12 +100,12 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 
 @_builder(chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
-    """Send each chunk to its owner.
+    """Send each chunk to the rank that owns its rows.
 
-    by: "store": the GEMM stores the chunk in the owner's slot. "dma", "kernel": a copy after the GEMM, by copy engine
-        or by kernel.
-    add: "gemm": the owner's GEMM waits for the arrived chunks and accumulates into them, chunk by chunk. "reduce": the owner's
-    GEMM does not wait, and a kernel reduces its product and the arrived chunks.
+    by: how chunks are sent. "store": the GEMM stores the chunk in the owner's slot. "dma", "kernel": a copy after the
+        GEMM, by copy engine or by kernel.
+    add: how the owner sums. "gemm": its GEMM waits for the arrived chunks and accumulates into them, chunk by chunk.
+        "reduce": its GEMM does not wait, and a kernel sums the GEMM's output and the arrived chunks.
     """
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
@@ -127,8 +129,10 @@ def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
 
 @_builder(chunks=(2, 4), by=("dma", "kernel"))
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Send sums around the ring in chunks. A chunk travels while the next chunk is computed. Each rank rounds the sum,
-    as in NCCL's ring.
+    """Send sums around the ring in chunks. A chunk travels while the next chunk is computed.
+
+    Each rank rounds the sum before it sends it, as in NCCL's ring. by: copy with copy engines ("dma") or kernels
+    ("kernel").
     """
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")

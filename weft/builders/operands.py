@@ -34,9 +34,10 @@ class Rows:
 
 
 class Operands:
-    """A draft for problem `p`, with a buffer for each tensor of the caller. Its methods handle x with and without scales.
+    """A draft for problem `p`, with a buffer for each tensor of the caller. Its methods handle x with and without
+    scales.
 
-    x: this rank's shard. ys: the results. gathered: the gathered x, or None if the caller does not need it.
+    x: this rank's shard. ys: the results. gathered: the buffer for the gathered x; None if the caller does not need it.
     """
 
     def __init__(self, name: str, p: AllGatherMatmul) -> None:
@@ -68,7 +69,7 @@ class Operands:
         return [self.d.buffer(f"rows{i}", count, y.cols, y.dtype, "scratch") for i, y in enumerate(self.ys)]
 
     def multiply(self, lane: LaneDraft, x: Part, i: int, y: Region) -> None:
-        """Append the GEMM y = x @ ws[i], for rows `x`, with scales and bias if the problem has them."""
+        """Append the GEMM y = x @ ws[i] for the rows `x`, with scales and bias if the problem has them."""
         scaled, weights = self.p.scaled, self.ws[i].part()
         if scaled is None:
             lane.matmul(y, x[0], weights)
@@ -83,7 +84,7 @@ class Operands:
 
 
 def copy_rows(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
-    """Append copies of rows of x and their scales."""
+    """Append the copies of rows of x, and of their scales if there are any."""
     for one, target in zip(src, dst, strict=True):
         lane.copy(one, target, by)
     return lane
@@ -106,9 +107,9 @@ def all_gather_matmul_operands(
 def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
     """Cut `extent` into pieces; return (first, count) of each. Raise `NotApplicableError` if a piece would be empty.
 
-    If `pieces` is a number, larger pieces come first. If `pieces` is a proportion, large pieces end at multiples of
-    WHOLE_TILES, because a few more rows would cost the GEMM another wave of tiles. what: the name of `extent` in the
-    error.
+    pieces: a number of nearly equal pieces, larger pieces first; or a proportion such as "2:1:1". Large pieces of a
+        proportion end at multiples of WHOLE_TILES, because a few more rows would cost the GEMM another wave of tiles.
+    what: the name of `extent` in the error.
     """
     if isinstance(pieces, str):
         parts = [*itertools.accumulate(map(int, pieces.split(":")), initial=0)]

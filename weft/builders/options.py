@@ -1,9 +1,9 @@
-"""Options that only some operators have: the keywords of `Problem.sized` after dtype, such as gather_dim.
+"""Options that only some operators have, such as gather_dim: the keywords of `Problem.sized` after dtype.
 
 Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
 bench`). Both are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types
-and None. Strings that do not match are refused, so no arbitrary string counts as True. A keyword with another
-annotation accepts only Python values, and its problem checks them.
+and None. Other strings are refused: for example, only some strings count as True. A keyword with another annotation
+accepts only Python values, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING = "none"
 
 
 def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a problem's `sized` that are options, with evaluated annotations."""
+    """Return the parameters of `sized`, a problem's class method, that are options, with evaluated annotations."""
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
 
 
@@ -90,10 +90,10 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if operator `op` does not have one of the options `given`. The text lists the options that
-    `op` has.
+    """Raise `ValueError` if operator `op` lacks one of the options `given`. The error lists the options that `op` has.
 
-    given: {name: value as text}. problems: the problem class of each operator, by name."""
+    given: {name: value as text}. problems: the problem class of each operator, by name.
+    """
     having = {name: _names(one) for name, one in problems.items()}
     unknown = given.keys() - having[op]
     if not unknown:
@@ -110,7 +110,9 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a union, with None last. If the annotation is not a union, return only the annotation."""
+    """Return the types in a union, with None last. For an annotation that is not a union, return a tuple of only the
+    annotation.
+    """
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -128,7 +130,10 @@ _VALUES = {
 
 
 def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
-    """Return a text for each allowed value or type. texts: the text of each type. show: prints the values of a Literal."""
+    """Return a text for each value or type in `wanted`.
+
+    texts: the text of each type. show: a function that prints a value of a Literal.
+    """
     found: list[str] = []
     for one in wanted:
         if get_origin(one) is Literal:

@@ -76,13 +76,11 @@ class PartialProducts:
         return split(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
-        """Declare a buffer `[count * m, n]`: one part of `m` rows for each of `count` ranks."""
+        """Declare a buffer `[count * m, n]`: `count` parts of `m` rows each."""
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows of `chunk` that rank `owner` owns; if `chunk` is None, the number of all rows that it
-        owns.
-        """
+        """Return the number of rows that rank `owner` owns of `chunk`; of all its rows if `chunk` is None."""
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
             return count
@@ -95,18 +93,22 @@ class PartialProducts:
         return first if self._own_rows else owner * self.m + first
 
     def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
-        """Return the region of `chunk` (None: of all rows) in part `number` of the buffer `parts` on rank `at`. owner: the
-        rank that owns the rows, and so determines their number.
+        """Return a region of the buffer `parts` on rank `at`: the rows of `chunk` in part `number`. chunk: None for all
+        rows.
+
+        owner: the rank that owns the rows, and so determines how many there are.
         """
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
 
     def following(self, rows: tuple[Index, Index]) -> list[Region]:
-        """Return the regions to add to these rows of the sum: the bias and the residual, if the problem has them."""
+        """Return the regions of bias and residual that are added to these rows of the sum, if the problem has them."""
         return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
 
     def following_part(self, chunk: Chunk | None) -> list[Region]:
-        """Return the regions of bias and residual to add to this rank's rows of `chunk`, or to all its rows."""
+        """Return the regions of bias and residual that are added to this rank's rows of `chunk`; to all its rows if
+        None.
+        """
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
@@ -115,16 +117,18 @@ class PartialProducts:
     ) -> LaneDraft:  # fmt: skip
         """Append the GEMM that computes this rank's contribution to rows of rank `owner`.
 
-        chunk: the rows; None for all. add: True to accumulate into `out`. to: a region that the GEMM adds to the product.
+        chunk: the rows; None for all. add: True to accumulate into `out`. to: a region whose elements the GEMM adds to
+            the product, if given.
         """
         return self._multiply(lane, out, (self.first_row(owner, chunk), self.rows(owner, chunk)), add, to)
 
     def multiply_tracked(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk, *told: Set, to: Region | None = None
     ) -> int:
-        """Append `multiply` as one tracked GEMM. Each tile performs the sets `told`. Return the number of tiles.
+        """Append `multiply` as one tracked GEMM, which signals finished tiles. Return the number of tiles.
 
-        All ranks must own equally many rows."""
+        told: the sets that each tile performs. All ranks must own equal numbers of rows.
+        """
         tiles = TrackedTiles(chunk[1], self.p.n, 1)
         rows, cols = tiles.rows, tiles.cols
 

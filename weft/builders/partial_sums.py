@@ -15,11 +15,10 @@ def mapped_sums(
     o: PartialProducts, out: OutputMap, y: Buffer, *, gemm: Gemm = "chunks", add: Add = "reduce", by: CopyBy = "dma",
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append to the draft of `o` the reduce-scatter that `out` describes. Return (first row, rows) of each chunk of a rank.
+    """Append to the draft of `o` the reduce-scatter that the output map `out` describes.
 
-    y: the buffer of this rank's rows of the sum.
-
-    For the other arguments see `weft.builders.output_map.steps.write`.
+    Return (first row, number of rows) of each chunk of a rank's rows. y: the buffer of this rank's rows of the sum. For
+    the other arguments see `weft.builders.output_map.steps.write`.
     """
     routes = routes_of("reduce_scatter", o.p.world_size, out.chunks, ((out.order, out.entries),))
     return write(o, routes, y, gemm=gemm, add=add, by=by, sender=sender, fetched=fetched)
@@ -28,7 +27,11 @@ def mapped_sums(
 def direct_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, by: By, add: Add, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Append a direct reduce-scatter with one GEMM per chunk. Return the chunks. y: the buffer of this rank's rows of the sum."""
+    """Append a direct reduce-scatter with a GEMM for each chunk. Return (first row, number of rows) of each chunk.
+
+    y: the buffer of this rank's rows of the sum. by, add: as in `weft.builders.matmul_reduce_scatter.direct`. fetched:
+        as in `weft.builders.output_map.steps.write`.
+    """
     sender: Sender = "store" if by == "store" else "dma"
     out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
     return mapped_sums(o, out, y, add=add, by="kernel" if by == "kernel" else "dma", fetched=fetched)
@@ -37,7 +40,11 @@ def direct_sums(
 def tracked_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, to: Sender, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Append a direct reduce-scatter with one tracked GEMM. Return the chunks. y: the buffer of this rank's rows of the sum."""
+    """Append a direct reduce-scatter with one tracked GEMM. Return (first row, number of rows) of each chunk.
+
+    y: the buffer of this rank's rows of the sum. to: as in `weft.builders.matmul_reduce_scatter.tracked`. fetched: as
+        in `weft.builders.output_map.steps.write`.
+    """
     if o.scaled is not None:
         raise NotApplicableError("the tracked GEMM does not support fp8: use direct[...] or scatter")
     if to == "store" and chunks > 1:

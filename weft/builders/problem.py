@@ -1,4 +1,4 @@
-"""Problems: the sizes and options of an operator's call, without a schedule. `weft.builders.registry` has the builders."""
+"""Problems: the sizes and options of an operator's call. `weft.builders.registry` has the builders of their schedules."""
 
 from __future__ import annotations
 
@@ -66,14 +66,18 @@ class Problem:
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(key, size). Problems with equal keys differ only in this size, and form a family.
+        """(key, size). Problems with equal keys form a family: they differ only in this size.
 
-        Schedules are selected for some sizes of each family (`weft.plan.nearby`). By default every problem is its own family."""
+        Schedules are selected for some sizes of each family (`weft.plan.nearby`). By default every problem is its own
+        family.
+        """
         return self, 0.0
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """The family for choices by measurement. Its problems may differ in more sizes than problems of `family`."""
+        """(key, size) of the family that is used for choices by measurement. Its problems may differ in more than one
+        size.
+        """
         return self.family
 
     def resized(self, size: float) -> Problem:
@@ -82,7 +86,7 @@ class Problem:
 
     @property
     def not_captured(self) -> str:
-        """The reason why a CUDA graph cannot capture any schedule of the problem; "" if a graph can."""
+        """The reason why no schedule of the problem can be captured in a CUDA graph; "" if schedules can."""
         return ""
 
     @property
@@ -94,10 +98,10 @@ class Problem:
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """A pair (problem, ratio). The problem takes about as long as this problem, but all its ranks do the same work.
-        `ratio` is its number of rows, divided by this problem's number of rows.
+        """(problem, ratio): a problem that takes about as long, but in which all ranks do the same work. None if none
+        is known.
 
-        None if there is no such problem, or if it is not known.
+        ratio: the number of rows of that problem, divided by the number of rows of this problem.
         """
         return None
 
@@ -111,8 +115,8 @@ class Problem:
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """True if `candidate` should be timed on machines without a model. Select few candidates, because each delays
-        the first call.
+        """True if `candidate` should be timed on machines without a model. Each such candidate delays the first call,
+        so few are.
         """
         return True
 

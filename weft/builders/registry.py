@@ -25,7 +25,7 @@ from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
-    """The error of a builder that has no schedule for a problem. The text is the reason, and is shown to users."""
+    """A builder's error: it has no schedule for the problem. The text is the reason, and is shown to users."""
 
 
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
@@ -110,13 +110,13 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 def named(problem: Problem, name: str) -> Candidate:
     """Return the candidate with this name, such as "shard[chunks=2,send=in_turn,by=dma]".
 
-    The name may have parameter values that the planner does not try: any number that is at least the smallest
-    registered number, or any proportion if a proportion is registered.
+    The name may have values that the planner does not try: any number that is at least the smallest registered number,
+    or any proportion if a proportion is registered.
 
-    Each candidate has exactly one spelling, because ranks compare the names of pinned schedules. A name lists
-    parameters in the order of registration, and omits parameters that have the default value. Raise `ValueError` for
-    any other spelling or an unknown name. The text has the right spelling, the reason, or the nearest names that
-    support `problem`.
+    Ranks compare the names of pinned schedules, so each candidate has exactly one spelling. A name lists parameters in
+    the order of registration, and omits parameters that have the default value. Raise `ValueError` for any other
+    spelling or an unknown name. The error gives the right spelling, the reason, or the nearest names that support
+    `problem`.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:

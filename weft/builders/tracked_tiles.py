@@ -17,10 +17,12 @@ class TrackedTiles:
 
     The GEMM computes one or more parts of shape [m, n]. Each part is cut into `chunks` chunks of whole row tiles.
 
-    order: for each chunk in the order of computation, its index within its part. Default: the chunks of one part, in order.
-
-    pieces: (first row, number of rows) of each chunk of a part. counts: the number of tiles of each chunk of a part.
-    extent: the number of tiles of all parts. rows, cols: (first, count) of the rows and columns of tile t within its part.
+    order: for each chunk, in the order of computation, its index within its part. Default: the chunks of one part, in
+        order.
+    pieces: (first row, number of rows) of each chunk of a part.
+    counts: the number of tiles of each chunk of a part.
+    extent: the number of tiles of all parts.
+    rows, cols: (first, count) of the rows and columns of tile t within its part.
     """
 
     def __init__(self, m: int, n: int, chunks: int, order: Sequence[int] | None = None) -> None:
@@ -49,5 +51,8 @@ class TrackedTiles:
         self.cols = width * col, lookup([min(width, n - width * j) for j in range(across)], col)
 
     def by_chunk(self, values: Sequence[int]) -> Index:
-        """Return the expression for the value of tile t's chunk. values: a value per chunk, in the order of computation."""
+        """Return the expression for the value that belongs to tile t's chunk.
+
+        values: a value for each chunk, in the order of computation.
+        """
         return lookup([values[chunk] for chunk in self._chunks], self._at)

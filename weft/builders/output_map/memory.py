@@ -18,11 +18,14 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 
 
 class SharedMemory:
-    """The buffers and signals that are the same on all ranks, and the last readers of slots.
+    """The buffers and signals of an output map's schedule, which are the same on all ranks, and the last readers of
+    slots.
 
-    A node is a pair (rank, place of a chunk).
+    A node is a pair (rank, place of a chunk). A place is a chunk's position in the output of all ranks
+    (`weft.builders.output_map.routes`). A slot is a part of the buffer `box` for a chunk from another rank. The buffer
+    `made` has chunks that this rank's GEMM stores for later steps. Buffers consist of parts of m rows.
 
-    m: the number of rows that a rank owns. Buffers consist of parts of m rows.
+    m: the number of rows that a rank owns.
     times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
     slots: for each node, the first part of `box` that is reserved for what other ranks send to the node.
     made_slots: for each node, the part of `made` for its product.
@@ -78,28 +81,28 @@ class SharedMemory:
         self._signals: dict[str, Signals] = {}
 
     def _by(self, rank: int, how: str) -> set[int]:
-        """Return the places of the chunks that a rank sends by remote_map or by dma_map. how: the name of the map
-        method.
-        """
+        """Return the places of the chunks that a rank sends by one method of the map. how: "remote_map" or "dma_map"."""
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of the credit signal, lane) for each lane that tells `rank` that the slots which `rank` fills are free.
+        """Return (index of the credit signal, lane) for each lane that frees slots which `rank` fills.
 
-        distance: the distance from `rank` to the rank that has these slots and lanes.
+        The signal tells `rank` that it may fill the slots again. distance: the distance in the ring from `rank` to the
+        rank that has the slots and the lanes.
         """
         return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
     def signals(self, name: str) -> Signals:
-        """Return the signals `name`; declare them at the first call."""
+        """Return the signals with this name. The first call declares them."""
         if name not in self._signals:
             self._signals[name] = self.d.signals(name, self._counts[name])
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """True if the GEMM stores this chunk in `made`, for sending or adding; False if the GEMM stores it in a slot or
-        in the result.
+        """True if the GEMM stores this chunk in `made`, from which another step sends or adds it.
+
+        False if the GEMM stores the chunk in a slot or in the result.
         """
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
@@ -131,9 +134,7 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the chunk has only one update, which is copied into the result, and the GEMM accumulates into the
-        copy.
-        """
+        """True if the chunk has only one update, and the update is copied into the result, where the GEMM accumulates."""
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
 

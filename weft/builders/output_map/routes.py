@@ -73,10 +73,12 @@ def routes_of(
 class Routes:
     """The evaluated maps of all ranks.
 
+    A map is evaluated when its expressions are replaced by numbers, for one rank.
+
     alike: True if ranks differ only by their position in the ring. Then only rank 0 is evaluated, and represents all
         ranks.
     order: for each evaluated rank, the places of its chunks, in the order of computation.
-    number: the inverse of `order`.
+    number: for each evaluated rank, {place: index in its `order`}.
     """
 
     def __init__(
@@ -141,12 +143,14 @@ class Routes:
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
-        """Return the entries of the map by which `rank` sends the chunk: (map method, target rank) of each."""
+        """Return (map method, target rank) of each send of the chunk at `place` by `rank`."""
         found = self._sends.get(self.representative(rank, place), ())
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
     def sources(self, rank: int, place: int) -> list[int]:
-        """Return the ranks that send a chunk to this place, starting with the nearest rank before this rank in the ring."""
+        """Return the ranks that send a chunk to (rank, place), starting with the nearest rank before `rank` in the
+        ring.
+        """
         found = self._sources.get(self.representative(rank, place), [])
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
 
@@ -201,8 +205,9 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return ({node: nodes that it waits for}, {node: its index in its rank's order of computation}). The index is 0 if the
-        rank does not compute the chunk.
+        """Return (before, least). before: {node: the nodes that it waits for}.
+
+        least: {node: its index in its rank's order of computation, or 0 if the rank does not compute the chunk}.
         """
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
@@ -224,7 +229,9 @@ class Routes:
         return [self._seen(-rank, place) for place in self.order[0]]
 
     def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if all ranks and places in the map are valid, and maps of different ranks are rotations of each other."""
+        """True if the map's ranks and places are valid, and are the same on all ranks relative to the rank that
+        evaluates them.
+        """
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
         return None not in distances
@@ -244,7 +251,7 @@ class Routes:
         return places
 
     def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return {place in the order of `rank`: its entries}, with their target ranks evaluated."""
+        """Return {place: the entries for its chunk} of `rank`, with target ranks evaluated."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -252,7 +259,10 @@ class Routes:
         return found
 
     def _seen_from(self, rank: int) -> list[tuple]:
-        """Return the entries of `rank` with ranks as distances from `rank`, so that ranks can be compared."""
+        """Return the entries of `rank`, with each rank replaced by its distance from `rank`.
+
+        If two ranks differ only by their position in the ring, their results are equal.
+        """
 
         def from_here(place: int) -> tuple[int, int]:
             return (self.owner(place) - rank) % self.world, place % self.per_rank
@@ -288,11 +298,11 @@ class Routes:
                 return ""
             if gather:
                 return (
-                    f"local({c}), but rank {owner} computes the chunk: use dma_map({c}, to=..., after=1), or "
-                    "remove the call if the chunk is not sent further"
+                    f"local({c}) is for chunks of this rank, but rank {owner} computes this chunk: use "
+                    f"dma_map({c}, to=..., after=1), or remove the call if the chunk is not sent further"
                 )
             return (
-                f"local({c}), but the chunk belongs to rank {owner}: use remote_map({c}, to=...) or "
+                f"local({c}) would keep the chunk here, but it belongs to rank {owner}: use remote_map({c}, to=...) or "
                 f"dma_map({c}, to=..., after=...)"
             )
         if not 0 <= to < self.world:
@@ -361,7 +371,9 @@ class Routes:
                     )  # fmt: skip
 
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
-        """Raise `ValueError` for a cycle of waits. waiting: {node: the nodes with unmet waits that it waits for}."""
+        """Raise `ValueError` for a cycle of waits. waiting: for each node in or behind a cycle, the nodes that it still
+        waits for.
+        """
         node, path = min(waiting), list[Node]()
         while node not in path:
             path.append(node)
@@ -395,8 +407,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
-    """Return {node: time}. A time is at least `least[node]`, and later than the times of the nodes that it waits for.
-    Nodes in cycles are omitted.
+    """Return {node: time}, with the earliest possible times. Nodes in cycles are omitted.
+
+    before: {node: the nodes that it waits for}. A time is at least `least[node]`, and later than the times of the nodes
+        in `before[node]`.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
@@ -414,17 +428,20 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
 
 
 def _from(rank: int, to: Index, world: int) -> int:
-    """Return the distance from `rank` to `to`. If `to` is not a rank, return `to`, which `_trouble` refuses later."""
+    """Return the distance in the ring from `rank` to `to`. If `to` is not a rank, return `to`, which `_trouble` refuses
+    later.
+    """
     number = int(to)
     return (number - rank) % world if 0 <= number < world else number
 
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the offset of `number` from the rank's first place, modulo `count`, if all ranks have the same offset.
+    """Return the difference between `number` and the evaluating rank's first place, modulo `count`.
 
-    number: a place (`count` = chunks), or a rank (`count` = world). Return None if the offset differs between ranks, or if
-    `number` is not below `count` on some rank.
+    number: a place, with `count` = the number of chunks; or a rank, with `count` = the number of ranks. A rank counts
+        as its own first place. Return None if the difference is not the same on all ranks, or if `number` is not in 0
+        .. count - 1 on some rank.
     """
     ranks = np.arange(world)
     try:

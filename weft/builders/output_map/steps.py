@@ -43,13 +43,16 @@ def write(
     o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append the steps of these routes to the draft of `o`. Return (first row, rows) of each chunk of a rank's rows.
+    """Append the steps of these routes to the draft of `o`. Return (first row, number of rows) of each chunk of a
+    rank's rows.
 
-    y: the buffer of this rank's result. sender: the name of the lanes of copy engines. fetched: an all-gather in which all ranks
-    copy the sums from `y`; its signals also release the slots.
+    y: the buffer of this rank's result. sender: the name of the lanes of copy engines. fetched: an all-gather by which
+        all ranks then copy the sums from `y`; its signals also release the slots. The other arguments are those of
+        `OutputMap.schedule`.
 
-    Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError` if there
-    are fewer rows than chunks."""
+    Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError`
+    if there are fewer rows than chunks.
+    """
     plan = SharedMemory(
         o, routes, y, gemm, add, by, [sender] if engines == 1 else [f"{sender} {i}" for i in range(engines)], fetched
     )
@@ -80,9 +83,10 @@ def _resource(lane: str) -> Resource:
 
 
 class _RankLanes:
-    """The lanes of one rank. `write` appends the steps of the rank to them.
+    """The lanes of one rank, to which `write` appends the steps of the rank.
 
-    at: a function that returns the expression for a rank's number: a constant, or relative to this rank."""
+    at: a function that returns the expression for a rank: a number, or a distance from the rank that runs the step.
+    """
 
     def __init__(
         self, plan: SharedMemory, rank: int, at: Callable[[int], Index], lane: Callable[[str, Resource], LaneDraft]
@@ -99,8 +103,8 @@ class _RankLanes:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Group the chunks that stay on this rank, so that one GEMM computes each group. Return {first chunk: chunks of
-        the group}.
+        """Return {first chunk: chunks of the group}: the groups of chunks that stay on this rank. One GEMM computes a
+        group.
 
         Adjacent chunks are grouped if no GEMM waits for an arriving chunk and peers are not signaled chunk by chunk.
         """
@@ -221,7 +225,9 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Append the signal to all ranks that a chunk of this rank's sums is complete; nothing without `fetched`."""
+        """Append the signal to all ranks that a chunk of this rank's sums is complete. Append nothing without
+        `fetched`.
+        """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
@@ -293,12 +299,12 @@ class _RankLanes:
                 self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Append a wait until the slots on rank `to` are free, once per lane.
+        """Append a wait until this rank may fill the slots on rank `to`, once per lane.
 
-        If GEMMs fill some of the slots, only the lane `compute` waits for the credit. If two lanes waited, the reader
-        could signal again before the second lane sees the first signal. Lanes that forward chunks wait instead for the
-        signal `opened`, which `compute` sets after its wait. Lanes that send output of GEMMs need no wait, because they
-        run after the GEMMs.
+        If GEMMs fill some of the slots, only the lane `compute` waits for the credit signal of `to`. If two lanes
+        waited, `to` could signal again before the second lane sees the first signal. Lanes that forward chunks wait
+        instead for the signal `opened`, which `compute` sets after its wait. Lanes that send output of GEMMs need no
+        wait, because they run after the GEMMs.
         """
         if (lane.name, to) in self._opened:
             return
@@ -333,8 +339,8 @@ class _RankLanes:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """Append a wait until the chunk from the nth source has arrived. If a tracked GEMM stores the chunk, wait for
-        all its tiles.
+        """Append a wait until the chunk from the nth source has arrived. If a tracked GEMM stores it, wait for all its
+        tiles.
         """
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]

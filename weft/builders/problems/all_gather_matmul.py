@@ -16,7 +16,7 @@ SCALED_MULTIPLE = 16
 
 
 def require_multiple(name: str, size: int) -> None:
-    """Raise `ValueError` for a size that fp8 GEMMs do not accept."""
+    """Raise `ValueError` if `size` is not a positive multiple that fp8 GEMMs accept. name: its name in the error."""
     if size < 1 or size % SCALED_MULTIPLE:
         below = size - size % SCALED_MULTIPLE
         nearest = f"{below} or {below + SCALED_MULTIPLE}" if below else f"{SCALED_MULTIPLE}"
@@ -27,12 +27,15 @@ def require_multiple(name: str, size: int) -> None:
 class Scaled:
     """fp8 operands with fp32 scales: ys[i] = (x * x_scale) @ (ws[i] * w_scale[i]) + bias[i].
 
-    by: "tensor": one scale per matrix; each rank applies its own x_scale to all of x. "row": a scale for each row of x and each
-    column of a weight. out: the dtype of each y. biased: for each y, True if it has a bias. fast: for each y, True for cuBLAS's
-    fast accumulation, which is less accurate.
+    by: "tensor": one scale for each matrix; each rank applies its own x_scale to all of x. "row": a scale for each row
+        of x and each column of a weight.
+    out: the dtype of each y.
+    biased: for each y, True if it has a bias.
+    fast: for each y, True for cuBLAS's fast accumulation, which is less accurate.
 
-    Input buffers in addition to the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or
-    [1, n[i]], and for each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
+    The operator has these input buffers in addition: x_scale [1, 1] or [rows[rank], 1]; w_scale0, w_scale1, ... [1, 1]
+    or [1, n[i]]; and for each biased y bias0, bias1, ... [1, n[i]]. The dtype of a bias is that of its y, or bf16 if y
+    is fp8.
     """
 
     by: Literal["tensor", "row"]
@@ -136,14 +139,18 @@ class AllGatherMatmul(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(the problem without M, the rows of a shard). A problem with uneven shards is its own family."""
+        """(key, size): the key is the problem without M, the size is the number of rows of a shard.
+
+        A problem with uneven shards is its own family.
+        """
         if len(set(self.rows)) > 1:
             return self, 0.0
         return replace(self, rows=(1,) * self.world_size), float(self.rows[0])
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """A pair: (the problem without M, True if shards are uneven), and the number of rows of the largest shard.
+        """(key, size): the key is (the problem without M, True if shards are uneven). The size is the rows of the
+        largest shard.
 
         Uneven shards are measured separately, because they have other schedules.
         """

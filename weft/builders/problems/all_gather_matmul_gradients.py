@@ -12,7 +12,10 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class AllGatherMatmulGradients(RowsProblem):
-    """grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i; grad_wt_i = gt_i @ x, with x gathered.
+    """All gradients of all-gather + GEMM. x is the gathered input, g_i is the gradient of y_i.
+
+        grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i
+        grad_wt_i = gt_i @ x
 
     Input buffers: x_shard [m / ranks, k]; the gradients g0, g1, ... [m, n[i]], and their transposes gt0, gt1, ...
     [n[i], m]; the transposed weights wt0, wt1, ... [n[i], k]. Output buffers: grad_x [m / ranks, k], grad_wt0,

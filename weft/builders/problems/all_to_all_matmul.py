@@ -16,7 +16,8 @@ class AllToAllMatmul(ExpertsProblem):
     """MoE dispatch: send every token to the rank of its expert, and multiply it there by the expert's weights.
 
     exact: True if y has exactly as many rows as arrive, so that the CPU must read their number; False if y may have
-        more rows. return_x: True to return the tokens that arrive too.
+        more rows.
+    return_x: True to return the arrived tokens too.
 
     Buffers. The last three are outputs (x only with return_x):
 
@@ -24,7 +25,7 @@ class AllToAllMatmul(ExpertsProblem):
         splits    [1, experts of all] int64    this rank's tokens for each expert
         w         [experts * k, n]             one expert below the other
         y         [rows that arrive, n]        by expert, and then by source rank
-        received  [ranks, experts] int64       the number of these rows
+        received  [ranks, experts] int64       the number of rows that arrive from each rank for each local expert
         x         [rows that arrive, k]        by source rank, and then by expert
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
@@ -54,12 +55,11 @@ class AllToAllMatmul(ExpertsProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return False for `ficco_2d` with 16-bit dtypes and more than 8 ranks, and for schedules with W pieces on more
-        than 32 ranks.
+        """Return False for schedules that would be inaccurate, or slow to plan.
 
-        `ficco_2d` rounds at every step, which costs too much accuracy in 16 bits. On many ranks, schedules with W
-        pieces send thousands of small pieces, and planning them takes longer than planning all other schedules
-        together.
+        `ficco_2d` rounds at every step, which costs too much accuracy with 16-bit dtypes on more than 8 ranks.
+        Schedules that cut tokens into W pieces for W ranks are not used on more than 32 ranks. They would send
+        thousands of small pieces, and planning them takes longer than planning all other schedules together.
         """
         if candidate.pieces_grow and self.world_size > 32:
             return False

@@ -17,10 +17,12 @@ _MOST_SAMPLES = 1024  # larger batches use the schedule that is selected for thi
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAllToAll(Problem):
-    """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one rank.
+    """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one
+    rank.
 
-    slots: for each rank, a pair (first column in `out`, number of columns) per table of the rank, in ascending order of
-        columns. rows_read: the average number of rows per bag of each slot, in the same order; (): one row per bag.
+    slots: for each rank, a pair (first column in `out`, number of columns) for each of its tables, in ascending order
+        of columns.
+    rows_read: the average number of rows per bag of each slot, in the same order; (): one row per bag.
 
     Buffers:
 
@@ -30,7 +32,7 @@ class EmbeddingAllToAll(Problem):
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
-    Systems", III.
+        Systems", III.
 
     Builders: `weft.builders.embedding_all_to_all`.
     """

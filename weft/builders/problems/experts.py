@@ -16,11 +16,14 @@ _MOST_EXPERTS = 1 << 16  # for more experts it takes minutes to build the schedu
 class ExpertsProblem(Problem):
     """The base class of problems with experts (MoE).
 
-    experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
+    experts: the number of experts on each rank.
+    rows: the number of tokens of each rank.
+    n, k: columns and rows of an expert's weights.
     splits: for each rank, the expected number of its tokens for each expert of all ranks. The actual numbers are known
-        only at run time. An empty tuple means equal numbers for all experts. most: the largest number of tokens that a
-        rank may send to the experts of one peer. exact: True if the CPU reads the number of rows of the result, False
-        if the caller passes it, so that the CPU does not wait.
+        only at run time. An empty tuple means equal numbers for all experts.
+    most: the largest number of tokens that a rank may send to the experts of one peer.
+    exact: True if the CPU reads the number of rows of the result. False if the caller passes the number, so that the
+        CPU does not wait.
     """
 
     world_size: int
@@ -63,8 +66,8 @@ class ExpertsProblem(Problem):
             )
 
     def __str__(self) -> str:
-        """Return the repr without `return_x` if it is False, and without `splits` if they are even: `splits` has an
-        entry per expert.
+        """Return the repr, without `return_x` if False, and without `splits` if even, because `splits` has an entry per
+        expert.
         """
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))

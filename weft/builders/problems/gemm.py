@@ -28,8 +28,9 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Two values: the problem with the number of parts as M, so that it does not depend on M, and the number of rows of a
-        part, rounded up.
+        """(key, size): the key is the problem with M replaced by the number of parts, so that it does not depend on M.
+
+        The size is the number of rows of a part, rounded up.
         """
         return replace(self, m=self.parts), float(-(-self.m // self.parts))
 

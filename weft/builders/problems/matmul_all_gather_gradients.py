@@ -12,7 +12,9 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllGatherGradients(MatmulAllGather):
-    """grad_x = own @ wt and grad_w = xt @ own, where `own` is this rank's block of the sum of g over all ranks.
+    """Both gradients of GEMM + all-gather: grad_x = own @ wt and grad_w = xt @ own.
+
+    g is the gradient of the result on each rank, and `own` is this rank's block of the sum of g over all ranks.
 
     Input buffers: g [ranks * m, n], or with `columns` [m, ranks * n]; the transposed x and w: xt [k, m] and wt [n, k].
     Output buffers: grad_x [m, k] and grad_w [k, n].

@@ -17,12 +17,14 @@ class MatmulAllReduce(GemmProblem):
     """y = sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual. Optionally also the RMSNorm of
     y.
 
-    normed = y / sqrt(mean(y^2 over a row) + eps) * norm. bias, residual: True to add it. eps: the norm's epsilon; None
-    for no norm.
+        normed = y / sqrt(mean(y^2 over a row) + eps) * norm
 
-    Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
-    Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and
-    all-gather), 7.3 (small M: generative inference), 7.6 (following operators).
+    bias, residual: True to add it. eps: the norm's epsilon; None for no norm.
+
+    Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce
+        as reduce-scatter and all-gather), 7.3 (small M: generative inference), 7.6 (following operators).
 
     Builders: `weft.builders.matmul_all_reduce`.
     """

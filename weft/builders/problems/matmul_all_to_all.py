@@ -14,13 +14,13 @@ from weft.words import counted
 class MatmulAllToAll(ExpertsProblem):
     """MoE combine: multiply the received rows by their experts' weights, and return every row to the rank that sent it.
 
-    exact: True if the CPU reads the number of rows of the result. False if the caller passes a number, so that the CPU
-        does not wait.
+    exact: True if the CPU reads the number of rows of the result. False if the caller passes the number, so that the
+        CPU does not wait.
 
     Buffers. The last is the output:
 
         h         [rows that arrived, k]       by local expert, and then by source rank
-        received  [ranks, experts] int64       the number of these rows
+        received  [ranks, experts] int64       the number of rows that arrived from each rank for each local expert
         splits    [1, experts of all] int64    this rank's tokens for each expert
         w         [experts * k, n]             one expert below the other
         y         [rows[rank], n]              in the order of this rank's tokens, by expert

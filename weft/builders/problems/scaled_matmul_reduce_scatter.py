@@ -15,9 +15,11 @@ from weft.words import counted
 class ScaledMatmulReduceScatter(MatmulReduceScatter):
     """y = this rank's rows of the sum of all ranks' (x * its scales) @ (w * its scales) + bias.
 
-    x and w are fp8. The products are sent and reduced in `dtype`. by: "tensor": one scale for x and one for w. "row": a scale for
-    each row of x and each column of w. biased: True if each rank's product has a bias. fast: True for cuBLAS's fast accumulation,
-    which is less accurate.
+    x and w are fp8. The products are sent and reduced in `dtype`.
+
+    by: "tensor": one scale for x and one for w. "row": a scale for each row of x and each column of w.
+    biased: True if each rank's product has a bias.
+    fast: True for cuBLAS's fast accumulation, which is less accurate.
 
     Input buffers: x [m, k], w [k, n]; x_scale [1, 1] or [m, 1] and w_scale [1, 1] or [1, n], in fp32; with `biased`
     bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: the paper of `MatmulReduceScatter`, which has no
@@ -49,7 +51,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @property
     def scaled(self) -> Scaled:
-        """The scaling of the GEMM, in the form that all problems with scaled GEMMs share."""
+        """The scales, biases and dtypes of the GEMM as a `Scaled`, which all problems with scaled GEMMs have."""
         return Scaled(self.by, (self.dtype,), (self.biased,), (self.fast,))
 
     @property
