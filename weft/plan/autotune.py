@@ -1,9 +1,10 @@
 """Autotuning: run the most promising candidates, and choose the fastest by the slowest rank's times.
 
 Candidates alternate, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median. Times
-are cached in memory and on disk. The key consists of the machine, the versions, and the schedules of builders outside
-weft, because such builders change without a new version. Cached times are used only if all ranks have them, because
-either all ranks must measure, or no rank.
+are cached in memory and on disk. The cache key consists of the machine, the versions, and the schedules of users'
+builders, because such builders change without a new version of weft.
+
+Either all ranks measure, or no rank measures. So cached times are used only if all ranks have them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _known: dict[str, dict[str, float]] = {}
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
     """Return the `count` candidates with the fastest predictions, and the candidates of the builders in `_ALWAYS`.
 
-    The fastest do not include candidates that round at every step (`Row.rough`) or, in mode "graph", cannot be
-    captured.
+    Candidates that round at every step (`Row.rough`) do not count among the fastest. In mode "graph", neither do
+    candidates that cannot be captured.
     """
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
@@ -66,7 +67,7 @@ def autotune(
         rounds: how often each candidate runs.
     """
     if rounds < 1 or not candidates:
-        raise ValueError(f"rounds={rounds}, {len(candidates)} candidates: there must be at least 1 of each")
+        raise ValueError(f"rounds={rounds}, {len(candidates)} candidates: pass at least 1 round and 1 candidate")
     names = [candidate.name for candidate in candidates]
     found = remembered(problem, machine, mode)
     missing = any(name not in found for name in names)
@@ -101,8 +102,9 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
 
 
 def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
-    """Return the times that `autotune` cached; empty without a file. Raise `UnreadableError` for a broken or edited
-    file.
+    """Return the times that `autotune` cached in this file; {} if there is no file.
+
+    Raise `UnreadableError` for a broken or edited file. key: the cache key that the file must contain.
     """
     content = store.read(path)
     if content is None:
@@ -117,11 +119,10 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`; None if serial was not
-    measured.
+    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`.
 
-    If no graph was timed, mode "graph" uses the times of "queued" calls: the work is the same, and in both modes the
-    CPU does not delay the device.
+    Return None if serial was not measured. If no graph was timed, mode "graph" uses the times of "queued" calls: the
+    work is the same, and in both modes the CPU does not delay the device.
     """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:
@@ -134,7 +135,7 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
-    """True if the builder of `candidate` is a user's, so that weft's version does not identify it."""
+    """True if the builder of `candidate` is a user's, not weft's."""
     return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
 
 
@@ -160,7 +161,7 @@ def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _made_outside(problem: Problem, builders: tuple[tuple[str, Callable[..., Schedule]], ...]) -> str:
-    """Return a digest of the schedules of users' builders; "" if there are none."""
+    """Return a hash of the schedules that users' builders return for `problem`; "" if there are none."""
     made = []
     for candidate in candidates_from_outside(problem):
         with contextlib.suppress(NotApplicableError):

@@ -61,30 +61,35 @@ class Measure(Protocol):
         """Return the CPU time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """Return the time of one of several consecutive copies of `count` bytes to a peer by copy engine, while all
-        ranks copy.
+        """Return the time of each of several consecutive copies of `count` bytes to a peer by copy engine.
+
+        All ranks copy at the same time.
         """
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""
+        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes. The source rows are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        """Return the time of a copy by weft's copy kernel, including the launch. put: store to a peer; otherwise load
-        from a peer.
+        """Return the time of a copy of `count` bytes by weft's copy kernel, including the launch.
+
+        put: True to store to a peer, False to load from a peer.
         """
 
     def all_gather_us(self, count: int) -> float:
         """Return the time of an NCCL all-gather in which every rank receives `count` bytes from its peers."""
 
     def signal_us(self, remote: bool) -> float:
-        """Return the time from a set of a signal to the end of the wait. remote: another rank waits; otherwise another
-        lane of this rank.
+        """Return the time from a set of a signal to the end of the wait for the signal.
+
+        remote: True if another rank waits, False if another lane of this rank waits.
         """
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
     ) -> tuple[float, float]:
-        """Return (time of the GEMM, bytes/us of each copy) while every rank continuously copies to a peer."""
+        """Return (time of the GEMM, bytes/us of each copy) while every rank continuously copies to a peer. by: what
+        copies.
+        """
 
 
 @dataclass(frozen=True)
@@ -278,9 +283,10 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """Measure how much concurrent copies slow down a GEMM: the largest GEMM with M = N = K that takes at most 20 ms.
+    """Measure how much concurrent copies slow down a GEMM.
 
-    Return (the field `Calibration.beside`, {GEMM: its time alone}).
+    The GEMM is the largest with M = N = K that takes at most 20 ms. Return (value of the field `Calibration.beside`,
+    {GEMM: its time without copies}).
     """
     say("a GEMM concurrent with copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])

@@ -231,7 +231,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _clearly(row: Row) -> float:
-    """Return the fraction of serial's time by which a schedule must beat serial."""
+    """Return the margin by which the time of `row` must be shorter than serial's, as a fraction of serial's time."""
     if row.measured_us is not None:
         return CLEARLY
     if row.candidate.builder in ("chunked", "tracked"):
@@ -240,11 +240,12 @@ def _clearly(row: Row) -> float:
 
 
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
-    """Return the microseconds by which `row` must beat serial.
+    """Return the margin by which the time of `row` must be shorter than serial's, in us.
 
-    If only serial waits on the CPU for sizes, serial is not the safe choice: in a loop of calls the device waits for
-    the CPU. On H100s these waits took 7% of the time (MxNxK = 1204x14336x30336, 32 experts). The margin is then smaller
-    by serial's CPU time.
+    Usually the margin protects against prediction errors, because serial is the safe choice. If in serial the CPU waits
+    for sizes, and in `row` it does not, serial is not safe: in a loop of calls the device would wait for the CPU. On
+    H100s these waits took 7% of the time (MxNxK = 1204x14336x30336, 32 experts). So serial's CPU time is subtracted
+    from the margin.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -253,7 +254,7 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
 
 
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
-    """Return the reason why no candidate may replace serial."""
+    """Return the reasons why no candidate except serial can be chosen, as a phrase."""
     if measured:
         return "no other candidate was measured"
     reasons = {
@@ -267,8 +268,9 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
 
 
 def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
-    """Return a note on the fastest candidate that was rejected for its CPU time; "" if it is not faster than the
-    choice.
+    """Return a note on the fastest candidate that was rejected because of its CPU time.
+
+    Return "" if no such candidate is faster than the chosen schedule.
     """
     if serial is None or chosen.us is None:
         return ""
@@ -296,9 +298,9 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    False if a prediction error of `CLEARLY_US` could make `row` slower than serial by more than `SPARED`. If weft's
-    kernels compute the GEMMs of `row`, the error may be larger: then serial's CPU time must be more than half of its
-    device time.
+    False if an error of `CLEARLY_US` in the prediction would be more than the fraction `SPARED` of serial's time. If
+    weft's kernels compute the GEMMs of `row`, the error may be larger. Then serial's CPU time must also be more than
+    half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None
@@ -307,7 +309,10 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (the simplest of the rows that are predicted to be as fast as `fastest`, a phrase with this reason)."""
+    """Return (row, reason): the simplest of the rows whose times are about as short as that of `fastest`.
+
+    If times are measured, the row is `fastest`. The reason is a phrase.
+    """
     if measured:
         return fastest, "is the fastest"
     least_us = fastest.us or 0.0

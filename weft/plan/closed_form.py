@@ -96,8 +96,8 @@ def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
 
 
 class _Clock:
-    """The time of a rank's compute lane. Until `busy_until`, the end of the copies, work takes `slowdown` times as
-    long.
+    """The current time of a rank's compute lane. Until `busy_until`, when all copies have ended, work takes `slowdown`
+    times as long.
     """
 
     def __init__(self, busy_until: float, slowdown: float) -> None:
@@ -112,7 +112,7 @@ class _Clock:
 
 
 def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
-    """Return (time of a copy of `count` bytes to all peers at once, slowdown of concurrent GEMMs).
+    """Return (time in us of a copy of `count` bytes to all peers at once, slowdown of concurrent GEMMs).
 
     rows: the number of rows of a two-dimensional copy, each of which takes additional time; 0 for a contiguous copy.
     """
@@ -124,8 +124,9 @@ def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, fl
 
 
 def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, update: bool) -> float:
-    """Return the total time of GEMMs [m, k] @ [k, width] for each width, with launches. update: True if the GEMMs
-    accumulate.
+    """Return the total time in us of a GEMM [m, k] @ [k, width] for each of `widths`, with launches.
+
+    update: True if the GEMMs accumulate into their output.
     """
     us = 0.0
     for n in widths:
@@ -137,7 +138,8 @@ def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, u
 
 
 def _moves_us(model: Model, parts: int, counts: Sequence[int]) -> float:
-    """Return the total time of copy kernels within a GPU, one after the other.
+    """Return the total time in us of copy kernels within a GPU, one after the other.
 
-    counts: the bytes of a part, for each kernel. Each kernel copies `parts` parts of that size."""
+    counts: for each kernel, the bytes of each part that it copies. parts: the number of parts of each kernel.
+    """
     return sum(model.launch_us + 2 * parts * count / model.hbm_bytes_per_us for count in counts)

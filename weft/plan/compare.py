@@ -87,7 +87,9 @@ class Comparison:
         ]  # fmt: skip
 
     def left_out(self) -> list[str]:
-        """Return a line for each reason why schedules have no time, with these schedules."""
+        """Return lines on the schedules that have no time. Each line has a reason and the schedules to which it
+        applies.
+        """
         by_reason: dict[str, list[str]] = {}
         for row in self.rows:
             if row.us is None:

@@ -71,7 +71,7 @@ class Explanation:
 
     @property
     def only_asked_for(self) -> bool:
-        """True if the choice was never timed on GPUs. Calls on GPUs then use it only if it is pinned or with
+        """True if the chosen schedule was never timed on GPUs. Calls on GPUs use it only if it is pinned, or with
         "autotune".
         """
         return not self.choice.problem.tried_on_gpus and self.choice.candidate.name != "serial"

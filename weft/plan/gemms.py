@@ -47,7 +47,8 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
     """Return the undivided GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
 
-    Times for all sizes of the problem family are derived from these. Return () if weft's own kernels compute the GEMMs.
+    The model derives the times of GEMMs for all sizes of the problem family from the times of these. Return () if
+    weft's own kernels compute the GEMMs.
     """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
@@ -132,8 +133,11 @@ def informed(model: Model, machine: str) -> Model:
 
 
 def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
-    """Return the times of GEMMs in sustained work. Pieces of a long GEMM run back to back, so they are slowed like the
-    GEMM.
+    """Return the measured times, multiplied by the slowdown of sustained work if the GEMM or a GEMM that it is part of
+    is long.
+
+    Pieces of a long GEMM run back to back, so they are slowed like the whole GEMM. sustained: the slowdown of long
+    GEMMs.
     """
     alike: dict[
         tuple[object, ...], list[tuple[int, float]]

@@ -57,8 +57,9 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
 
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
-    """Return (schedule for the machine of this name, ""), or (None, reason) if the heuristic has no choice that
-    supports `problem`.
+    """Return (schedule, "") for the machine of this name, or (None, reason).
+
+    The reason says why the heuristic has no choice, or why its choice does not support `problem`.
     """
     try:
         pick = static_pick(problem, _machine(machine_name))

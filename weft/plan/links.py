@@ -44,7 +44,7 @@ def _read(hosts: tuple[str, ...], links: tuple[tuple[str, str, float, float], ..
 
 
 def name_of(hosts: Sequence[str]) -> str:
-    """Return a name of these hosts that fits into a file's name, however many they are."""
+    """Return a short name for this list of hosts, for use in a file name."""
     return f"hosts {hashlib.sha256(repr(list(hosts)).encode()).hexdigest()[:16]}"
 
 

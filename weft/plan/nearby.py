@@ -45,8 +45,8 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If a long schedule is clearly the fastest in one mode, the other modes are not planned, because modes differ by only
-    a few microseconds per run.
+    If a long schedule is clearly the fastest in the first mode, the other modes take it too, without planning: times in
+    different modes differ by only a few microseconds per run.
     """
     found: list[Choice] = []
     for mode in modes:
@@ -82,10 +82,11 @@ def typical(problem: Problem) -> Problem:
 
 
 def between(known: Mapping[int, T], here: int) -> T | None:
-    """Return the choice of the nearest planned buckets below and above `here`, if both are the same; otherwise None.
+    """Return the choice of the nearest planned buckets below and above bucket `here`, if both have the same; otherwise
+    None.
 
-    If the times of two schedules are linear in the number of rows, the faster schedule changes at most once. So the
-    choice is the same between two buckets with the same choice.
+    known: {bucket: its choice}. If the times of two schedules are linear in the number of rows, the faster schedule
+        changes at most once. So buckets between two buckets with the same choice have this choice too.
     """
     below = max((one for one in known if one <= here), default=None)
     above = min((one for one in known if one >= here), default=None)
@@ -99,8 +100,9 @@ def names_near(
 ) -> tuple[str, ...]:
     """Return the name of the schedule for `problem` in each of `modes`.
 
-    base: the model without the GEMMs that this process has timed. It is the cache key, so choices stay valid when more
-        GEMMs are timed. itself: True to choose for exactly this size, not for its bucket.
+    base: the model without the GEMMs that this process has timed. `base` is the cache key, so choices stay valid when
+        more GEMMs are timed.
+    itself: True to choose for exactly this size, not for its bucket.
     """
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
@@ -126,9 +128,9 @@ def names_near(
 
 
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
-    """Return the name of the schedule for `problem`: the name in `choice`, which was made for the bucket's middle size.
+    """Return the name of the schedule for `problem`, given the `choice` for the middle size of its bucket.
 
-    If serial is faster than the chosen schedule at this size, choose for this size instead.
+    If serial is faster than the chosen schedule at this size, choose among `contenders` for this size instead.
     """
     name = choice.candidate.name
     if name == "serial" or problem == choice.problem:

@@ -52,10 +52,9 @@ pinned_around: Callable[[], str | None] = _pinned.get
 
 
 def pinned(given: object = None) -> str | None:
-    """Return an operator's `schedule` argument. If the argument is None, return the schedule of the innermost enclosing
-    `use`.
+    """Return the name of the pinned schedule: `given`, or if `given` is None, that of the innermost enclosing `use`.
 
-    Raise `ValueError` if the argument is not a string.
+    given: an operator's `schedule` argument. Raise `ValueError` if it is neither a string nor None.
     """
     name = _pinned.get() if given is None else given
     if name is None or isinstance(name, str):

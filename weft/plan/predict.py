@@ -1,14 +1,20 @@
 """Predictions: the time of each candidate on the model of a machine.
 
-A prediction depends on the mode. "queued": one of several consecutive runs. "graph": the same, but collectives and the
-end of a run take longer. "single": a run on idle devices, with the CPU time of each step. If the CPU reads sizes in
-every run, a run takes at least the CPU time to issue it.
+A prediction depends on the mode:
+
+    queued   a run among several consecutive runs
+    graph    as queued, but collectives and the end of a run take longer
+    single   a run on idle devices, with the CPU time of each step
+
+If the CPU reads sizes in every run, a run takes at least the CPU time to issue it.
 
 Every schedule is built, but not every schedule is simulated. A run takes at least as long as the steps of any lane,
 each timed alone. A single run takes at least the CPU time of all steps. Schedules are simulated in the order of this
 lower bound. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far. Equal schedules with
-different names are simulated once. The schedules of the latest problem are cached, because a problem is usually planned
-several times: for calls and for graphs, before and after its GEMMs are measured.
+different names are simulated once.
+
+The schedules of the latest problem are cached, because a problem is usually planned several times: for calls and for
+graphs, before and after its GEMMs are measured.
 """
 
 from __future__ import annotations
@@ -65,9 +71,10 @@ call).
 
 @dataclass(frozen=True)
 class Row:
-    """The results for a candidate.
+    """The results for one candidate.
 
-    If there is no predicted time, `why_not` has the reason: the candidate has no schedule, or cannot be the fastest.
+    If there is no predicted time, `why_not` has the reason: the candidate has no schedule for the problem, or cannot be
+    the fastest.
     """
 
     candidate: Candidate
@@ -139,7 +146,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A step without the offsets of its regions: the properties that determine its cost."""
+    """A step and the sizes of its operands, without offsets: what determines the step's cost."""
 
     step: Step
     operands: tuple[Operand, ...]
@@ -147,9 +154,9 @@ class _Priced:
 
 @dataclass(frozen=True)
 class _Built:
-    """A candidate with its schedule. Without a schedule, `row.why_not` has the reason.
+    """A candidate with its schedule. If it has no schedule, `row.why_not` has the reason.
 
-    lanes: for each lane of a rank, {step: number of occurrences}. even: True if sizes are known to be equal on all
+    lanes: for each lane of rank 0, {step: number of occurrences}. even: True if sizes are known to be equal on all
         ranks.
     """
 
@@ -305,13 +312,13 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
 
 
 def _stages(step: Step) -> bool:
-    """True if the step is a tile kernel whose inner steps compute and copy, or multiply and set signals."""
+    """True if the step is a tile kernel whose tiles compute and copy, or multiply and set signals."""
     kinds = {inner.kind for inner in step.inner if step.tile_kernel}
     return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
 
 
 class _Counts:
-    """The number of occurrences of each distinct step in the lanes of rank 0, without empty steps.
+    """The number of occurrences of each distinct step in the lanes of rank 0. Steps on empty regions are not counted.
 
     Most steps have the same few sizes, and each size is evaluated once.
     """
@@ -343,7 +350,7 @@ class _Counts:
         return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
 
     def _priced(self, step: Step, values: Values) -> _Priced | None:
-        """Return the step without its offsets; None if it is empty."""
+        """Return the step as a `_Priced`; None if it has nothing to do."""
         if values is not self._values:
             return self._in_numbers(step, values)
         key = key_of(step)
@@ -456,10 +463,12 @@ def _lanes_us(built: _Built, model: Model) -> float:
 
     Latencies of copies by kernel are not included, because one kernel may do several copies.
 
-    For more than `_MANY_RANKS` ranks, the bound is at least the time for which a kind of resource, such as links, is busy.
-    Each rank has one resource of each kind, and steps of rank 0 may also use resources of other ranks. If sizes are equal on all
-    ranks (`built.even`), all ranks behave alike. So each resource of a kind is busy, on average, for the sum of all uses of the
-    kind by rank 0. Otherwise only rank 0's uses of its own resources are summed.
+    For more than `_MANY_RANKS` ranks, the bound is at least the time for which a kind of resource, such as links, is
+    busy. Each rank has one resource of each kind, and steps of rank 0 may also use resources of other ranks.
+
+    If sizes are equal on all ranks (`built.even`), all ranks behave alike. So each resource of a kind is busy, on
+    average, for the sum of all uses of the kind by rank 0. Otherwise only rank 0's uses of its own resources are
+    summed.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

@@ -78,7 +78,7 @@ def none_or(check: Check) -> Check:
 
 
 def rows_of(*cells: Check) -> Check:
-    """Return a check for a list of rows, each of which is a list that passes the checks `cells`, one per element."""
+    """Return a check for a list of rows. Each row must be a list whose elements pass the checks `cells`, one for each."""
 
     def check(found: Any) -> bool:
         return isinstance(found, list) and all(

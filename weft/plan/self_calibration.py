@@ -74,7 +74,11 @@ class SelfCalibration:
     host_step_us: float | None = None
 
     def apply(self, base: Model) -> Applied:
-        """Return `base`, a model of derived numbers, with the measured numbers that are close to the derived numbers."""
+        """Return `base` with the measured numbers that are close to its derived numbers, and lists of used and dropped
+        numbers.
+
+        base: a model of derived numbers.
+        """
         model, used, dropped = base, list[str](), list[str]()
         for number in self._numbers(base):
             text = f"{number.name} stays at the derived {number.derived:.3g} {number.unit}"
@@ -114,7 +118,11 @@ class SelfCalibration:
 
 
 def _bandwidth(name: str, rate: float | None, derived: float, into: Callable[[Model], Model]) -> _Number:
-    """Return a bandwidth in GB/s as a `_Number`. rate, derived: the measured and the derived rate in bytes/us."""
+    """Return a bandwidth in GB/s as a `_Number`.
+
+    rate, derived: the measured and the derived rate in bytes/us. into: a function that inserts the measured number into
+        a model.
+    """
     return _Number(name, "GB/s", None if rate is None else rate * 1e-3, derived * 1e-3, into)
 
 

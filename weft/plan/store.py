@@ -22,7 +22,10 @@ TIMES = "microseconds must be between 1e-6 and 1e12"
 
 
 def path_of(what: str, *names: object) -> Path:
-    """Return the path of a file, such as cache_dir/calibration-nvidia-h200-2.json."""
+    """Return the path of a file of measured numbers, such as cache_dir/calibration-nvidia-h200-2.json.
+
+    what: the kind of numbers, such as "calibration". names: the rest of the file name.
+    """
     return env.cache_dir() / f"{_stem(what, *names)}.json"
 
 
@@ -31,7 +34,7 @@ def _stem(*names: object) -> str:
 
 
 def ranks_of(what: str, machine: str) -> list[int]:
-    """Return the numbers of ranks for which a file `path_of(what, machine, ranks)` exists."""
+    """Return the numbers of ranks for which a file exists. what: the kind of numbers, such as "calibration"."""
     name = re.compile(rf"{_stem(what, machine)}-([1-9]\d{{0,5}})\.json")
     try:
         with os.scandir(env.cache_dir()) as files:
@@ -41,7 +44,7 @@ def ranks_of(what: str, machine: str) -> list[int]:
 
 
 def any_of(what: str) -> bool:
-    """True if any file `path_of(what, ...)` exists. The test is fast, because every first call of a shape needs it."""
+    """True if a file of the kind `what` exists, for any machine. Fast, because every first call of a shape needs it."""
     try:
         folder = os.fspath(env.cache_dir())
         return what in _kinds_in(folder, os.stat(folder).st_mtime_ns)
@@ -91,6 +94,6 @@ def is_time(found: object) -> bool:
 
 
 def differences(then: dict[str, str], now: dict[str, str]) -> str:
-    """Return the versions that differ, such as "torch 2.11.0, now 2.13.0"; empty if none differ."""
+    """Return a text of the versions that differ, such as "torch 2.11.0, now 2.13.0"; "" if none differ."""
     names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
     return ", ".join(f"{name} {then.get(name, 'missing')}, now {now.get(name, 'missing')}" for name in names)
