@@ -57,9 +57,8 @@ def test_a_schedule_is_refused_where_one_of_its_steps_leaves_the_host(problem: A
             agree_on_schedule(schedule, _comm(rank, *[True] * 4))
             if _leaves_the_host(schedule, rank):
                 refused.add(name)
-                wanted = (
-                    rf"{schedule.name}.*, lane .*memory of rank [0-3], on host elsewhere, is not mapped on rank {rank}$"
-                )
+                where = rf"memory of rank [0-3], on host elsewhere, is not mapped on rank {rank}: use collective steps"
+                wanted = rf"{schedule.name}.*, lane .*{where} between hosts$"
                 with pytest.raises(ScheduleError, match=wanted):
                     _agree(schedule, rank)
             else:

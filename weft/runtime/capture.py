@@ -1,4 +1,4 @@
-"""Calls while a CUDA graph is being captured. They cannot allocate symmetric memory or load kernels."""
+"""Checks for CUDA graph capture. While a graph is being captured, a call cannot allocate symmetric memory or load kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OF_GRAPHS: list[torch.Tensor] = []
 
 
 def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`. If a CUDA graph is being captured, keep the tensor until the process ends.
+    """Return `tensor`. If a CUDA graph is being captured, also keep the tensor until the process ends.
 
-    Use it for small tables that caches may drop, since every replay of the graph reads them.
+    Every replay of the graph reads the tensor. Use it for small tensors that a cache may drop before.
     """
     if is_captured(tensor.device) and not any(tensor is one for one in _OF_GRAPHS):
         _OF_GRAPHS.append(tensor)

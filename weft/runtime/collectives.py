@@ -80,7 +80,10 @@ def all_to_all_single(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Any:
-    """Exchange rows. received, sent: the numbers of rows from and to each rank; None for equal parts."""
+    """Call torch's all_to_all_single: send rows of `x` to each rank, and receive into `out`.
+
+    received, sent: the numbers of rows from and to each rank; None for equal parts.
+    """
     if async_op:
         return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
     return _finished(exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
@@ -89,14 +92,14 @@ def all_to_all_single(
 def exchange_both_ways(
     ways: Sequence[dist.ProcessGroup], near: range, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
 ) -> list[dist.Work]:  # fmt: skip
-    """Begin to exchange rows with the ranks before and after `near`, as `all_to_all_single` does. Return both works.
+    """Begin an `all_to_all_single` that skips the ranks in `near`, such as the ranks of this host. Return the works of
+    both directions.
 
-    ways: two gloo groups of the same ranks. The first carries rows to later ranks, the second rows to earlier ranks.
-    received, sent: as for `all_to_all_single`. Rows of `near` are not exchanged.
+    ways: two gloo groups of the same ranks. The first sends rows to ranks after `near`, the second to ranks before it.
+    received, sent: as for `all_to_all_single`. The entries of ranks in `near` are ignored.
 
-    A single gloo group may exchange in one direction after the other. A rank with much data first asks its peer for
-    permission to send. The permission waits behind the data of the peer on the same connection, if the peer began to send before
-    it began to receive.
+    With one group, the directions may run one after the other. gloo sends a large message only after the receiver has
+    answered. If the receiver has already begun to send, its answer is queued behind its data on the same connection.
     """
     size, (start, stop) = len(sent), (near.start, near.stop)
     later, earlier = [0] * stop + sent[stop:], sent[:start] + [0] * (size - start)
@@ -107,7 +110,7 @@ def exchange_both_ways(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Make the caller's stream wait for `work`, for backends that have not done so."""
+    """Make the caller's stream wait for `work`. `work` is None if the backend has already done so."""
     if work is not None:
         work.wait()
 
@@ -116,7 +119,7 @@ _LOOK_S = 0.1  # interval at which a wait for a collective checks the group
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in a dtype that every backend can send: gloo and older NCCL versions do not support fp8."""
+    """Return `x`, or for fp8 a uint8 view of it: gloo and older NCCL versions cannot send fp8."""
     return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
@@ -126,9 +129,12 @@ def finish(
 ) -> None:  # fmt: skip
     """Wait for `work`, a collective on CPU that all ranks have begun.
 
-    what: the collective's name. held: the tensors that it reads and writes. Raise `DeadlineError` after `deadline_s`
-        seconds, or the group's error if the group fails meanwhile. After an error the group is unusable.
-    absent: a function that returns the ranks which have not reached the collective, for error texts.
+    what: the collective's name, for error texts. held: objects to keep alive after an error, such as the collective's
+        tensors, because gloo's threads may still use them.
+    absent: a function that returns the ranks that have not reached the collective, for error texts.
+
+    Raise `DeadlineError` after `deadline_s` seconds, or the group's error if the group fails meanwhile. After an error
+    the group is unusable.
     """
     until, group = time.monotonic() + deadline_s, comm.group
     try:
@@ -157,14 +163,12 @@ def finish(
                     "but some are missing. Check that all ranks made the same call"
                 )
     except BaseException as error:
-        # No effect if the group has already failed.
+        # This poisons the group, unless it has already failed.
         comm.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
         leave(group, work, held)
         raise
 
 
 def leave(*held: object) -> None:
-    """Keep objects until the process ends, even beyond interpreter exit, because gloo's threads may use them at any
-    time.
-    """
+    """Never free these objects, not even at interpreter exit, because gloo's threads may still use them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -1,4 +1,4 @@
-"""The torch functions for elementwise steps (`weft.schedule.steps.computing.OPS`), which all executors use.
+"""The torch functions with which all executors run elementwise steps (`weft.schedule.steps.computing.OPS`).
 
 A new operation needs an entry in `OPS`, with its cost, and an entry here.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 class Elementwise(NamedTuple):
-    """One operation. call: a function that returns a new tensor. into: a function that writes into `out=`."""
+    """Two torch functions for one operation. call: returns a new tensor. into: writes into its argument `out=`."""
 
     call: Callable[..., torch.Tensor]
     into: Callable[..., torch.Tensor]

@@ -13,15 +13,15 @@ _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
 
 
 def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
-    """Return the executors that have been made on `comm`, by plan. Some may be closed."""
+    """Return all executors of embedding_all_to_all on `comm`, by plan. Some may be closed."""
     return of_communicator(_executors, comm, lambda _: {})
 
 
 def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
-    """Return the executor of `plan`, whose transport is not "auto", on `comm`. The first call makes the executor, so
-    all ranks must make it together.
+    """Return the executor of `plan` on `comm`. The first call for a plan makes the executor, so all ranks must make this
+    call together.
 
-    The caller must have compared the plans of all ranks.
+    plan: equal on all ranks, which the caller must have checked. Its transport is not "auto".
     """
     executors = executors_on(comm)
     executor = executors.get(plan)

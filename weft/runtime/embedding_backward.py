@@ -50,11 +50,12 @@ def gradients(
     of: ForwardCall, jagged: JaggedInput, weights: Sequence[torch.Tensor], grad: torch.Tensor, wanted: tuple[bool, bool],
     group: dist.ProcessGroup, turn: Turn,
 ) -> tuple[list[torch.Tensor] | None, torch.Tensor | None]:  # fmt: skip
-    """Return the gradients of tables and of per-sample weights. With an optimizer, update the tables, and return None
-    in place of their gradients.
+    """Run backward of the forward call `of`. Return the gradients of the tables and of the per-sample weights.
 
-    weights: the tables, for gradients of per-sample weights. wanted: (True if gradients of tables, or an update, are
-        wanted; True if gradients of per-sample weights are wanted).
+    With an optimizer, update the tables, and return None in place of their gradients.
+
+    jagged: the input of the forward call. weights: this rank's tables. grad: [local batch, all columns].
+    wanted: two booleans: compute the gradients or the update of the tables; compute the gradients of the weights.
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -82,7 +83,7 @@ def gradients(
 
 
 def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of dtype `dtype` are sent."""
+    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype`; by default `dtype`, theirs."""
     wanted = "table" if of.tables is None else of.tables.optimizer.gradient_dtype
     return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
 
@@ -92,11 +93,11 @@ def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     transport: Transport = "auto", dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Yield two values. The first is the gradients of the vectors that this rank pooled, [global batch, columns of its
-    tables], as `dtype`. The second is None, unless a kernel sends the gradients.
+    """Send `grad` to the owners of its columns. Yield the gradients that this rank received, and `ok`.
 
-    On GPUs of one host, the gradients are in memory that peers write, and are valid only inside the context. The second
-    value is then a tensor on the device: 1 if all gradients have arrived, else 0.
+    The received gradients, [global batch, columns of this rank's tables] in `dtype`, are those of the vectors that this
+    rank pooled. On GPUs of one host, peers write them into memory that is valid only inside the context. `ok` is then a
+    tensor on the device: 1 if all gradients have arrived, else 0. Otherwise `ok` is None.
 
     transport: the option of the forward call. With "serial", backward uses no symmetric memory either.
     """
@@ -115,8 +116,8 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Inside this context, backward does not update the tables of `update`, but appends its gradients to the yielded
-    list.
+    """Yield a list. Inside this context, backward appends its gradients to the list, and does not update the tables of
+    `update`.
     """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
@@ -154,8 +155,11 @@ def update_collected(
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
-    """Raise `ValueError` if tables or states have another layout than in forward, because kernels could access memory
-    beyond them. With `reads_tables`, raise `WeftError` if an optimizer has updated the tables since.
+    """Raise `ValueError` if the layout of a table or optimizer state has changed since forward: kernels could access
+    memory outside the tensor.
+
+    reads_tables: True if backward reads the tables. Then also raise `WeftError` if an optimizer has updated them since
+        forward.
     """
     try:
         if of.tables is not None:
@@ -169,7 +173,9 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
 
 
 def _require_tables(of: ForwardCall, tables: Tables) -> None:
-    """Raise `ValueError` unless tables and states are valid. Layouts that were valid before are not checked again."""
+    """Raise `ValueError` if the layout of a table or optimizer state is invalid. Remember valid layouts, and skip the
+    check for them.
+    """
     layout = layout_of([*tables.tensors, tables.step])
     known = of.plan.intact_tables.setdefault(of.rank, [])
     for one in known:
@@ -186,7 +192,10 @@ def _require_tables(of: ForwardCall, tables: Tables) -> None:
 def _update(
     call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
 ) -> None:
-    """Update the tables, which have been checked. ok: a tensor on the device; if it is 0, the tables stay unchanged."""
+    """Update the tables of `call` with its gradients. The caller has checked the tables.
+
+    ok: a tensor on the device; if it is 0, the tables stay unchanged.
+    """
     of, tables = call.of, call.of.tables
     assert tables is not None
     device = device_code(call.received.device)
@@ -207,11 +216,11 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor that gives the gradients a norm of at most `clip_norm`, as float64 []. All ranks must make this
-    call.
+    """Return the factor that reduces the norm of all ranks' gradients to `clip_norm`, or 1, as float64 []. All ranks must
+    make this call.
 
-    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is
-        that of `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
+    squares: the sum of squares of this rank's gradients. The sums of all ranks are added in the order of ranks. As in
+        `torch.nn.utils.clip_grad_norm_`, the factor is NaN if a gradient is NaN.
     """
     if group.size() > 1 and squares.device.type == "cpu":
         comm = symm.communicator(group, squares.device)
@@ -234,8 +243,10 @@ def _require_finite(
 
 
 def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
-    """Return a text for each feature of `rank`'s tables whose gradients are infinite or NaN. The CPU waits for the
-    device.
+    """Return the features with infinite or NaN gradients, among the features of `rank`'s tables, as texts for errors. The
+    CPU waits for the device.
+
+    received: the gradients, [global batch, columns of `rank`'s tables].
     """
     column, bad = 0, list[str]()
     finite = received.isfinite().all(0).tolist()
@@ -247,7 +258,10 @@ def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Ten
 
 
 def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
-    """Raise `RefusedError` on every rank if any rank has found bad gradients. All ranks must make this call."""
+    """Raise `RefusedError` on every rank if `bad` is not empty on any rank. All ranks must make this call.
+
+    bad: this rank's result of `nonfinite_tables`.
+    """
     said = f"gradients are infinite or NaN: {'; '.join(bad)}" if bad else None
     comm = symm.communicator(group, device)
     everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
@@ -276,10 +290,7 @@ def to_owners(
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Start to sort the ids of a forward call for its backward.
-
-    On GPUs the sort runs after forward, concurrently with later work.
-    """
+    """Start to sort the ids of a forward call for its backward, on a GPU concurrently with later work. Do nothing on CPU."""
     if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 
@@ -307,7 +318,7 @@ def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s:
 
 
 def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
-    """Synchronise the ranks. Raise on every rank if `said` or `number` differs between ranks.
+    """Synchronise CPU ranks. Raise `DisagreementError` on every rank if `said` or `number` differs between ranks.
 
     number: the number of the forward call. 0 matches any number: under torch.compile, in dispatch modes, and at the end of
         `accumulate()`.

@@ -35,13 +35,14 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Spans:
-    """The positions of each slot's ids in `JaggedInput.values`: (start, end), as numbers on the CPU."""
+    """The range (start, end) of each feature's ids in `JaggedInput.values`, as numbers on the CPU."""
 
     of_slot: tuple[tuple[int, int], ...]
 
 
 def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
-    """Return the flat float32 gradients of all tables, followed by a flag per row: 1 if this rank has read the row.
+    """Return this rank's gradients of all tables, flattened and concatenated in float32. A flag for each row follows: 1 if
+    this rank has read the row.
 
     grad: [samples, columns of all tables].
     """
@@ -67,9 +68,9 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
 
 
 def gradients_of_rows(given: Sequence[RowGradients]) -> torch.Tensor:
-    """Return flat gradients and flags, as `local_gradients` does, for lookups without pooling.
+    """Return gradients and flags as `local_gradients` does, for lookups without pooling.
 
-    given: for each table, all its ids, each with its own gradient.
+    given: an entry for each table, with the gradient of each id.
     """
     dense = [gradient_of_table(one, 1.0, False, torch.float32).flatten() for one in given]
     return torch.cat([*dense, *(_flags(one.ids, one.table.num_embeddings) for one in given)])
@@ -82,7 +83,10 @@ def _flags(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
-    """Return the sum of all ranks' `flat`, with the same bits on every rank. All ranks must make this call."""
+    """Return the sum of `flat` over all ranks, with the same bits on every rank. All ranks must make this call.
+
+    flat: the result of `local_gradients` or `gradients_of_rows`.
+    """
     world = group.size()
     if world == 1:
         return flat
@@ -120,8 +124,9 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[tor
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
-    """Update each row that any rank has read. flat: the sum of all ranks' gradients. The caller must already have added
-    1 to the number of updates (`tables.step`).
+    """Update each row that any rank has read. The caller must already have incremented `tables.step`.
+
+    flat: the result of `reduced`.
     """
     tables = of.tables
     assert tables is not None
@@ -137,8 +142,10 @@ def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadli
 
 
 def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the gradient of each table in its dtype: dense, or coalesced sparse COO. The sparse form waits for the
-    device.
+    """Return the gradient of each table in the table's dtype: dense, or with `of.sparse` a coalesced sparse COO tensor,
+    for which the CPU waits for the device.
+
+    flat: the result of `reduced`.
     """
     found = []
     for config, (grad, is_read) in zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True):

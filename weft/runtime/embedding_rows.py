@@ -1,4 +1,4 @@
-"""Updates of tables by gradients of rows: each id has its own gradient, as in backward of unpooled embeddings.
+"""Table updates in which each id has its own gradient, as in backward of embeddings without pooling.
 
 The updates use the code for pooled tables, with one id in each bag. The gradients of equal ids are summed in the given
 order, in float32.
@@ -24,8 +24,9 @@ from weft.runtime.embedding_backward import device_code, scale_of_norm
 
 
 class RowGradients(NamedTuple):
-    """Gradients of rows of the table with index `number`. ids: [n] int64; ids out of range are ignored. grads: [n,
-    columns].
+    """Gradients of rows of one table, whose index is `number`. Row ids[i] has the gradient grads[i].
+
+    ids: [n] int64; ids out of range are ignored. grads: [n, columns].
     """
 
     table: EmbeddingBagConfig
@@ -37,8 +38,9 @@ class RowGradients(NamedTuple):
 def update_rows(
     given: Sequence[RowGradients], tables: Tables, factor: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Update the rows of all ids. tables: the tables of `given`, in order. If the optimizer clips by norm, all ranks
-    must make this call.
+    """Update the rows in `given`. If the optimizer clips by norm, all ranks must make this call.
+
+    tables: the tables of `given`, in the same order. factor: multiplies all gradients.
     """
     prepared = []
     for places in _similar(given, tables):
@@ -56,10 +58,10 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Return groups of indices of `given` whose tables have similar numbers of ids. Each group becomes one call, whose
-    arrays have space for the largest number.
+    """Group the indices of `given` by similar numbers of ids. Each group becomes one call, whose arrays have space for the
+    largest number of ids for every table.
 
-    With stochastic rounding each table is its own group, because its random bits must not depend on other tables.
+    With stochastic rounding each table is a group, because its random bits must not depend on other tables.
     """
     groups: dict[int, list[int]] = {}
     is_stochastic = tables.optimizer.rounding == "stochastic"
@@ -71,9 +73,10 @@ def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
 def gradient_of_table(
     given: RowGradients, factor: float, sparse: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the gradient of the table: dense, or a coalesced sparse COO tensor. The sparse form waits for the device.
+    """Return the gradient of a table, [rows, columns]: dense, or with `sparse` a coalesced sparse COO tensor, for which the
+    CPU waits for the device.
 
-    dtype: the dtype of the gradient (default: the table's dtype).
+    factor: multiplies the gradient. dtype: the dtype of the result; by default the table's dtype.
     """
     of, jagged, grads = _call([given], factor, None, sparse)
     device: Any = device_code(grads.device)
@@ -82,9 +85,10 @@ def gradient_of_table(
 
 
 def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
-    """Return the sums of gradients with equal `inverse`, [count, columns], in float32 and in the given order.
+    """Return [count, columns], whose row i is the sum of all grads[j] with inverse[j] = i. Sums are computed in float32, in
+    the order of j. The CPU waits for the device.
 
-    inverse: [n]; every number below `count` must occur. The CPU waits for the device.
+    inverse: [n]; every number below `count` must occur. grads: [n, columns].
     """
     rows = (
         1 << max(0, count - 1).bit_length()
@@ -99,8 +103,10 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Return a call in which slot t has a bag for each id of `given[t]`, the call's input, and its gradients [largest
-    number of ids, columns of all tables].
+    """Return a forward call, its input, and its gradients, so that backward of this call reduces the gradients in `given`.
+
+    The call has a feature for each table, and a bag for each id. The gradients are [largest number of ids of a table,
+    columns of all tables]. tables: for an update, else None. sparse: True for sparse gradients.
     """
     counts, device = [one.ids.numel() for one in given], given[0].ids.device
     most, grads = max(counts), given[0].grads
@@ -122,8 +128,10 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return the tables at `places`. A call with a single table numbers it 0. So that its random bits still differ from
-    those of other tables, add its own number to the optimizer's seed.
+    """Return the tables at `places`.
+
+    Random bits depend on the optimizer's seed and a table's index in its call. The index of a single table is always 0, so
+    then change the seed by `number`, to give each table different bits.
     """
     optimizer = tables.optimizer
     if len(places) == 1:

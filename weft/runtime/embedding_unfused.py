@@ -140,11 +140,14 @@ def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """Pool all tables of `plan`, whose world size is 1, into `out` [global batch, columns], of `plan.output_dtype`.
+    """Pool this rank's tables for the samples of all ranks, into `out` [global batch, columns], of `plan.output_dtype`.
 
     Return a function that warns of bad indices. On GPUs return None: there each call warns of bad indices in earlier
-    calls. rank: the rank to name in warnings. widest: the columns of the widest feature block of all ranks. The GPU
-    kernel's block size depends on it, so that sums have the same bits for any placement of tables.
+    calls.
+
+    plan: a plan of these tables for one rank (`EmbeddingPlan.alone`). rank: the rank to name in warnings. widest: the
+        number of columns of the widest feature on any rank. It determines the GPU kernel's block size, so that sums have
+        the same bits for any placement of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

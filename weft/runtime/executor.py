@@ -20,7 +20,7 @@ from weft.timeline import Timeline
 
 
 class Executor(ABC):
-    """The interface and the guarantees of executors. The defaults are for executors without memory on a device."""
+    """The interface of executors. Default implementations are for executors without memory on a device."""
 
     schedule: Schedule
 
@@ -33,28 +33,26 @@ class Executor(ABC):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Any]:
-        """Run the schedule once. All ranks must make this call. Return the outputs that were passed as functions, by
-        name.
+        """Run the schedule once. All ranks must make this call. Return the outputs with a dynamic number of rows, by name.
 
-        tensors: every input and output buffer by name. An output with a dynamic number of rows is a function that
-            returns a tensor with the given number of rows.
+        tensors: every input and output buffer by name. For an output with a dynamic number of rows, pass a function that
+            allocates it: the function gets the number of rows, and returns a tensor.
         deadline_s: the longest wait for another rank, in seconds. timeline: receives a span for every step of this
             rank.
-        like_before: True if only the addresses of the tensors differ from an earlier run. The tensors then need not be
-            checked.
+        like_before: True if only the addresses of the tensors differ from an earlier run. Then skip checks of the tensors.
 
-        Bad tensors are refused before anything is written.
+        Raises `ValueError` for a tensor with a wrong shape or dtype, before anything is written.
         """
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
-        """Load the kernels for a run with such tensors, before a graph captures the run. Nothing runs. Ranks do not
-        communicate.
+        """Load the kernels that a run with such tensors would launch, but launch none. Call it before a graph captures a
+        run. Ranks do not communicate.
         """
         return
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the error that was found since the last run, if any. Does not wait for the device."""
+        """Raise the error of an earlier run, if a device or a peer has reported an error since. Do not wait for the device."""
 
     @abstractmethod
     def close(self) -> None:
@@ -77,7 +75,7 @@ class Executor(ABC):
 
     @property
     def shared(self) -> bool:
-        """True if runs of other sizes use the same memory and threads. Keeping the executor then costs little."""
+        """True if other executors use the same memory and threads, so that keeping this executor costs little."""
         return False
 
     @property

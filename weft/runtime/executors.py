@@ -24,12 +24,12 @@ def executor(
 ) -> Executor:
     """Make an executor for `schedule`, a candidate for `p` (None for a user's schedule). All ranks must make this call.
 
-    name: the candidate's name if weft's own builder made it, "" otherwise. On GPUs, executors of one problem family
-        with the same name share memory, and ranks compare only the first of their schedules. On CPU, all executors of a
-        group share memory.
-    what: the call, for error texts.
+    name: the candidate's name if a builder of weft made the schedule, else "". On GPUs, executors with the same name share
+        memory, if their problems differ only in the number of rows. Ranks then compare only the first executor's
+        schedule. On CPU, all executors of a group share memory.
+    what: a description of the call, for error texts.
 
-    The executor can be called inside and outside of inference mode.
+    The executor works inside and outside of inference mode.
     """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")

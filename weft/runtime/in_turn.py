@@ -1,1 +1,3 @@
-raise ImportError("weft.runtime.in_turn moved: import Turn from weft.runtime.unfused; a spec's turn is never None")
+raise ImportError(
+    "weft.runtime.in_turn no longer exists: import Turn from weft.runtime.unfused. The turn that a spec gets is never None"
+)

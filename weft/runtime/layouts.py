@@ -1,5 +1,5 @@
-"""Layouts of tensors, read in one native call, because torch's API needs a Python call for each property of each
-tensor.
+"""A key of the layouts and addresses of tensors, computed in one native call. Reading them by torch's API would take a
+Python call for each property of each tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ READER = _made()
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
-    """Return a key of the tensors' layouts and addresses. Lists with equal keys need to be validated only once.
+    """Return a key of the tensors' layouts and addresses. If two lists have equal keys, it is enough to validate one list.
 
-    Return None if a tensor has a class other than torch's own or requires a gradient. Also return None if READER is None:
-    computing the key with torch's API would take as long as the validation.
+    Return None if there is no key: a tensor requires a gradient, or is of a subclass, or `READER` does not support this
+    version of torch. Computing the key with torch's API would take as long as the validation.
     """
     if READER is None:
         return None

@@ -1,5 +1,5 @@
-"""Measurements of the network between the hosts of CPU ranks, by the process group's all-to-all, and of copies in
-memory.
+"""Measurements for groups of CPU ranks on several hosts: of the network, by the process group's all-to-all, and of copies
+in memory.
 
     links       the rate and the round trip of each pair of hosts. The first ranks of two hosts exchange data. Pairs without a
                 common host are measured at the same time, in rounds as in a tournament
@@ -39,7 +39,7 @@ _networks: weakref.WeakKeyDictionary[Communicator, HostNetwork | None] = weakref
 
 
 def network_of(comm: Communicator) -> HostNetwork | None:
-    """Return the network that all ranks of `comm` plan with; None if it is unknown."""
+    """Return the measured network that the planner uses for `comm`, equal on all ranks; None if it is unknown."""
     return _networks.get(comm)
 
 
@@ -49,12 +49,14 @@ def is_settled(comm: Communicator) -> bool:
 
 
 def settle(comm: Communicator, network: HostNetwork | None) -> None:
-    """Plan with `network` on `comm` from now on. All ranks must pass an equal `network`."""
+    """Make the planner use `network` for `comm` from now on; None: the network is unknown. All ranks must pass an equal
+    `network`.
+    """
     _networks[comm] = network
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return all pairs of hosts, in rounds in which each host occurs at most once."""
+    """Return all pairs of hosts, grouped into rounds, as in a tournament. In a round each host occurs at most once."""
     circle: list[str | None] = [*hosts, *[None] * (len(hosts) % 2)]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -105,10 +107,12 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
 
 
 def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
-    """Return bytes per microsecond. timed: (bytes, seconds) of a small and of a large transfer.
+    """Return the rate of a link in bytes per microsecond, from the difference of two transfers.
 
-    The difference of the two times contains neither the latency nor the burst that a shaped link lets pass at once. If the
-    difference is too small, because the machine was busy, only the large transfer counts.
+    The difference of their times contains no latency, and no burst that a traffic shaper lets pass at once. If the
+    difference is too small, because the machine was busy, the rate is that of the large transfer.
+
+    timed: (bytes, seconds) of a small and of a large transfer.
     """
     (small, small_s), (large, large_s) = timed
     if large > small and large_s >= 2 * small_s:
@@ -131,13 +135,14 @@ class _Probe:
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
-        """Send more and more bytes. Then repeat the largest size until `elapsed_s` reaches `until_s`.
+        """Time transfers of growing sizes. Then repeat the largest until `elapsed_s` reaches `until_s`. Return
+        (bytes, each rank's time in seconds) for the two largest sizes.
 
-        Return (bytes, each rank's time in seconds) for the last two sizes. For the largest size, these are the times of its
-        fastest transfer, since other work of the machine only slows transfers.
+        For the largest size, return the times of the fastest transfer, because other work on the machine only slows
+        transfers.
 
-        latency_s: the part of a time that does not grow with the size. parts: the number of ranks to which a rank sends at
-            once.
+        send_s: a function that sends a number of bytes, and returns each rank's time. latency_s: the part of a time that
+            does not grow with the size. parts: the number of ranks to which a rank sends at once.
         """
         size = _FIRST_BYTES // parts
         before, found = (size, send_s(size)), [send_s(size)]
@@ -158,7 +163,9 @@ class _Probe:
         return self._timed([(pairs, nbytes)])
 
     def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-        """Send `nbytes` as in `exchange_s`, and one byte back. The time of a pair is measured on its first rank."""
+        """Send `nbytes` from the first to the second rank of each pair, and one byte back. Return the times of all ranks, in
+        seconds. The time of a pair is that of its first rank.
+        """
         return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
 
     def _timed(self, exchanges: Sequence[tuple[Sequence[tuple[int, int]], int]]) -> list[float]:
@@ -178,10 +185,10 @@ class _Probe:
         return self._share(time.perf_counter() - start)
 
     def copies(self) -> tuple[float, float]:
-        """Return the bytes per microsecond that a rank copies to mapped memory, and to memory that is not mapped yet.
+        """Return two rates in bytes per microsecond: of copies to mapped pages, and of copies to pages that are not mapped yet.
 
-        A host's rate is the mean of its ranks, because they share its cores unevenly for a short time. The result is
-        the rate of the slowest host.
+        All ranks copy at the same time. A host's rate is the mean rate of its ranks, because for a short time they share
+        its cores unevenly. The result is the rate of the slowest host.
         """
         self._reserve(_MOST_BYTES)
         self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)

@@ -61,11 +61,12 @@ def _digest(data: bytes) -> bytes:
 
 
 class Topic:
-    """The call that a rank is about to make. Ranks compare their topics.
+    """A description of the call that a rank is about to make. Ranks compare their topics.
 
-    text: a description for error texts; truncated if it is too long. details: further text to compare. difference: a
-        function that all ranks call together if texts are equal but details differ. It returns the difference. hint:
-        advice if only sizes differ.
+    text: the operator and the sizes. Error texts contain it, truncated if it is too long. details: further text to
+        compare, such as options.
+    difference: a function that all ranks call if only the details differ. It returns a text with the difference.
+    hint: advice for the error text if the texts differ only in sizes.
     """
 
     def __init__(
@@ -77,9 +78,8 @@ class Topic:
 
 
 class Meeting:
-    """The rendezvous of all calls on `comm`, a communicator of CPU ranks. All ranks must construct it.
-
-    Only one thread at a time may make calls.
+    """The rendezvous before calls on `comm`, a communicator of CPU ranks. All ranks must construct it, and use it from
+    one thread at a time.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -105,11 +105,13 @@ class Meeting:
         self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> list[bytes]:  # fmt: skip
-        """Wait until every rank is about to make the same call. Return the 16 bytes `extra` of each rank, by rank.
+        """Wait until every rank is about to make the same call. Return each rank's `extra`, 16 bytes, by rank.
 
-        cargo: a collective whose data travel with this rendezvous, only if there are `rails`. This call completes it.
-        meanwhile: work that needs no other rank, in short steps. With `rails` this call completes it; otherwise it does not
-            begin it.
+        cargo: a collective whose data travel with this rendezvous, so that it is complete on return. Only with `rails`.
+        meanwhile: work that needs no other rank, in short steps. With `rails`, it is complete on return; otherwise it is
+            not begun.
+
+        Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ.
         """
         noted = self._layers.take()
         of_topic = topic.compared
@@ -149,7 +151,7 @@ class Meeting:
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
-        """Publish `payload`. Return the payloads of all ranks, and the data that arrived for `cargo`."""
+        """Publish `payload`. Return the payloads of all ranks, and the data for `Cargo.unpack`, by host."""
         with self._publishing:
             self.comm.check()
             self.calls += 1
@@ -166,7 +168,9 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """Make the group fail on this rank. Every rank has read the same payloads, so every rank does the same."""
+        """Raise `DisagreementError` about topics that differ, and make the group fail. Every rank has read the same
+        payloads, so every rank raises.
+        """
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
@@ -186,13 +190,13 @@ class Meeting:
         self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Gather the options of layers and call `disagree`. Every rank comes here in the same call, because all ranks have
-        read the same hashes of layer options.
+        """Raise `DisagreementError` about options of layers that differ, and make the group fail. Every rank has read the
+        same hashes of options, so every rank takes part in the all-gather of the options.
         """
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
-        """Make the group fail and raise `DisagreementError`, for an error that every rank finds."""
+        """Raise `DisagreementError` with `text` and `hint`, and make the group fail, for an error that every rank finds."""
         self.comm.end(text)
         raise DisagreementError(
             f"{text}. Make the same calls in the same order on every rank{hint and '; '}{hint}. The ranks are out "
@@ -209,8 +213,9 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
-    """Return a function for `Topic(difference=...)`. It returns the details of each rank as text, or, if details have
-    several lines "name: value", the first line that differs.
+    """Return a function for `Topic(difference=...)`, which all ranks must call. It returns a text with each rank's details.
+
+    If `details` has several lines "name: value", the text has only the first line that differs.
     """
     return lambda: _difference(comm, details)
 
@@ -233,8 +238,8 @@ def _difference(comm: Communicator, details: str) -> str:
 
 
 def refuse(comm: Communicator, text: str, *, deadline_s: float | None) -> NoReturn:
-    """Refuse a call whose input is bad on this rank: raise `RefusedError` with `text`. On CPU every rank raises it. On
-    GPUs the group fails.
+    """Raise `RefusedError` with `text`, because the input of a call is bad on this rank. On CPU every rank raises it. On
+    GPUs only this rank raises it, and the group fails.
     """
     if comm.device.type == "cpu":
         raise RefusedError(meeting_of(comm).refuse(text, deadline_s=deadline_s))

@@ -30,7 +30,7 @@ class Shaped(Protocol):
 
 
 class NullSchedule(Executor):
-    """The null executor of `schedule` on this rank. The constructor raises `ScheduleError` if the schedule would hang."""
+    """The executor `null` of a schedule on this rank. The constructor raises `ScheduleError` if the schedule would hang."""
 
     def __init__(self, schedule: Schedule, comm: Ranked) -> None:
         if schedule.world_size != comm.world_size:

@@ -1,7 +1,7 @@
 """Functions that torch.compile must not trace, and operators that it must not remove.
 
-If a function of a compiled program runs eagerly (after a graph break, or after too many recompilations), Dynamo still
-compiles the functions that it calls. Dynamo would treat the addresses and native handles in executors as constants.
+Even if a function of a compiled program runs eagerly (after a graph break, or after too many recompilations), Dynamo
+compiles the functions that it calls. In weft's executors, Dynamo would treat addresses and native handles as constants.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ launch, so weft disables it only if needed.
 
 
 def frames_are_looked_at() -> bool:
-    """True if Dynamo would compile the functions that this thread calls."""
+    """True if Dynamo would compile the functions that this thread calls now."""
     return "torch._dynamo" in sys.modules and looks_at_frames() is not None
 
 
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function` wrapped so that Dynamo calls it without tracing it or the functions that it calls.
 
-    If Dynamo does not trace this thread's frames, the wrapper costs almost nothing. The wrapper does not load Dynamo,
-    which takes seconds.
+    If Dynamo does not run on this thread, the wrapper costs almost nothing. The wrapper does not import Dynamo, because the
+    import takes seconds.
     """
 
     untraced: Callable[P, T] | None = None

@@ -30,7 +30,9 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """A lease that exists as long as the storage of the lent tensor, and keeps the tensor's memory mapped."""
+    """The owner of a lent tensor's storage. It keeps the memory mapped. When torch frees the storage, the lease appends the
+    buffer's index `slot` to the list `free`.
+    """
 
     __slots__ = ("free", "memory", "slot")
 
@@ -42,7 +44,7 @@ class _Lease:
 
 
 class OutputPool:
-    """`count` output buffers per rank. All ranks must call `reserve` with the same sizes."""
+    """A pool of `count` output buffers on each rank. `reserve` allocates the buffers."""
 
     def __init__(self, comm: Communicator, count: int) -> None:
         if not 1 <= count <= 255:
@@ -61,17 +63,18 @@ class OutputPool:
         self._of_graphs: list[Any] = []  # memory from before the pool grew, which replays still write
 
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
-        """Make each buffer at least `slot_bytes` large. Return True if the pool grew.
+        """Make each buffer at least `slot_bytes` large. Return True if the pool grew. All ranks must make this call with the
+        same size.
 
-        All ranks must make this call. quiesce: called before the pool grows; it waits until earlier calls have ended on
-        all ranks. deadline_s: the longest wait for a peer while the pool grows.
+        quiesce: a function that waits until earlier calls have ended on all ranks. It runs before the pool grows.
+        deadline_s: the longest wait for a peer while the pool grows.
         """
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False
         wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
         wanted = -(-wanted // _GRANULE) * _GRANULE
-        # Results that the user keeps hold the old memory mapped, and peers no longer write to it. If there is not
-        # enough memory, this raises and nothing changes.
+        # Results that the user keeps also keep the old memory mapped. Peers no longer write to the old memory. If there is
+        # not enough memory, this raises, and the pool is unchanged.
         with set_up_within(deadline_s):
             quiesce()
             region = self._comm.allocate(wanted * self.count)
@@ -115,10 +118,10 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """Return the result in buffer `slot` as a tensor for the user.
+        """Return a tensor [shape] over buffer `slot`, which holds a result, for the user.
 
-        The buffer becomes free when the tensor and all its views have been dropped, unless a graph has captured the
-        call.
+        The buffer becomes free when the user has dropped the tensor and all its views, unless the call was `captured` by a
+        graph. If this was the last free buffer, return a copy instead, unless `count` is 1.
         """
         region, rank, free = self._region, self._comm.rank, self._free
         is_last = not free
@@ -128,8 +131,8 @@ class OutputPool:
                 self._shared.add(slot)
             else:
                 free = self._dropped
-        # The lease refers to the memory, not to the region, which the communicator closes. The lease also refers to the
-        # current list of free buffers: after growth, old buffers return to a list that is no longer used.
+        # The lease refers to the memory, not to the region, because the communicator may close the region. The lease also
+        # refers to the current list of free buffers: after the pool has grown, the list of the old buffers is unused.
         lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._comm.device, lease)
@@ -148,7 +151,7 @@ class LendingExecutor(Executor):
 
     @property
     def was_captured(self) -> bool:
-        """True: users may keep results and graphs may be replayed, so the memory is kept until all ranks close the
+        """True: users may keep results, and graphs may be replayed. So the memory stays allocated until all ranks close the
         executor.
         """
         return True

@@ -1,4 +1,4 @@
-"""Objects of which a communicator has one, such as its rendezvous."""
+"""Registries of objects that exist once for each communicator, such as its rendezvous."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def of_communicator(known: dict[Communicator, T], comm: Communicator, make: Callable[[Communicator], T]) -> T:
-    """Return the entry of `comm`, and make it if there is none.
+    """Return the entry of `comm` in `known`. If there is none, make it.
 
-    When an entry is made, drop the entries of closed communicators. Nothing else would free them, because an entry may
-    refer to its communicator.
+    A new entry also removes the entries of closed communicators. Otherwise these would never be freed, because an entry
+    may refer to its communicator.
     """
     found = known.get(comm)
     if found is None:

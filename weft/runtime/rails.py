@@ -9,9 +9,9 @@ with the rendezvous:
     2   rank i of each host sends to rank i of each other host the payloads of its own host, and its data
     3   if all payloads agree, the ranks use the data
 
-Step 1 tells a rank what the ranks of its host do, and step 2 what all other ranks do. In step 2 a rank can receive the
-largest message that any rank may send. So the message of another call does no harm; its data are dropped. A rank whose host
-does not agree sends no data.
+After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
+agree, its ranks send no data in step 2. Receive buffers have space for the largest message that any rank may send, so a
+message of a different call does no harm. Its data are dropped.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each
 byte of a collective crosses the network once per host. Sums are computed in fp32 (fp64 for fp64): first within each host,
@@ -42,7 +42,7 @@ _BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class Cargo(Protocol):
-    """The data of a collective that travel with a rendezvous. All tensors are bytes."""
+    """A collective whose data travel with a rendezvous. The methods run in the order below. All tensors are uint8."""
 
     near_bytes: int
     """The number of bytes that this rank shares with the ranks of its host."""
@@ -50,21 +50,24 @@ class Cargo(Protocol):
     """The number of bytes for this rail's rank on each other host."""
 
     def load(self, memory: torch.Tensor) -> None:
-        """Write the data for the ranks of this host into this rank's shared memory."""
+        """Write the data that the other ranks of this host need into `memory`, this rank's shared memory."""
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
-        """Write the data for this rail's rank on each other host into `far`. near: the memory of each rank of this host."""
+        """Write the messages to other hosts.
+
+        near: the memory that each rank of this host has loaded. far: by host, the message to this rail's rank on that host.
+        """
 
     def go_on(self) -> None:
-        """Compute while the data are on their way."""
+        """Do work that does not need the messages from other hosts, while they are in transit."""
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
-        """Compute the result. received: the data of this rail's rank on each other host."""
+        """Compute the result. received: by host, the message from this rail's rank on that host."""
 
 
 class Rails:
-    """The rounds of a rendezvous on `comm`, with payloads of up to `payload_bytes`. All ranks must construct it, and make the
-    same calls from one thread at a time.
+    """The rendezvous between hosts on `comm`, with payloads of up to `payload_bytes`. All ranks must construct it, and make
+    the same calls from one thread at a time.
     """
 
     def __init__(self, comm: Communicator, payload_bytes: int) -> None:
@@ -76,7 +79,7 @@ class Rails:
         self.reserve(_SMALL_BYTES)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for collectives of matrices with `nbytes` bytes. All ranks must make this call."""
+        """Reserve memory to carry collectives of matrices of up to `nbytes` bytes. All ranks must make this call."""
         if nbytes > self.most_bytes:
             self.near.reserve(self._slot + nbytes + _ALIGNMENT)
             room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
@@ -94,10 +97,10 @@ class Rails:
         self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, *, deadline_s: float, name: str,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
-        """Return every rank's payload, by rank, and the data for `cargo.unpack`.
+        """Run one rendezvous. Return every rank's payload, by rank, and the data for `cargo.unpack`, by host.
 
-        agree: a function of payloads that returns True if the ranks that sent them make the same call. meanwhile: work
-            that needs no other rank, in short steps. It is complete at the end.
+        agree: a function that gets the payloads of this host's ranks, and returns True if these ranks make the same call.
+        meanwhile: work that needs no other rank, in short steps. It is complete on return.
         """
         try:
             return self._exchange(payload, agree, cargo, deadline_s, name, meanwhile)
@@ -145,7 +148,10 @@ class Rails:
         return found, arrived
 
     def _messages(self, payloads: list[bytes], cargo: Cargo | None, near: list[torch.Tensor]) -> list[int]:
-        """Write the messages to the ranks of this rail. Return their sizes, by host."""
+        """Write the messages of step 2 to the other ranks of this rail. Return their sizes in bytes, by host.
+
+        payloads: of this host's ranks. cargo: None to send no data. near: the memory of each rank of this host.
+        """
         levels, head, at = self.levels, _joined(payloads), 0
         start = _ALIGNMENT + -(-len(head) // _ALIGNMENT) * _ALIGNMENT
         size = start + (0 if cargo is None else -(-cargo.far_bytes // _ALIGNMENT) * _ALIGNMENT)
@@ -162,7 +168,10 @@ class Rails:
         return [0 if host == levels.host else size for host in range(levels.n_hosts)]
 
     def _begin(self, received: torch.Tensor, sent: torch.Tensor, room: list[int], sizes: list[int]) -> list[dist.Work]:
-        """Begin to exchange bytes along the rail. All ranks have reserved the same memory, so they do it in the same way."""
+        """Begin to exchange bytes along the rail. Return the works to wait for.
+
+        room: the number of bytes to receive at most from each host. sizes: the number of bytes to send to each host.
+        """
         if self.most_bytes > _SMALL_BYTES:
             return self.levels.exchange(received, sent, room, sizes)
         return [exchange_now(self.levels.rail, received, sent, room, sizes)]
@@ -173,12 +182,12 @@ class Rails:
             finish(work, self.comm, name, deadline_s, arguments, self.levels, works, absent=absent)
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
-        """Return memory for a second message of `nbytes` to each other host: one tensor per host."""
+        """Return memory for a second message of `nbytes` to each other host: one tensor for each other host, in order."""
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin to exchange the second messages (`more`). All payloads must have agreed. Return a function that waits for the
-        messages of the other hosts and returns them, in the order of hosts.
+        """Begin to exchange the second messages, which the caller has written to `more(nbytes)`. All payloads must have agreed.
+        Return a function that waits for the messages from other hosts and returns them, in the order of hosts.
         """
         levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
         sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
@@ -193,13 +202,13 @@ class Rails:
 
 
 class _Still:
-    """A `Cargo` that needs no computation between its sending and its arrival."""
+    """A `Cargo` without work for the time in which its messages are in transit."""
 
     def go_on(self) -> None: ...
 
 
 class _Gather(_Still):
-    """An all-gather: rails exchange rows, and the ranks of a host share them."""
+    """An all-gather: each rail exchanges its rows, and the ranks of a host read each other's results from shared memory."""
 
     near_bytes = 0
 
@@ -227,7 +236,7 @@ class _Gather(_Still):
 
 
 class _GatherSmall(_Still):
-    """An all-gather of few bytes: a rank gets the rows of a whole host from this rail's rank on that host."""
+    """An all-gather of few bytes: each message has the rows of a whole host, so ranks of a host need not share results."""
 
     def __init__(self, rails: Rails, src: torch.Tensor, whole: torch.Tensor) -> None:
         self._rails, self._src, self.near_bytes = rails, src, src.nbytes
@@ -250,9 +259,9 @@ class _GatherSmall(_Still):
 
 
 class _Sum(_Still):
-    """The sum of a matrix over all ranks. Each rail computes a part of the sum.
+    """The base class of reductions: a sum of a matrix over all ranks, of which each rail computes a part.
 
-    parts: this rank's matrix, split into one part for each rail, in the order of the ranks of this host.
+    parts: this rank's matrix, split into one part for each rail. Rail i has the i-th rank of each host.
     """
 
     _mine: torch.Tensor
@@ -274,19 +283,19 @@ class _Sum(_Still):
         return _like(part, memory[begin:end], part.shape)
 
     def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the part that this rail sums, from each rank of this host."""
+        """Return this rail's part of each matrix on this host, in the order of ranks."""
         index = self.rails.levels.index
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 
     def _sum_of_hosts(self, received: dict[int, torch.Tensor], out: torch.Tensor) -> None:
-        """Write the sum of all hosts to `out`. All hosts add in the same order."""
+        """Write to `out` the sum of `_mine` and of the other hosts' sums in `received`. All hosts add in the same order."""
         host = self.rails.levels.host
         parts = {host: self._mine, **{at: _like(out, data, out.shape) for at, data in received.items()}}
         _add([parts[at] for at in sorted(parts)], out)
 
 
 class ReduceScatter(_Sum):
-    """This rank's rows, out [n, columns], of the sum of source [W n, columns] of all ranks."""
+    """A reduce-scatter of `source` [W n, columns], which writes this rank's rows of the sum to `out` [n, columns]."""
 
     def __init__(self, rails: Rails, source: torch.Tensor, out: torch.Tensor) -> None:
         levels = rails.levels
@@ -306,9 +315,10 @@ class ReduceScatter(_Sum):
 
 
 class _AllReduce(_Sum):
-    """An all-reduce: each rail sums one part of the matrix over all hosts, and the ranks of a host share the parts.
+    """An all-reduce: each rail sums one part of the matrix over all hosts. The ranks of a host then read each other's parts
+    from shared memory.
 
-    A part is sent in two halves: ranks add one half while the other is on its way.
+    A part is sent in two halves: ranks add the second half while the first half is in transit.
     """
 
     def __init__(self, rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> None:
@@ -326,8 +336,8 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Sum half `of` this rail's part over the ranks of this host. Write the sum into each message of `far`. Return the
-        first copy.
+        """Sum a slice of this rail's part over the ranks of this host. Write the sum into each message of `far`. Return the
+        sum in the first message.
         """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [_like(parts[0], memory, parts[0].shape) for memory in far]
@@ -351,7 +361,7 @@ class _AllReduce(_Sum):
 
 
 class _AllReduceSmall(_Sum):
-    """An all-reduce of few bytes: each rank gets every host's sum of the whole matrix, and adds them."""
+    """An all-reduce of few bytes: each rank gets every host's sum of the whole matrix, and adds these sums."""
 
     def __init__(self, rails: Rails, whole: torch.Tensor) -> None:
         super().__init__(rails, [whole])
@@ -372,7 +382,7 @@ class _AllReduceSmall(_Sum):
 
 
 def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the cargo that gathers src [n, columns] into whole [W n, columns]. Both are contiguous."""
+    """Return the cargo of an all-gather of src [n, columns] into whole [W n, columns]. Both are contiguous."""
     return (
         _GatherSmall(rails, src, whole)
         if whole.nbytes <= _SMALL_BYTES
@@ -381,7 +391,7 @@ def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: flo
 
 
 def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the cargo that replaces `whole`, which is contiguous, by its sum over all ranks. All get the same bits."""
+    """Return the cargo of an all-reduce of `whole`, which is contiguous, in place. All ranks get the same bits."""
     return _AllReduceSmall(rails, whole) if whole.nbytes <= _SMALL_BYTES else _AllReduce(rails, whole, deadline_s, name)
 
 
@@ -395,7 +405,7 @@ def _joined(payloads: Sequence[bytes]) -> bytes:
 
 
 def _split(data: memoryview, count: int) -> list[bytes]:
-    """Return the first `count` payloads of `data`."""
+    """Return the first `count` payloads in `data`, in which each payload follows its length."""
     found, at = [], 0
     for _ in range(count):
         begin = at + _LENGTH.size
@@ -405,7 +415,7 @@ def _split(data: memoryview, count: int) -> list[bytes]:
 
 
 def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of at least two parts to `out`. It is computed in fp32 or fp64, and rounded once."""
+    """Write the sum of at least two parts to `out`. Compute it in fp32 (fp64 for fp64), and round it once."""
     wide = out if out.dtype in (torch.float32, torch.float64) else torch.empty(out.shape, dtype=torch.float32)
     if wide is out:
         torch.add(parts[0], parts[1], out=out)

@@ -49,10 +49,8 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
-    """Check that all ranks run the same schedule, before anything is allocated. All ranks must make this call.
-
-    On every rank, raise `DisagreementError` if the schedules differ, or `ScheduleError` if a step needs memory of a
-    rank that is not mapped.
+    """Raise `DisagreementError` if ranks have different schedules. Raise `ScheduleError` if a step needs memory of a rank
+    on another host, which is not mapped. All ranks must make this call, and all raise.
     """
     mine = (schedule.name, fingerprint(schedule))
     found = comm.all_gather((mine, _not_mapped(schedule, comm)), what="schedules to run")
@@ -63,11 +61,11 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
                 f"pass the same shapes, dtypes and schedule on every rank"
             )
     if faults := [fault for _, fault in found if fault]:
-        raise ScheduleError(f"schedule {schedule.name}, {faults[0]}")
+        raise ScheduleError(f"schedule {schedule.name}, {faults[0]}: use collective steps between hosts")
 
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text with the first step of this rank that needs memory which is not mapped; "" if all memory is mapped."""
+    """Return a text with the first step of this rank that needs memory of another host; "" if there is none."""
     return "" if comm.all_mapped else needs_far(schedule, comm.rank, comm.hosts)
 
 
@@ -86,7 +84,7 @@ def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str]) -> str:
 
 
 def _touched(step: Step) -> set[int]:
-    """Return the ranks in whose memory a step of fixed sizes reads, writes or sets signals. Collectives do not count."""
+    """Return the ranks in whose memory a step reads, writes or sets signals: none for collectives. Sizes must be fixed."""
     parts = step.inner if step.tile_kernel else () if step.meets else (step,)
     places = [region.at for part in parts for region in part.regions]
     if step.tile_kernel:

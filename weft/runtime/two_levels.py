@@ -51,12 +51,15 @@ _known: dict[Communicator, TwoLevels] = {}
 def two_levels_for(
     schedule: Schedule, lanes: Iterable[Lane], rows: Iterable[tuple[int, ...]], comm: Communicator
 ) -> TwoLevels | None:
-    """Return the two-level collectives of `comm`, with memory for the collectives of `lanes`; None if two levels cannot
-    be used. All ranks must make this call.
+    """Return the two-level collectives of `comm`, with shared memory for the collectives of `lanes`. All ranks must make
+    this call.
 
-    Two levels cannot be used if ranks form no rails or have different numbers of rows, if sizes are dynamic, or if a
-    host has too little memory. rows: for each collective, the number of rows of each rank's shard. Raise
-    `DeadlineError` on every rank if ranks cannot connect within the deadline of set-up.
+    Return None in these cases: ranks form no rails (`ranks_per_host`) or have different numbers of rows, sizes are
+    dynamic, or a host has too little memory.
+
+    rows: for each collective, the number of rows of each rank's shard.
+
+    Raise `DeadlineError` on every rank if ranks cannot connect within the deadline of set-up.
     """
     if comm.all_mapped or not (per_host := ranks_per_host(comm.hosts)):
         return None
@@ -76,14 +79,16 @@ def two_levels_for(
 
 
 def levels_on(comm: Communicator) -> TwoLevels:
-    """Return the two-level collectives of `comm`, whose ranks form rails. All ranks must make the first call together."""
+    """Return the two-level collectives of `comm`, whose ranks must form rails (`ranks_per_host`). All ranks must make the
+    first call together.
+    """
     per_host = ranks_per_host(comm.hosts)
     return of_communicator(_known, comm, lambda made: TwoLevels(made, per_host, setup_deadline_s(None)))
 
 
 def largest_collective_bytes(schedule: Schedule) -> int:
-    """Return the bytes of the largest matrix that a collective of the schedule gathers or reduces. Dynamic sizes do not
-    count.
+    """Return the size in bytes of the largest matrix that a collective of the schedule gathers or reduces. Ignore
+    collectives with dynamic sizes.
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective) if not variables_of(step)]
@@ -103,8 +108,9 @@ def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return the number of ranks on each host. Return 0 unless there are several hosts, and each host has the same
-    number of consecutive ranks, at least two.
+    """Return the number of ranks on each host if the ranks form rails, else 0.
+
+    Ranks form rails if there are several hosts, and each has the same number of consecutive ranks, at least two.
 
     hosts: the host of each rank.
     """
@@ -125,7 +131,10 @@ class Call:
 
 
 class TwoLevels:
-    """The shared memory of a rank's host, and the gloo group of its rail. They end with the communicator."""
+    """Collectives in two levels on one communicator. It has shared memory of the rank's host, and gloo groups of its rail.
+
+    per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.
+    """
 
     def __init__(self, comm: Communicator, per_host: int, deadline_s: float) -> None:
         self.comm, self.per_host, self.n_hosts = comm, per_host, comm.world_size // per_host
@@ -173,8 +182,9 @@ class TwoLevels:
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
     ) -> list[dist.Work]:  # fmt: skip
-        """Begin to exchange rows along the rail. came, leaving: the number of rows from and to each host. The rows of this
-        host are not exchanged.
+        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the works to wait for.
+
+        came, leaving: the number of rows from and to each host.
         """
         return exchange_both_ways(self._ways, range(self.host, self.host + 1), received, sent, came, leaving)
 
@@ -193,7 +203,9 @@ class TwoLevels:
         self.near.release()
 
     def _sum_of_host(self, parts: Sequence[torch.Tensor], call: Call) -> torch.Tensor:
-        """Return the sum, over the ranks of this host, of the part with this rank's index. Parts may differ in size."""
+        """Run a reduce-scatter within this host: return the sum of part i over its ranks, where i is this rank's index on the
+        host. Parts may differ in size.
+        """
         starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
         own = self.near.own(parts[0], starts[-1], deadline_s=call.deadline_s, what=call.what)
         for index, part in enumerate(parts):
@@ -208,7 +220,7 @@ class TwoLevels:
         return total
 
     def _scratch(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory that lasts until the next call. New memory would fault all its pages in each call."""
+        """Return a tensor whose memory the next call with this name reuses: new memory would cause page faults in each call."""
         nbytes = shape.numel() * dtype.itemsize
         kept = self._kept.get(name)
         if kept is None or len(kept) < nbytes:
@@ -221,7 +233,9 @@ class TwoLevels:
 
 
 def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of `parts` in their dtype, computed in fp32 or fp64. wide: memory to compute in; None for new memory."""
+    """Return the sum of `parts` in their dtype. Compute it in fp32 (fp64 for fp64), in the tensor `wide`, or in a new tensor
+    if `wide` is None.
+    """
     total = (
         parts[0].new_empty(parts[0].shape, dtype=torch.promote_types(parts[0].dtype, torch.float32))
         if wide is None
@@ -236,11 +250,12 @@ def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tens
 def gloo_of_its_own(
     comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
 ) -> dist.ProcessGroup:
-    """Return a new gloo group of ranks of `comm`, which torch does not register, since registration would involve all ranks
-    of the job. All ranks of `comm` must make this call.
+    """Return a new gloo group of some ranks of `comm`. All ranks of `comm` must make this call.
 
-    rank, size: of the new group. part: distinguishes new groups of this call. whom: the ranks of the group, for error
-        texts.
+    torch does not register the group, because registration (`dist.new_group`) would involve all ranks of the job.
+
+    rank, size: this rank's number in the new group, and the group's size. part: a name that differs between groups that
+        this call creates. whom: a description of the group's ranks, for error texts.
     """
     until_s = setup_deadline_s(deadline_s)
     name = comm.all_gather(secrets.token_hex(8), what="the name of a group of weft")[0]
@@ -260,9 +275,9 @@ def gloo_of_its_own(
 
 
 def _until(deadline_s: float, comm: Communicator, whom: str, connect: Callable[[], None]) -> str:
-    """Call `connect` on a thread, and wait for it until the deadline. Return "" or the error.
+    """Call `connect` on a thread, and wait for at most `deadline_s` seconds. Return "", or an error text.
 
-    The thread is needed because torch waits without a limit if the process that serves the store is stopped.
+    Without the thread, there is no deadline: torch waits forever if the process that serves the store is stopped.
     """
     errors = [f"no answer within {deadline_s:g} s"]
 
@@ -279,4 +294,9 @@ def _until(deadline_s: float, comm: Communicator, whom: str, connect: Callable[[
     while thread.is_alive() and time.monotonic() < until:
         thread.join(_LOOK_S)
         comm.check()
-    return f"rank {comm.rank} could not connect to {whom}: {errors[0]}" if errors else ""
+    return (
+        f"rank {comm.rank} could not connect to {whom}: {errors[0]}: check that the interface that gloo uses "
+        "(GLOO_SOCKET_IFNAME) reaches the other hosts"
+        if errors
+        else ""
+    )

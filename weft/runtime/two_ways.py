@@ -1,12 +1,17 @@
-"""The choice between two implementations of a call by measurement, for CPU ranks on several hosts.
+"""A measured choice between two implementations of a call, for CPU ranks on several hosts.
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
-(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So the first
-calls of each size use both implementations, in blocks that take turns. The first call of a block does not count, since
-it allocates memory that the other implementation did not need. Later calls use the second implementation only if its
-fastest call was clearly faster, and either its median call was faster or its second fastest call clearly faster. (Other
-work of the machine slows single calls, and on a busy machine most calls.) If the measured links show that the second
-implementation cannot be clearly faster, no call uses it.
+(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft measures
+both. The first calls of each size use the two implementations alternately, in blocks of calls. The first call of a block
+does not count, because it allocates memory.
+
+Later calls use the second implementation only if both conditions hold:
+
+- Its fastest call was clearly faster than the fastest call of the first implementation.
+- Its second fastest call was clearly faster too, or its median call was faster.
+
+Other work on the machine slows single calls, and on a busy machine most calls, so the fastest calls count most. If the
+measured links show that the second implementation cannot be clearly faster, no call uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections import defaultdict
 
 from weft.symm import Communicator
 
-_BLOCK, _BLOCKS = 3, 4  # calls of a block; blocks of each size
+_BLOCK, _BLOCKS = 3, 4  # the number of calls in a block; the number of blocks for each size
 _MEASURED = _BLOCK * _BLOCKS
 _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
 _DOUBT = 1.5  # factor on predicted gains
@@ -25,22 +30,21 @@ _TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
-    """The choice between two implementations, by the times of the first calls of each size. All ranks make the same
-    choice.
-    """
+    """The choice between two implementations for each size, by the times of the first calls. All ranks choose the same."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # By size bucket, in blocks of both implementations.
+        # The times of the first calls, in order, by the number of bits of the size.
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._taken: dict[int, bool] = {}
         self._ruled_out: set[int] = set()
 
     def rule_out(self, size: int, most_gain_s: float) -> None:
-        """Never use the second implementation for this size if `most_gain_s` is too little. This method has no effect after
-        the first call of this size.
+        """Never use the second implementation for `size` if it cannot save enough time. No effect after the first call of
+        this size.
 
-        most_gain_s: an upper bound on the gain, by prediction, the same on all ranks.
+        most_gain_s: the largest time in seconds that the second implementation could save, by prediction. It must be equal
+            on all ranks.
         """
         bucket = size.bit_length()
         if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
@@ -50,7 +54,8 @@ class TwoWays:
     def takes_other(self, size: int, is_faster: bool = False) -> bool:
         """True if the next call of this size must use the second implementation.
 
-        is_faster: True if it is known to be faster, unless it is ruled out. The same on all ranks.
+        is_faster: True if the caller knows that it is faster. Then use it without a measurement, unless it was ruled out.
+            Equal on all ranks.
         """
         bucket = size.bit_length()
         if is_faster:
@@ -58,7 +63,9 @@ class TwoWays:
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
-        """Record the time of a call. After the last measured call, ranks compare the slowest rank's times and choose."""
+        """Record the time of a call in seconds. After the last measured call of a size, ranks exchange their times, and
+        choose by the slowest rank's time of each call.
+        """
         bucket = size.bit_length()
         if bucket in self._taken:
             return
@@ -81,5 +88,5 @@ def _is_clear(first_s: float, other_s: float) -> bool:
 
 
 def _is_other(call: int) -> bool:
-    """True if the measured call with this number uses the second implementation."""
+    """True if the measured call of this number, counted from 0, uses the second implementation."""
     return call // _BLOCK % 2 == 1

@@ -1,5 +1,5 @@
-"""Rounds in which the ranks of a host read each other's memory. In a round each rank publishes bytes, reads its peers'
-bytes, and releases them.
+"""Exchanges of bytes between the ranks of a host, through shared memory, in rounds. In a round each rank writes and
+publishes its own memory, reads the memory of its peers, and then lets them write again.
 
 Memory order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers'
 bytes. Counters are set with release order, and read with acquire order. A rank reads in round k when every counter is
@@ -20,11 +20,13 @@ from weft.symm import Communicator
 _START = 64  # offset of the bytes: the counter has its own cache line
 _BYTE = torch.empty(0, dtype=torch.uint8)
 NO_WORK: Iterator[None] = iter(())
-"""The steps of work that a rank does while it waits, if there are none."""
+"""An empty iterator, for a wait in which a rank has no other work to do."""
 
 
 class WithinHost:
-    """The memory of the ranks of this host, for rounds. Only one thread at a time may use it."""
+    """The shared memory of the ranks of this host, and the counters that order its rounds. Only one thread at a time may
+    use it.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.nbytes, self._epoch = comm, 0, 0
@@ -33,7 +35,7 @@ class WithinHost:
         self._counters: list[int] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve `nbytes` for each rank, the same on all ranks, between rounds. All ranks must make this call."""
+        """Reserve at least `nbytes` for each rank. All ranks must make this call between two rounds, with the same size."""
         if nbytes <= self.nbytes:
             return
         region = self.comm.allocate(_START + nbytes, what="collectives within a host")
@@ -46,19 +48,22 @@ class WithinHost:
         self._flat, self._counters = [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
-        """Wait until no peer reads this rank's memory. Return the memory as a tensor with the dtype of `like`."""
+        """Wait until no peer reads this rank's memory. Return the memory as a tensor [shape] with the dtype of `like`.
+
+        what: the collective's name, for error texts.
+        """
         self._await(deadline_s, what)
         return self.of(self.ranks.index(self.comm.rank), like, *shape)
 
     def of(self, index: int, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Return the memory of the rank with index `index` on this host, as a tensor with the dtype of `like`."""
+        """Return the memory of the rank with index `index` on this host, as a tensor [shape] with the dtype of `like`."""
         nbytes = torch.Size(shape).numel() * like.itemsize
         return self._flat[index][:nbytes].view(like.dtype).view(shape)
 
     def publish(self, *, deadline_s: float, what: str, meanwhile: Iterator[None] = NO_WORK) -> None:
-        """Publish this rank's memory. Return when all ranks of this host have published theirs.
+        """Publish this rank's memory. Wait until all ranks of this host have published theirs.
 
-        meanwhile: work to do while ranks are missing, in short steps.
+        meanwhile: work to do during the wait, in short steps. It may be incomplete on return.
         """
         self._advance()
         while self._is_missing() and next(meanwhile, self) is None:
@@ -72,17 +77,20 @@ class WithinHost:
     def exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, deadline_s: float, what: str
     ) -> None:  # fmt: skip
-        """Copy sent[i] to rank number i of this host, and the tensor that rank i sends to this rank into received[i].
+        """Run an all-to-all within this host: send sent[i] to the i-th rank of the host, and receive its tensor for this rank
+        into received[i].
 
-        Tensors are contiguous. If they are larger than the reserved memory, they are copied in several rounds. Each
-        rank writes the byte offsets of its tensors first, so all ranks know the number of rounds.
+        Tensors are contiguous. If they are larger than the reserved memory, they are copied in several rounds. The first
+        round also contains the sizes, so all ranks know the number of rounds.
         """
         self.begin_exchange(sent, deadline_s=deadline_s, what=what)(received)
 
     def begin_exchange(
         self, sent: Sequence[torch.Tensor], *, deadline_s: float, what: str
     ) -> Callable[[Sequence[torch.Tensor]], None]:
-        """Begin `exchange` without waiting for peers to publish. Return a function that takes `received` and ends the exchange."""
+        """Publish the first round of `exchange`, and return without waiting for peers. Return a function that takes `received`
+        and completes the exchange.
+        """
         mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
         outgoing = [_bytes_of(part)[: 0 if index == mine else None] for index, part in enumerate(sent)]
         bounds = [0, *itertools.accumulate(len(part) for part in outgoing)]
@@ -123,7 +131,7 @@ class WithinHost:
         _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
 
     def _is_missing(self) -> bool:
-        """True if a rank of this host has not reached this rank's epoch."""
+        """True if the counter of a rank of this host is lower than this rank's own counter."""
         return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:
@@ -137,8 +145,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy from `src` to `dst` the bytes that both contain. They are pieces of one stream of bytes, which begin at the
-    offsets `src_at` and `dst_at` of the stream.
+    """Copy the bytes of `src` that `dst` has space for. Both are windows of the same sequence of bytes, and begin at its
+    offsets `src_at` and `dst_at`.
     """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:

@@ -2,9 +2,9 @@
 other.
 
     serial          the steps of a serial schedule as torch calls
-    collectives     collectives of a matrix, for an operator's own `unfused` and `gradients`
-    experts         exchanges of tokens, with `grouped_matmul`, `permutation` and `sizes`
-    unpack          puts the matrices of all ranks side by side, and the inverse
+    collectives     collectives of a matrix, for the methods `unfused` and `gradients` of an operator's spec
+    experts         exchanges of tokens for expert parallelism; its helpers are `grouped_matmul`, `permutation` and `sizes`
+    unpack          a permutation that puts the matrices of all ranks side by side, and its inverse
     turn            the rendezvous, deadlines and timelines of these calls
 
 Specs of operators import `all_gather`, `reduce_scatter`, `all_reduce`, `all_reduce_` and `Turn` from here.

@@ -1,15 +1,16 @@
-"""Calls that CPU ranks of several hosts begin before they have synchronised, and the exchanges of such calls.
+"""Calls that CPU ranks of several hosts begin before the rendezvous has ended, and the exchanges of such calls.
 
 Between hosts, a rendezvous takes as long as several steps of a small collective. A call that computes first can compute
-during the rendezvous, and send what it has computed. The result is returned only if all ranks made the same call.
+during the rendezvous, and send the results. They are returned to the user only if all ranks made the same call.
 
-gloo ends the process if a message is larger than expected, so an exchange before the rendezvous must not receive one:
+gloo ends the process if a message is larger than expected. Before the rendezvous has ended, the following rules prevent
+such messages:
 
-- `Early` has gloo groups of its own. So a message never meets an exchange of another kind.
-- Ranks receive up to `capacity_bytes` from each rank, and no rank sends more. A rank with more data sends a row, and
-  says so in the rendezvous. Then all ranks exchange again.
-- If a rank refuses the call, messages to it stay unread. So after a refused call, ranks make a new `Early`. For the same
-  reason, `Early` has its own memory for exchanges within a host.
+- These exchanges (`Early`) use their own gloo groups, so they never receive messages of other collectives.
+- A rank receives up to `capacity_bytes` from each rank. A rank with more data sends one row instead, and a number in the
+  rendezvous that says so. All ranks then repeat the exchange after the rendezvous.
+- If a rank refuses a call, messages to this rank stay unread. So after a refused call, ranks construct a new `Early`. For
+  the same reason, `Early` has its own memory for exchanges within a host.
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ from weft.runtime.unfused.turn import Pending
 from weft.runtime.within_host import WithinHost
 from weft.symm import Communicator
 
-_MOST_BYTES = 4 << 20  # from a rank. For larger messages, a rendezvous takes little of the time
-_ROOM_BYTES = 32 << 20  # from all ranks
-NEAR_BYTES = 16 << 20  # on each rank, for rows of its host
+_MOST_BYTES = 4 << 20  # largest message from a rank. For larger messages, the rendezvous takes a small part of the time
+_ROOM_BYTES = 32 << 20  # for messages from all ranks
+NEAR_BYTES = 16 << 20  # on each rank, for rows that are exchanged within its host
 
 
 class Begun(Protocol):
-    """A call that this rank has begun."""
+    """A call that this rank begins before the rendezvous has ended."""
 
     number: int
-    """A number for the other ranks, which the rendezvous exchanges."""
+    """A number that the rendezvous sends to all ranks."""
 
     def alone(self) -> Iterator[None]:
-        """Run the steps that need no other rank. Yield between them."""
+        """Run the steps that must not wait for other ranks, and yield between them."""
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Run the other steps, when all ranks are known to make this call. Return the results.
+        """Run the remaining steps, and return the results. All ranks must be known to make this call. If `alone` has not run,
+        run its steps too.
 
-        numbers: the number of each rank; None if ranks had synchronised before they began the call. Then `alone` has not
-            run. It may not have run in other cases.
+        numbers: the `number` of each rank; None if the ranks had already synchronised before the call.
         """
 
 
 class Early:
-    """Exchanges of bytes with ranks of other hosts, for ranks that form rails. All ranks must construct it, when they have
-    synchronised.
+    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct it
+    together, after a rendezvous. The ranks must form rails (`weft.runtime.two_levels.ranks_per_host`).
+
+    exchanges: the number of exchanges in a call. Each has its own receive buffer.
     """
 
     def __init__(self, comm: Communicator, exchanges: int) -> None:
@@ -68,11 +71,14 @@ class Early:
 
     @property
     def is_stale(self) -> bool:
-        """True if a call has been refused, so that messages may be unread. The same on all ranks."""
+        """True if a rank has refused a call since the construction, so that messages may be unread. Equal on all ranks."""
         return meeting_of(self._comm).refused != self._refused
 
     def begin(self, exchange: int, sent: torch.Tensor, sizes: list[int], deadline_s: float, name: str) -> Pending:
-        """Begin to send the rows `sent`. sizes: the number of rows for each rank: at least one for a rank of another host."""
+        """Begin exchange number `exchange` of a call, which sends the rows `sent`. Return a handle to wait for.
+
+        sizes: the number of rows for each rank: 0 for ranks of this host, and at least 1 for others.
+        """
         room = [self.capacity_bytes * far for far in self._far]
         row_bytes = sent.shape[1] * sent.itemsize
         arguments = self._received[exchange], sent.view(torch.uint8).view(-1), room, [row_bytes * n for n in sizes]
@@ -80,7 +86,9 @@ class Early:
         return Pending(works, self._comm, self._ways, name, deadline_s, arguments)
 
     def received(self, exchange: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes from each rank of another host, as rows like those of `like`."""
+        """Return the receive buffer of each rank on another host, as rows with the width and dtype of `like`. The buffers may
+        be longer than the messages.
+        """
         row_bytes = like.shape[1] * like.itemsize
         rows = self.capacity_bytes // row_bytes
         parts = self._received[exchange].split(self.capacity_bytes)

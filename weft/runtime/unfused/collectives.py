@@ -1,4 +1,4 @@
-"""Collectives of a matrix, with deadlines and, on CPU, a rendezvous of the ranks before each collective (`Turn`).
+"""Collectives of a matrix, which a `Turn` runs: with a deadline and, on CPU, a rendezvous before each collective.
 
 x: this rank's matrix [rows, columns], contiguous. rows: the number of rows of each rank. name: the collective's name in
     error texts and timelines.
@@ -64,7 +64,7 @@ def all_reduce(
 def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Reduce `x` over all ranks in place. Its elements must be contiguous."""
+    """Replace `x` by its sum over all ranks, and return it. Its memory must be contiguous."""
     if (rails := _rails_to_reduce(x, turn)) is not None:
         whole = x.contiguous()
         turn.ride(name, riding.all_reduce(rails, whole, turn.wait_s, name))
@@ -76,5 +76,7 @@ def all_reduce_(
 
 
 def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
-    """Return the rails that can carry a sum of `x`; None if there are none. The answer is the same on all ranks."""
+    """Return the rendezvous between hosts that can carry a sum of `x` (`weft.runtime.rails`); None if there is none. Equal
+    on all ranks.
+    """
     return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None

@@ -39,7 +39,11 @@ _BACK = "exchange ordered -> y"
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
-    """Return received [ranks, local experts], int64, for splits [experts of all ranks]."""
+    """Exchange the numbers of tokens. Return received [ranks, local experts], int64: the number of tokens from each rank for
+    each expert of this rank.
+
+    splits: [experts of all ranks], the number of this rank's tokens for each expert.
+    """
     world = group.size()
     if world == 1:
         return splits.view(1, -1).clone()
@@ -57,13 +61,13 @@ def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
     turn: Turn = STRAIGHT, *, return_x: bool = False, most: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit. With return_x, return the
-    tokens too.
+    """Send tokens to the ranks of their experts, and multiply them there. Return y and, with return_x, the received tokens,
+    else None.
 
-    most: an upper bound on the tokens of any rank, the same on all ranks. Between hosts, it decides between two
-        implementations if ranks have already synchronised. Otherwise ranks exchange their numbers of tokens for this.
-
-    The received tokens [rows that arrived, K] are in the order of arrival: by source rank, and then by expert.
+    y: [received rows, N], or [max_rows, N], without the rows that do not fit.
+    received tokens: [received rows, K], ordered by source rank, and then by expert.
+    most: an upper bound on the number of tokens of any rank, equal on all ranks. Between hosts, the choice between two
+        implementations depends on it if the ranks have already synchronised. Otherwise they exchange their numbers.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
@@ -78,7 +82,9 @@ def all_to_all_matmul(
     if (comm := turn.comm_between_hosts) is None:
         return plain(turn)
     far = far_first_on(comm)
-    size = most if turn.has_met else turn.largest(_TOKENS, tokens.shape[0])  # both implementations need this rendezvous
+    size = (
+        most if turn.has_met else turn.largest(_TOKENS, tokens.shape[0])
+    )  # also the rendezvous of both implementations
     is_far, ended = far.way(("dispatch", w.shape, w.dtype), size, w.shape[1] * tokens.itemsize, turn)
     with ending_the_group(comm, _TOKENS):
         results = far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x) if is_far else plain(turn.met)
@@ -90,10 +96,11 @@ def matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT, *,
     most: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return y [rows, N]: this rank's tokens, each multiplied on the rank of its expert. h: the rows of this rank's
-    experts, sorted by expert. Further rows are ignored.
+    """Multiply the rows of this rank's experts, and send each row back to the rank of its token. Return y [rows, N], the
+    results for this rank's tokens.
 
-    most: as for `all_to_all_matmul`.
+    h: the rows of this rank's experts, sorted by expert. Rows beyond their number are ignored. most: as for
+        `all_to_all_matmul`.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
@@ -112,8 +119,10 @@ def matmul_all_to_all(
 def begin_matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn, most: int
 ) -> Begun | None:  # fmt: skip
-    """Return a call of `matmul_all_to_all` on several hosts that this rank begins before ranks have synchronised. It uses the
-    faster of two implementations. None if ranks have not chosen between them yet.
+    """Return a call of `matmul_all_to_all` that this rank may begin before the rendezvous has ended. Return None on one host,
+    and before the first call on several hosts.
+
+    Arguments are as for `matmul_all_to_all`. The call uses one of two implementations, which measurements select.
     """
     comm = turn.comm_between_hosts
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
@@ -126,7 +135,7 @@ def begin_matmul_all_to_all(
 
 
 class _Combined:
-    """A call that multiplies all rows, then exchanges them."""
+    """A call that multiplies all rows, and then exchanges the results."""
 
     number = 0
 
@@ -155,7 +164,7 @@ class _Combined:
 
 
 def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) -> torch.Tensor:
-    """Return the rows `made`, which are sorted by expert, sorted by source rank."""
+    """Permute rows that are sorted by expert to the order of source ranks. Return the permuted rows."""
     if w.shape[0] == 1:
         return made
     order = expert_order(sizes.received, made.shape[0])
@@ -165,7 +174,7 @@ def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) ->
 def _send_back(
     made: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn
 ) -> torch.Tensor:  # fmt: skip
-    """Exchange the rows `made`, which are sorted by source rank."""
+    """Send the rows `made`, which are sorted by source rank, back to these ranks. Return y [rows, N], for this rank's tokens."""
     y, (sent, came, _) = made.new_empty(rows, made.shape[1]), sizes.host
     send(made, y, came, sent, group, turn, _BACK).wait()
     return turn.done(_BACK, y, (len(made) - came[group.rank()]) * made.shape[1] * y.itemsize)
@@ -174,9 +183,9 @@ def _send_back(
 def begin_in_expert_order(
     rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Begin to send `rows`, which are in the order of this rank's tokens, to their experts' ranks.
+    """Begin to send `rows`, which are in the order of this rank's tokens, to the ranks of their experts.
 
-    Return a function that waits for the rows and returns them sorted by expert.
+    Return a function that waits for the rows from all ranks, and returns them sorted by expert.
     """
     if group.size() == 1:
         return lambda: rows
@@ -195,8 +204,9 @@ def begin_in_expert_order(
 def send(
     rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Any:  # fmt: skip
-    """Begin to exchange rows. Return the work handle to wait for before reading `out`. sent, came: the numbers of rows
-    to and from each rank.
+    """Begin an all-to-all of `rows` into `out`. Return the work handle to wait for before reading `out`.
+
+    sent, came: the numbers of rows to and from each rank.
     """
     return turn.begin(name, all_to_all_single, out, rows, came, sent, group=group)
 
@@ -204,9 +214,9 @@ def send(
 def _dispatched(
     tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange tokens. Return (x [rows, K], the received rows in the order of arrival).
+    """Send tokens to the ranks of their experts. Return x [rows, K], and the received tokens in the order of arrival.
 
-    x begins with the rows for the local experts, sorted by expert. Rows that do not fit are dropped.
+    x begins with the received tokens, sorted by expert, without those that do not fit.
     """
     k = tokens.shape[1]
     if group.size() == 1:

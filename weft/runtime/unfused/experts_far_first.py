@@ -1,12 +1,13 @@
 """Expert parallelism on CPU ranks of several hosts, in which rows for other hosts are sent first.
 
-    dispatch   Tokens for other hosts are sent in pieces by expert. Meanwhile, tokens for this host are exchanged through
-               shared memory and multiplied. Each piece is multiplied while the next piece is being sent
-    combine    Rows for other hosts are multiplied first, and sent in pieces by expert. Meanwhile, rows for this host are
-               multiplied and exchanged through shared memory. Ranks multiply and send before they have synchronised
+    dispatch   Tokens for other hosts are sent in pieces; a piece has the tokens for some experts. Meanwhile, tokens for this
+               host are exchanged through shared memory and multiplied. Each piece is multiplied while the next piece is
+               being sent
+    combine    Rows for other hosts are multiplied first, and sent in pieces. Meanwhile, rows for this host are multiplied and
+               exchanged through shared memory. Ranks multiply and send during the rendezvous
 
-A cell consists of the rows that one rank dispatches to one expert. Rows are sent ordered by rank, then by expert. They are
-multiplied ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
+A **cell** consists of the rows that one rank dispatches to one expert. Messages have rows ordered by rank, then by expert.
+GEMMs have rows ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
 rounding.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
@@ -64,11 +65,13 @@ class FarFirst:
     def way(
         self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
     ) -> tuple[bool, Callable[[], None]]:
-        """Return (True if this call sends rows for other hosts first, a function to call at its end). The choice is
-        measured, unless the call can use `early`. Then it sends them first. All ranks must make the same calls.
+        """Return two values: True if this call must send rows for other hosts first, and a function to call at its end.
 
-        key: calls with equal keys share one choice for each size. size: at least the number of rows of any rank, the same
-        on all ranks. row_bytes: the bytes of a row that is exchanged.
+        Measurements of earlier calls decide (`weft.runtime.two_ways`). With `early`, the call always sends these rows first,
+        unless the links are too fast for a gain. All ranks must make the same calls of this method.
+
+        key: calls with equal keys share a decision for each size. size: an upper bound on the rows of any rank, equal on
+            all ranks. row_bytes: the size of a row in bytes. early: the result of `early`, for a call that may use it.
         """
         if self._memory is None:
             return False, lambda: None
@@ -88,8 +91,9 @@ class FarFirst:
     def dispatch(
         self, tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str, return_x: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return y `[rows, N]`, and with return_x also the tokens in the order of arrival. Arguments are as for
-        `experts.all_to_all_matmul`.
+        """Run `experts.all_to_all_matmul`, with the same arguments and results.
+
+        rows: the number of rows of y. name: the name of the exchange between hosts, for error texts.
         """
         sent, came = sizes.tables
         sent_at, came_at, y_at, total = _by_rank(sent), _by_rank(came), _by_expert(came), int(came.sum())
@@ -124,18 +128,21 @@ class FarFirst:
         self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, ended: Callable[[], None], name: str,
         key: Hashable,
     ) -> Combine:  # fmt: skip
-        """Return a call whose result is `[rows, N]`. Arguments are as for `experts.matmul_all_to_all`.
+        """Return a call of `experts.matmul_all_to_all`, with the same arguments, that this rank has not begun yet.
 
-        ended: a function to call at its end. key: the same for calls whose largest messages are similar.
+        ended: a function that the call runs at its end. name: the name of the exchange between hosts, for error texts.
+        key: equal for calls whose largest messages are similar.
         """
         return Combine(self, h, w, sizes, rows, turn, ended, name, key)
 
     def early(self, key: Hashable) -> Early | None:
-        """Return the exchanges before the rendezvous; None if calls with this key cannot use them yet. The same on all ranks."""
+        """Return the exchanges that may begin before a rendezvous has ended; None if calls with this key cannot use them, or
+        not yet. Equal on all ranks.
+        """
         return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
 
     def make_early(self, key: Hashable) -> None:
-        """Make the exchanges before the rendezvous, if calls with this key can use them. All ranks must make this call."""
+        """Construct the exchanges that `early` returns, if calls with this key can use them. All ranks must make this call."""
         if self._has_rails and key not in self._never_early and self.early(key) is None:
             try:
                 self._early = Early(self.comm, PIECES)
@@ -143,11 +150,14 @@ class FarFirst:
                 self._early, self._has_rails = None, False
 
     def never_early(self, key: Hashable) -> None:
-        """Do not exchange before the rendezvous in calls with this key, whose messages are too large."""
+        """Make `early` return None for this key from now on, because the messages of its calls are too large."""
         self._never_early.add(key)
 
     def of_far(self, table: Cells, part: Cells) -> list[int]:
-        """Return, for each rank, its number of rows in `table` for the experts in `part`; 0 for ranks of this host."""
+        """Return the number of rows of each rank for the experts in `part`: 0 for ranks of this host.
+
+        table: the number of rows of each cell, [ranks, experts].
+        """
         rows = np.zeros(len(table), dtype=np.int64)
         rows[self.far] = table[np.ix_(self.far, part)].sum(1)
         return rows.tolist()  # type: ignore[no-any-return]
@@ -162,7 +172,8 @@ class FarFirst:
 
 
 class Combine:
-    """A combine, which this rank may begin before ranks have synchronised (`weft.runtime.unfused.begun`).
+    """A call of `matmul_all_to_all` that this rank may begin before the rendezvous has ended (implements
+    `weft.runtime.unfused.begun.Begun`).
 
     A message to a rank of another host begins with an unused row, so it is never empty.
     """
@@ -199,7 +210,9 @@ class Combine:
             self._end_near = self._early.near.begin_exchange(self._to_near(), deadline_s=self._turn.wait_s, what=_NEAR)
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Return the result, [rows, N]. numbers: None if this call did not exchange numbers."""
+        """Return a list with the result, [rows, N]. numbers: 1 for a rank whose messages were too large, so that all ranks
+        must repeat the exchange; None if the rendezvous exchanged no numbers.
+        """
         far, n = self._far, self._w.shape[2]
         y = self._h.new_empty(self._rows, n)
         arriving: list[tuple[Pending, Sequence[torch.Tensor]]] = []
@@ -233,13 +246,13 @@ class Combine:
         return [y]
 
     def _to_near(self) -> list[torch.Tensor]:
-        """Return the rows for each rank of this host."""
+        """Return the multiplied rows for each rank of this host."""
         assert self._near is not None
         return list(self._near.split(self._came[self._far.near].sum(1).tolist()))
 
     def _exchange(self, exchange: int, y: torch.Tensor) -> tuple[Pending, Sequence[torch.Tensor]]:
-        """Begin to exchange piece number `exchange` when ranks have synchronised. Return the work handle, and for each rank of
-        another host the view of its message to this rank.
+        """Begin to exchange piece number `exchange`, after the rendezvous. Return the work handle, and the receive buffer of
+        each rank on another host.
         """
         far, part = self._far, self._parts[exchange]
         if exchange == len(self._made):
@@ -250,8 +263,10 @@ class Combine:
         return work, received.split([came[rank] for rank in far.far])
 
     def _messages(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of the message to or from each rank, for the experts `part`. table: the number of rows to
-        send to or receive from each rank, for each expert. A message to another host has one more row, in front.
+        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. Each message has
+        an unused first row.
+
+        table: the number of rows to send to, or to receive from, each rank for each expert.
         """
         rows = self._far.of_far(table, part)
         for rank in self._far.far:
@@ -259,8 +274,8 @@ class Combine:
         return rows
 
     def _multiply(self, part: Cells | None) -> Iterator[None]:
-        """Multiply the rows of the experts `part` for other hosts; with None, the rows of all experts for this host. Yield after
-        each expert.
+        """Multiply rows, and yield after each expert. With `part`, multiply the rows of these experts for other hosts, and
+        append the messages to `_made`. With None, multiply the rows of all experts for this host.
         """
         far, n = self._far, self._w.shape[2]
         experts = np.arange(self._w.shape[0]) if part is None else part
@@ -290,31 +305,36 @@ def far_first_on(comm: Communicator) -> FarFirst:
 
 
 def far_first_made(comm: Communicator) -> FarFirst | None:
-    """Return the `FarFirst` of `comm`, if ranks have constructed it."""
+    """Return the `FarFirst` of `comm`; None if ranks have not constructed it yet."""
     return _known.get(comm)
 
 
 def _pieces(experts: int) -> list[Cells]:
-    """Return the local experts of each piece. The rows of one expert are never split."""
+    """Split the indices of `experts` local experts into up to `PIECES` pieces. Return the indices in each piece."""
     return [part for part in np.array_split(np.arange(experts), PIECES) if len(part)]
 
 
 def _by_rank(table: Cells) -> Cells:
-    """Return the first row of each cell if rows are ordered by rank. table: the number of rows of each cell, `[ranks,
-    experts]`.
+    """Return the index of each cell's first row, [ranks, experts], in rows that are ordered by rank, then by expert.
+
+    table: the number of rows of each cell, [ranks, experts].
     """
     flat = table.ravel()
     return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
 
 
 def _by_expert(table: Cells) -> Cells:
-    """Return the first row of each cell if rows are ordered by expert. table: as for `_by_rank`."""
+    """Return the index of each cell's first row, [ranks, experts], in rows that are ordered by expert, then by rank.
+
+    table: the number of rows of each cell, [ranks, experts].
+    """
     return _by_rank(table.T).T
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the indices of the rows of cells, one cell after the other: a slice if the cells are adjacent. starts,
-    counts: the first row and the number of rows of each cell.
+    """Return the indices of all rows of some cells, one cell after the other. If the cells are adjacent, return a slice.
+
+    starts, counts: the first row and the number of rows of each cell.
     """
     has = counts > 0
     starts, counts = starts[has], counts[has]
@@ -327,13 +347,19 @@ def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
 
 
 def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of the cells `starts`, `counts` (see `_runs`), one cell after the other: a view if adjacent."""
+    """Return the rows of some cells, one cell after the other. If the cells are adjacent, return a view.
+
+    starts, counts: the first row and the number of rows of each cell.
+    """
     found = _runs(starts.ravel(), counts.ravel())
     return rows[found] if isinstance(found, slice) else rows.index_select(0, found)
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
-    """Copy `rows`, which are ordered by cell, into `out`. starts: the first row of each cell in `out`."""
+    """Copy rows of some cells, which follow each other in `rows`, to their places in `out`.
+
+    starts, counts: the first row of each cell in `out`, and its number of rows.
+    """
     found = _runs(starts.ravel(), counts.ravel())
     if isinstance(found, slice):
         out[found].copy_(rows)

@@ -1,8 +1,7 @@
-"""Functions for calls that send data for other hosts first, for CPU ranks on several hosts.
+"""Functions for calls of CPU ranks on several hosts that send the data for other hosts first.
 
-    pieces   the data for other hosts, in up to `PIECES` parts, each exchanged by all ranks. gloo's threads send them while
-             the rank computes
-    near     the data for this host
+A call sends these data in up to `PIECES` pieces. All ranks exchange each piece. gloo's threads send the pieces while the
+rank computes with the data of its own host.
 
 Ranks synchronise once, before the first piece. Afterwards all of them run the same exchanges in the same order. If a
 rank fails during the exchanges, the group fails.
@@ -38,10 +37,13 @@ def ranks_near(comm: Communicator) -> list[int]:
 
 @contextlib.contextmanager
 def ending_the_group(comm: Communicator, name: str) -> Iterator[None]:
-    """Make the group fail if the enclosed code raises on this rank, because peers wait for this rank's exchanges."""
+    """Make the group fail if the body of this context manager raises, because peers wait for this rank's exchanges.
+
+    name: the name of the exchanges, for error texts.
+    """
     try:
         yield
-    except WeftError:  # the wait that raised has already ended the group
+    except WeftError:  # the wait that raised has already made the group fail
         raise
     except BaseException as error:
         comm.poison(f"{name}: {error!r}")
@@ -52,8 +54,10 @@ def begin_piece(
     comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int],
     is_far: bool = True,
 ) -> Pending:  # fmt: skip
-    """Begin the exchange of a piece. came, leaving: the number of rows from and to each rank. is_far: True if all ranks
-    exchange rows with ranks of other hosts only. All ranks must have reached the exchange.
+    """Begin the exchange of a piece, without a rendezvous. Return a handle to wait for. All ranks must be known to make this
+    call.
+
+    came, leaving: the number of rows from and to each rank. is_far: True if no rank exchanges rows within its host.
     """
     arguments = received, sent, came, leaving
     if is_far and (ways := of_communicator(_ways, comm, _Ways)).groups:
@@ -63,9 +67,9 @@ def begin_piece(
 
 
 class _Ways:
-    """Two gloo groups of all ranks, one for each direction between hosts. All ranks must construct it.
+    """Two gloo groups of all ranks: one sends to later ranks, the other to earlier ranks. All ranks must construct it.
 
-    There are none if ranks form no rails, or cannot connect.
+    `groups` is empty if the ranks form no rails (`ranks_per_host`), or cannot connect.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -15,10 +15,10 @@ _ALIGNMENT = 16  # bytes: alignment of addresses and strides that torch's groupe
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
-    """Return y [rows of x, N], each expert's rows of x multiplied by its w. Rows after the last expert's rows are not
-    written.
+    """Return y [rows of x, N]: the rows of each expert in x, multiplied by this expert's matrix in w. Rows of y beyond the
+    experts' rows are uninitialised.
 
-    cut: True if x lacks some of the experts' rows.
+    cut: True if x has fewer rows than the experts together.
     """
     if _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
@@ -59,7 +59,7 @@ def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch
 
 
 def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Return the rows of each expert, as far as `rows` contains them."""
+    """Return views of the rows of each expert in `rows`, which may lack the last experts' rows."""
     parts, first = [], 0
     for count in sizes.host.of_experts:
         parts.append(rows[first : first + count])
@@ -73,7 +73,9 @@ def _ends(sizes: Sizes, most: int | None = None) -> torch.Tensor:
 
 
 def _has_grouped_gemm(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """True if torch has one kernel for all experts, which reads their sizes on the device."""
+    """True if torch's grouped GEMM supports these operands: one kernel for all experts, which reads their sizes on the
+    device.
+    """
     return x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0 and _is_aligned(x) and _is_aligned(w)
 
 

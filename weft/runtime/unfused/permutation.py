@@ -15,7 +15,11 @@ def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
-    """Return [came]: for each row in the order of experts, its index in the order of arrival."""
+    """Return the permutation that sorts received rows by expert, and then by source rank: [came], int64. Entry i is the
+    index, in the order of arrival, of row i of the sorted rows.
+
+    received: the number of rows from each rank for each local expert, [ranks, experts]. came: their sum.
+    """
     world, experts = received.shape
     by_source, by_expert = received.flatten(), received.t().flatten()
     begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()

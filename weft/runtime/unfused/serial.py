@@ -1,8 +1,8 @@
 """The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on one stream or
 thread.
 
-Nothing is prepared on the device, and no symmetric memory is needed, so a call costs as much as its torch calls. Steps
-become calls when an `Unfused` is made, and a step allocates the buffer that it writes. CPU ranks synchronise before
+The schedule needs no symmetric memory and no set-up on the device, so a call costs as much as its torch calls. The constructor
+of `Unfused` makes a function from each step. A step allocates the buffer that it writes. CPU ranks synchronise before
 every collective (`weft.runtime.unfused.turn`).
 """
 
@@ -49,11 +49,11 @@ if READER is not None:
 
 
 class Unfused:
-    """The steps of a serial schedule on `rank`, as torch calls. Inputs may have other numbers of rows than in the
-    schedule, if all ranks have the same number.
+    """The steps of a serial schedule on `rank`, as torch calls. If all ranks have the same number of rows, this number may
+    differ from the schedule's.
 
-    The constructor raises `ScheduleError` for a step that is not registered with `bind`, or that writes only a part of
-    a buffer.
+    The constructor raises `ScheduleError` for a step kind that is not registered with `bind`, and for a step that writes
+    only a part of a buffer.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -74,7 +74,9 @@ class Unfused:
 
     @property
     def only_scales(self) -> set[str]:
-        """The buffers that native steps read only as scales of GEMMs. A scale may be one element of any shape."""
+        """The names of buffers that only scaled GEMMs read, as their scales. Such a tensor may also be one element of any
+        shape.
+        """
         scales, others = set[str](), set[str]()
         for kind, out, read, _ in filter(None, self._plain):
             is_scaled = kind in SCALED_MATMULS
@@ -88,7 +90,10 @@ class Unfused:
         return sorted(self.buffers, key=lambda name: self.buffers[name].role != "input")
 
     def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
-        """Run all steps. Return all buffers. turn: the `Turn` that runs the collectives and records the steps."""
+        """Run all steps. Return all buffers by name.
+
+        turn: runs the collectives, with a rendezvous before each on CPU, and records the times of the steps.
+        """
         if turn is STRAIGHT and self.plain is not None and group not in COALESCING:
             return self.plain.run(inputs, group)
         tensors = dict(inputs)
@@ -109,9 +114,11 @@ class Unfused:
         return span_name(step, self.rank)
 
     def made(self, region: Region) -> str:
-        """Return the name of the buffer that a step writes, which must be the whole buffer."""
+        """Return the name of the buffer that a step writes. Raise `ScheduleError` unless `region` is the whole buffer."""
         if not self.is_whole(region):
-            raise ScheduleError(f"schedule {self.schedule.name}: unfused steps must write whole buffers, not {region}")
+            raise ScheduleError(
+                f"schedule {self.schedule.name}: a step writes {region}, but steps that run as torch calls must write whole buffers"
+            )
         return region.buffer
 
     def is_whole(self, region: Region) -> bool:
@@ -128,7 +135,10 @@ class Unfused:
         return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
 
     def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
-        """Return, for each rank, the number of rows of the region that `of` returns for this collective."""
+        """Return each rank's number of rows of a region of this collective.
+
+        of: a function that returns the region of a collective, such as its source.
+        """
         world = range(self.schedule.world_size)
         of_ranks = [of_kind(self.schedule.of_rank(r)[0].steps, Collective) for r in world]
         number = of_ranks[self.rank].index(step)
@@ -136,7 +146,9 @@ class Unfused:
 
 
 def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] | None:
-    """Return a step in the form of native code (`_core.PlainSteps`); None if native code does not support it."""
+    """Return a step as an argument for `_core.PlainSteps`, which runs steps in native code: (kind, output buffer, input
+    buffers, dtype or function). Return None if native code does not support the step.
+    """
     if isinstance(step, Tiles):
         src, dst = _columns(step, here)
         return "called", dst, (src,), partial(side_by_side, world_size=here.schedule.world_size)
@@ -159,18 +171,17 @@ def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] |
 
 @singledispatch
 def bind(step: Step, here: Unfused) -> Call:
-    """Return the torch call for a step. Register step kinds with `bind.register`."""
+    """Return a function that runs a step by torch. Register the implementation of a step kind with `bind.register`."""
     raise ScheduleError(
-        f"schedule {here.schedule.name}: steps of kind {step.kind!r} have no unfused torch call: {step}"
+        f"schedule {here.schedule.name}: no torch call runs steps of kind {step.kind!r}, such as {step}: use a collective, "
+        "compute, copy or reduce step"
     )
 
 
 @bind.register
 def _collective(step: Collective, here: Unfused) -> Call:
     if step.op not in _COLLECTIVES:
-        raise ScheduleError(
-            f"schedule {here.schedule.name}: {step} has no unfused torch call: use {', '.join(_COLLECTIVES)}"
-        )
+        raise ScheduleError(f"schedule {here.schedule.name}: no torch call runs {step}: use {', '.join(_COLLECTIVES)}")
     src, dst, name, role = (
         here.view(step.src),
         here.made(step.dst),
@@ -229,7 +240,7 @@ def _compute(step: Compute, here: Unfused) -> Call:
         return scaled
     if step.op not in ELEMENTWISE or step.accumulate:
         raise ScheduleError(
-            f"schedule {here.schedule.name}: {step} has no unfused torch call: use matmul, addmm or {', '.join(ELEMENTWISE)}"
+            f"schedule {here.schedule.name}: no torch call runs {step}: use matmul, addmm or {', '.join(ELEMENTWISE)}"
         )
     op = ELEMENTWISE[step.op].call
     return lambda t, turn, group: done(t, turn, op(*(x(t) for x in inputs)))
@@ -256,9 +267,8 @@ def _tiles(step: Tiles, here: Unfused) -> Call:
 
 
 def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
-    """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side.
-
-    Raise `ScheduleError` for other kernels.
+    """Return the names of the buffers (src, dst) of a tile kernel that turns the ranks' matrices in `src`, one below the
+    other, into columns of `dst`, side by side. Raise `ScheduleError` for other kernels.
     """
     bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
     copies = [one for body in bodies for one in of_kind(body, Copy) if not one.accumulate]
@@ -271,7 +281,10 @@ def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
         ]
         if (src.rows, dst.cols) == (world * m, world * n) and [(one.src, one.dst) for one in copies] == wanted:
             return src.name, dst.name
-    raise ScheduleError(f"schedule {here.schedule.name}: kernel {step.kernel.name} has no unfused torch call: {step}")
+    raise ScheduleError(
+        f"schedule {here.schedule.name}: no torch call runs kernel {step.kernel.name} in {step}: its only supported use puts the "
+        "rows of all ranks side by side"
+    )
 
 
 @bind.register

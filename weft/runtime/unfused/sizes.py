@@ -21,8 +21,10 @@ class OnCpu(NamedTuple):
 
 
 class Sizes:
-    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and their copy on the
-    CPU.
+    """The numbers of rows of an exchange on the device, and their copy on the CPU.
+
+    splits: the rows that this rank sends to each expert, [ranks * experts]. received: the rows from each rank for each
+        local expert, [ranks, experts].
     """
 
     def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
@@ -30,9 +32,7 @@ class Sizes:
         self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
-        """Enqueue the copy of `splits` and `received` to the CPU, after the work that has been enqueued. Repeated calls do
-        nothing.
-        """
+        """Enqueue a copy of `splits` and `received` to the CPU on the current stream. Repeated calls do nothing."""
         if self.numbers.copy is not None:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None
@@ -50,13 +50,15 @@ class Sizes:
 
     @cached_property
     def host(self) -> OnCpu:
-        """The numbers on the CPU. Waits for `fetch`."""
+        """The row counts as Python numbers. The CPU waits for the copy of `fetch`, which this starts if needed."""
         splits, received = self.tables
         return OnCpu(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
 
     @property
     def tables(self) -> np.ndarray[Any, Any]:
-        """Splits and received on the CPU, [2, ranks, experts]. Waits for `fetch`."""
+        """`splits` and `received` on the CPU, [2, ranks, experts]. The CPU waits for the copy of `fetch`, which this starts
+        if needed.
+        """
         self.fetch()
         if self.numbers.copied is not None:
             self.numbers.copied.synchronize()
@@ -78,16 +80,18 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the CPU's copy of a dispatch's `splits` and `received` for the combine that follows."""
+    """Remember a dispatch's `splits` and `received` together with their copy on the CPU, for `sizes_of` in the combine that
+    follows.
+    """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
         _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Return the sizes for these tables, with the CPU's copy from the dispatch that returned `received`.
+    """Return the `Sizes` of these tables. Reuse the copy on the CPU from the dispatch that returned `received`, if any.
 
-    If either table has changed since, or if a graph is being captured, the CPU's copy is not used.
+    If either table has changed since the dispatch, or if a graph is being captured, do not reuse the copy.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
@@ -104,7 +108,10 @@ _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Record a dispatch's number of tokens, so that the following combine need not read it from the device."""
+    """Remember a dispatch's number of tokens, so that the following combine need not read it from the device.
+
+    splits: the dispatch's argument. tokens: the sum of `splits`.
+    """
     if not splits.is_inference():
         _totals[splits] = splits._version, tokens
 

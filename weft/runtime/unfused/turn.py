@@ -38,10 +38,11 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The collectives of all calls of one shape on CPU. All ranks must construct it.
+    """The rendezvous before each collective of one operator and shape, for CPU ranks. A `Turn` runs a call by it. All ranks
+    must construct it.
 
-    what: operator and shape. details: text that ranks compare too. arguments: {buffer: the caller's argument name}, for
-        error texts.
+    what: the operator and shape, for error texts. details: further text that ranks compare. arguments: for error texts,
+        the caller's name of each buffer.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class Turns:
         self._topics: dict[str, Topic] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for collectives of matrices with `nbytes` bytes whose data travel with a rendezvous, if there
-        are rails. All ranks must make this call.
+        """Reserve memory for collectives of matrices of up to `nbytes` bytes whose data travel with a rendezvous
+        (`weft.runtime.rails`). All ranks must make this call. Without rails, or for larger matrices, do nothing.
         """
         if self.rails is not None and nbytes <= MOST_BYTES:
             with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
@@ -64,9 +65,10 @@ class Turns:
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
         deadline_s: float, meets: bool = True,
     ) -> Pending:  # fmt: skip
-        """Begin a collective when all ranks have reached it. Return it without waiting for its end.
+        """Wait until all ranks have reached a collective, and begin it. Return a handle to wait for its end.
 
-        meets: False if all ranks are known to have reached the collective, so that this rank need not wait for them.
+        collective: its name, for error texts. function, arguments: torch's collective, and its arguments. meets: False if
+            all ranks are known to have reached the collective, so that no rendezvous is needed.
         """
         topic = self._topic(collective)
         try:
@@ -82,12 +84,12 @@ class Turns:
 
     @property
     def rails(self) -> Rails | None:
-        """The rendezvous between hosts that may carry data, if there is one."""
+        """The rendezvous between hosts that may carry data; None on one host, or if the ranks form no rails."""
         return self._meeting.rails
 
     @opaque
     def ride(self, collective: str, cargo: Cargo, deadline_s: float) -> None:
-        """Run a collective whose data travel with the rendezvous."""
+        """Run the collective `cargo`, whose data travel with the rendezvous. It is complete on return."""
         topic = self._topic(collective)
         try:
             self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo)
@@ -104,7 +106,7 @@ class Turns:
 
     @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
-        """Return the largest `number` of all ranks, once all ranks have reached a collective."""
+        """Wait until all ranks have reached a collective. Return the largest `number` of all ranks."""
         extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
         return max(_NUMBER.unpack(extra)[0] for extra in extras)
 
@@ -119,9 +121,11 @@ class Turns:
 
 
 class Turn:
-    """The collectives of one call, or of its backward.
+    """An object that runs the collectives of one call, or of its backward: with a rendezvous before each, a deadline, and a
+    timeline.
 
-    turns: None if ranks do not synchronise. deadline_s: the longest wait for other ranks, in seconds.
+    turns: the rendezvous; None if ranks do not synchronise, as on GPUs. deadline_s: the longest wait for other ranks, in
+        seconds. marks: records the times of steps for a timeline.
     """
 
     deadline_s: float | None
@@ -134,7 +138,7 @@ class Turn:
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
     ) -> Any:
-        """Begin `function(*arguments, group=group)` of torch.distributed when all ranks have reached it. Return the
+        """Wait until all CPU ranks have reached a collective, then begin it: `function(*arguments, group=group)`. Return the
         work handle to wait for.
         """
         if self._turns is None:
@@ -142,12 +146,14 @@ class Turn:
         return self._turns.begin(collective, function, arguments, group, self.wait_s, self._meets)
 
     def rails_for(self, nbytes: int) -> Rails | None:
-        """Return the rails that can carry a collective of a matrix with `nbytes` bytes; None if there are none."""
+        """Return the rendezvous between hosts (`weft.runtime.rails`) that can carry a collective of a matrix of `nbytes`;
+        None if there is none, or if its memory is too small.
+        """
         rails = None if self._turns is None or self.has_met else self._turns.rails
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
 
     def ride(self, collective: str, cargo: Cargo) -> None:
-        """Run a collective whose data travel with the rendezvous."""
+        """Run the collective `cargo`, whose data travel with the rendezvous. It is complete on return."""
         assert self._turns is not None
         self._turns.ride(collective, cargo, self.wait_s)
 
@@ -157,8 +163,8 @@ class Turn:
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Return the largest `number` of all CPU ranks, once all ranks have reached a collective. Begin this collective
-        by the turn `met`, which does not synchronise again.
+        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks. Then begin the
+        collective by the turn `met`, which does not synchronise again.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)
@@ -175,34 +181,34 @@ class Turn:
 
     @property
     def met(self) -> Turn:
-        """This turn without its rendezvous, for a collective that all ranks have reached."""
+        """A copy of this turn without rendezvous, for collectives that all ranks are known to have reached."""
         turn = copy.copy(self)
         turn._meets = False
         return turn
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
-        """Run `function(*arguments, group=group)`. On GPUs it runs in stream order."""
+        """Run a collective, `function(*arguments, group=group)`. On CPU, it is complete on return. On GPUs, it is enqueued on
+        the current stream.
+        """
         if self._turns is None:
             function(*arguments, group=group)
         else:
             self.begin(collective, function, *arguments, group=group).wait()
 
     def done(self, name: str, result: T, bytes: int = 0) -> T:
-        """Return `result`. Record the time since the previous step in the timeline, for the step `name`, which sent
-        `bytes`.
-        """
+        """Record in the timeline that the step `name` has ended now, and that it sent `bytes`. Return `result` unchanged."""
         if self._marks is not None:
             self._marks.mark(name, bytes)
         return result
 
     def end(self) -> None:
-        """Fill the timeline, if there is one."""
+        """Add the recorded steps to the timeline, if there is one."""
         if self._marks is not None:
             self._marks.end()
 
 
 class _Straight(Turn):
-    """A turn that only calls torch."""
+    """A turn without rendezvous, deadline and timeline: it only calls torch."""
 
     def __init__(self) -> None:
         self.deadline_s, self._turns, self.wait_s = None, None, 0.0
@@ -227,7 +233,9 @@ STRAIGHT: Turn = _Straight()
 
 
 def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn:
-    """Return a turn for a call that has no `Turns`. On GPUs and for one rank it is `STRAIGHT`."""
+    """Return a turn for a call of an operator without its own `Turns`. On GPUs, and in a group of one rank, return
+    `STRAIGHT`, which adds nothing to torch's calls. what: the call, for error texts.
+    """
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
     with symm.set_up_within(deadline_s):
@@ -251,16 +259,16 @@ class Pending:
             finish(work, self._comm, self._name, self._deadline_s, self._arguments, self._groups, self._works)
 
     def __del__(self) -> None:
-        """Keep the tensors of a collective for which nobody waits because of an earlier error."""
+        """Keep the tensors until the process ends if no caller has waited, because of an earlier error: gloo may use them."""
         if not self._waited and not all(work.is_completed() for work in self._works):
             leave(self._groups, self._works, self._arguments)
 
 
 class Marks:
-    """The times at which the steps of a call ended, on the caller's thread or stream.
+    """Records the times at which the steps of a call end, on the caller's thread or stream.
 
-    Each step begins where the previous step ended. `end` adds the steps to the timeline as spans of the lane `compute`,
-    on the clock that executors use.
+    Each step begins when the previous step ends. `end` adds the steps to the timeline as spans of the lane `compute`. The
+    clock is the one that executors use.
     """
 
     def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:

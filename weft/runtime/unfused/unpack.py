@@ -1,4 +1,4 @@
-"""Permutations for collectives of columns: collectives concatenate rows, so one copy puts the columns in place."""
+"""Permutations for collectives of columns. Collectives of torch concatenate rows, so a copy must rearrange the result."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 
 
 def side_by_side(below: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return [m, world_size * n], the matrices of all ranks side by side. below: [world_size * m, n], one below the
-    other.
+    """Return the matrices of all ranks side by side, [m, world_size * n].
+
+    below: the same matrices one below the other, [world_size * m, n].
     """
     rows, n = below.shape
     m = rows // world_size
@@ -15,7 +16,10 @@ def side_by_side(below: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def below_each_other(beside: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return [world_size * m, n] from [m, world_size * n]: the inverse of `side_by_side`."""
+    """Return the inverse of `side_by_side`: matrices one below the other, [world_size * m, n].
+
+    beside: the matrices side by side, [m, world_size * n].
+    """
     m, cols = beside.shape
     n = cols // world_size
     return beside.reshape(m, world_size, n).transpose(0, 1).reshape(world_size * m, n)
