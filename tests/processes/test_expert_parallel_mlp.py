@@ -46,8 +46,8 @@ def test_copies_state_dicts_and_bad_arguments(pool: Pool) -> None:
 def test_what_one_rank_cannot_route_is_refused_on_every_rank(pool: Pool) -> None:
     for told in pool.run(ranks.misrouted, ranks=2, timeout_s=60):
         for name, words in {
-            "too large": "top_k_index has 4: experts are 0 to 3",
-            "negative": "top_k_index has -4: experts are 0 to 3",
+            "too large": "top_k_index contains 4: pass expert numbers from 0 to 3",
+            "negative": "top_k_index contains -4: pass expert numbers from 0 to 3",
             "of floats": "top_k_index is torch.float32: use torch.int64",
             "fewer": "top_k_index (3, 2) and top_k_weights (6, 2) must both be [6, top_k], as x has 6 tokens",
             "wide": "x has shape (6, 5): pass [..., 8]",

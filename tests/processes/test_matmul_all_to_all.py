@@ -181,8 +181,8 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
         for when in ("first", "later"):
             for name, text in {
                 "too many": "rank 1: received adds up to 7 but h has 6 rows: pass the counts from all_to_all_matmul",
-                "negative": "rank 1: received has -1 at (0, 1): numbers must not be negative",
-                "given": "rank 1: splits has -2 at 0: numbers must not be negative",
+                "negative": "rank 1: received[0, 1]=-1: pass numbers of tokens, 0 or more",
+                "given": "rank 1: splits[0]=-2: pass numbers of tokens, 0 or more",
                 "own": "rank 1: received says that rank 1 keeps [1, 0] rows of its own, but splits says [2, 0]",
                 "rows": "rank 1: rows=7, but splits add up to 6: pass this rank's number of tokens",
             }.items():

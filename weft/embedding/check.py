@@ -27,10 +27,12 @@ _OFFSETS_PER_LOOK = 1 << 16  # offsets per step, half a MiB, so that the second 
 
 
 class CheckedInput(NamedTuple):
-    """A rank's checked input. The bag of sample b for local slot s is number `key_of_slot[s] * global_batch + b`.
+    """A rank's input after the checks. A *local slot* is a feature block of the output that this rank pools.
 
-    batch_sizes: the number of samples of each rank, in rank order. tables: the layouts and addresses of this rank's
-        tables (`weft.runtime.layouts`), if known.
+    key_of_slot: for each local slot s, the position of its feature in the input. The bag of sample b has the number
+        `key_of_slot[s] * global_batch + b`.
+    batch_sizes: the number of samples of each rank, in rank order.
+    tables: the layouts and addresses of this rank's tables (`weft.runtime.layouts`), if known.
     """
 
     key_of_slot: tuple[int, ...]
@@ -190,8 +192,8 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
 def check_contents(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, options: EmbeddingOptions
 ) -> None:
-    """Raise `ValueError` for invalid offsets of a CPU input, and, if the options refuse bad ids, for ids out of range.
-    The check of ids waits for a GPU.
+    """Raise `ValueError` for invalid offsets of a CPU input. If the options refuse bad ids, raise it also for ids out
+    of range; this check waits for a GPU.
     """
     if jagged.values.device.type == "cpu":
         check_offsets(jagged, sharding, rank, checked)
@@ -238,7 +240,9 @@ def first_bad_index(
 
 
 def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
-    """Raise `ValueError` unless values, offsets and weights are tensors on `device` with matching sizes."""
+    """Raise `ValueError` unless values, offsets and weights are one-dimensional tensors with valid dtypes, on `device`,
+    and each value has a weight.
+    """
     device_of_all = device or getattr(jagged.values, "device", None)
     for name, tensor, dtypes in (
         ("values", jagged.values, INDEX_DTYPES),
@@ -278,8 +282,10 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
 
 
 def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
-    """Return the global batch size: the number of bags per feature, for `blocks` features. Raise `ValueError` if the
-    numbers do not match.
+    """Return the global batch size: the number of bags of each feature. Raise `ValueError` if the numbers do not match.
+
+    blocks: the number of features in the input. named: "feature" or "key", for error texts. sizes: the batch sizes, if
+        they were passed.
     """
     bags = jagged.offsets.numel() - 1
     known = jagged.stride if sizes is None else sum(sizes)
@@ -303,7 +309,9 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
 
 @lru_cache(maxsize=256)
 def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """Return the result of `blocks_of_slots`. Raise `ValueError` for a key that no table of any rank uses."""
+    """Return the result of `blocks_of_slots`, from a cache. Raise `ValueError` for a key that no table of any rank
+    uses.
+    """
     blocks, used = blocks_of_slots(keys, sharding, rank), {slot.feature for slot in sharding.slots}
     if unknown := [key for key in keys if key not in used]:
         raise ValueError(

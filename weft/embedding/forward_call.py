@@ -125,7 +125,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before the exchange of gradients, without the number of the call."""
+        """The text that ranks compare before they exchange gradients. It omits the number of the call."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:
@@ -150,8 +150,8 @@ COLLECTED: dict[int, list[Collected]] = {}
 
 
 def joined_calls(calls: list[Collected]) -> Collected:
-    """Return several calls as one. Each slot has one block of bags, with the samples of the first call first. The CPU
-    waits for the device.
+    """Return several calls as one call, whose samples are those of the first call, then of the second, and so on. The
+    CPU waits for the device.
     """
     first = calls[0].of
     slots, batch = range(len(first.checked.key_of_slot)), sum(call.of.checked.global_batch for call in calls)

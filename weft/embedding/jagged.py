@@ -335,7 +335,9 @@ def as_jagged(features: Any) -> JaggedInput:
         return features
     if isinstance(features, tuple | list):
         if len(features) not in (2, 3):
-            raise ValueError(f"features is a tuple of {len(features)}: pass (values, offsets[, per_sample_weights])")
+            raise ValueError(
+                f"features is a tuple of {len(features)} entries: pass (values, offsets[, per_sample_weights])"
+            )
         values, offsets = features[:2]
         return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
     check_keyed(features)

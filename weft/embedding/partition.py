@@ -248,7 +248,7 @@ class Partition:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The blocks of output columns, in column order. Their ranks have no meaning."""
+        """The blocks of output columns, in column order. Ignore the field `rank` of these slots."""
         return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
 
     def describe(self) -> str:

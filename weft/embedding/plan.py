@@ -3,10 +3,10 @@
 A **unit** is the work that a Triton program or CPU thread takes at a time: some vectors of one sample. For `put` a unit
 is a **slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one
 flag. For `direct` a unit only determines how much work is taken at once. On GPUs its size follows from the bytes of a
-bag, not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). Every sample has the same units.
+bag, not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). All samples are divided into the same units.
 
-Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), which is also verified and
-simulated. The schedule's tiles name their kernel (`kernel_of`).
+Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`). The same schedule is verified
+and simulated. Its tile steps name the kernel and its parameters (`kernel_of`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EmbeddingPlan:
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """For each rank, the addresses and layouts of the tables that it last checked (`weft.runtime.layouts`).
+        """The addresses and layouts of the tables that each rank last checked (`weft.runtime.layouts`), by rank.
 
         Unchanged tables are not checked again, because checking 64 tables takes longer than launching the kernel.
         """
@@ -79,12 +79,12 @@ class EmbeddingPlan:
 
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
-        """For each rank, the layouts of tables and states that recent backward calls have found valid."""
+        """The layouts of tables and states that recent backward calls have found valid, by rank."""
         return {}
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule for one sample per rank. More samples take longer, but use the same kernels."""
+        """The schedule for one sample per rank. Larger batches use the same kernels, so it stands for all batch sizes."""
         p, transport = _problem(self.sharding), self.options.transport
         if transport == "serial":
             return slices.serial(p)
@@ -149,7 +149,7 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
 
 
 def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
-    """Return the problem with one sample per rank. More samples take longer, but use the same kernels."""
+    """Return the problem with one sample per rank. Larger batches use the same kernels."""
     return problem_of(sharding, (1,) * sharding.world_size)
 
 

@@ -208,9 +208,9 @@ class _Costs:
 def _choices(
     table: EmbeddingBagConfig, costs: _Costs, read: float, kinds: Sequence[Kind], shares: Sequence[float] | None
 ) -> Iterator[_Choice]:
-    """Yield the possible shardings of a table, with the loads of all ranks.
+    """Yield the possible shardings of a table, each with the loads of all ranks.
 
-    A whole table, or the first part of a column-wise table, is tried on each rank.
+    For a whole table there is one choice per owner rank, for a column-wise table one per rank of the first part.
     """
     world, nothing = costs.world, Load(0.0, 0.0)
     rows, dim = table.num_embeddings, table.embedding_dim
@@ -243,7 +243,9 @@ def _chosen(
     tables: Sequence[EmbeddingBagConfig], choices: Sequence[Sequence[_Choice]], world: int, memory: float | None,
     kinds: Sequence[Kind], costs: _Costs,
 ) -> tuple[list[_Choice], tuple[tuple[str, ...], ...]]:  # fmt: skip
-    """Return a choice for each table, and for each table the kinds of sharding that did not fit, with the reason."""
+    """Return the chosen sharding of each table, and for each table the kinds of sharding that did not fit, with the
+    reason.
+    """
     seconds, nbytes = [0.0] * world, [0.0] * world
     found: list[_Choice | None] = [None] * len(tables)
     # Place tables in the order of difficulty: many bytes first, then long times.
@@ -301,7 +303,9 @@ def _chosen(
 
 
 def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
-    """Return a text about the rank that lacks the most memory."""
+    """Return a text about the rank that lacks the most memory for `choice`. nbytes: the bytes of other tables on each
+    rank.
+    """
     over = [held + load.nbytes - (memory or 0) for held, load in zip(nbytes, choice.loads, strict=True)]
     rank = over.index(max(over))
     return (

@@ -40,7 +40,7 @@ def training_of(
     """Return the arguments of a call that only backward uses. Raise `ValueError` for options that contradict each
     other.
 
-    factor: multiplies reduced gradients if there is no `update`.
+    factor: the number by which reduced gradients are multiplied if `update` is None.
     """
     if not isinstance(sparse, bool) or not isinstance(requires_grad, bool):
         raise ValueError(f"sparse={sparse!r}, requires_grad={requires_grad!r}: pass True or False")

@@ -78,7 +78,7 @@ class FusedUpdate:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All states, table by table. Do not change the list."""
+        """All states, table by table. The list is shared: do not change it."""
         states = self.states
         if self._flat[0] is not states:  # each call with gradients reads the list
             self._flat = states, [state for of_table in states for state in of_table.values()]

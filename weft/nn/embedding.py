@@ -46,8 +46,8 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark tables again (`_mark_tables`), because `load_state_dict(assign=True)` replaces parameters by unmarked
-    tensors.
+    """Mark tables again for DDP (`_mark_tables`), after `load_state_dict(assign=True)` has replaced parameters by
+    unmarked tensors.
     """
     module._mark_tables()
 
@@ -230,7 +230,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 raise refusal
             call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
-        with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
+        with together(type(self).__name__, self.group, self._exchange_device, self.deadline_s):
             # The call has several collectives, but counts as one call across ranks.
             if self._prefetched is not None and refusal is None:
                 return self._pooled(*self._taken(features))
@@ -256,7 +256,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
         Raises `ValueError` with input="global_batch", or if the call for an earlier prefetched batch is missing.
         """
-        with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
+        with together(f"prefetch of {type(self).__name__}", self.group, self._exchange_device, self.deadline_s):
             if self.input != "local_batch":
                 raise ValueError(
                     f"prefetch has no effect with input={self.input!r}, because ranks exchange no ids: "
@@ -271,8 +271,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._begin_ahead(features, None)
 
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
-        """Begin the distribution of a batch. refusal: an error about the batch, which the module's call with the batch
-        reports to all ranks.
+        """Begin to distribute the ids of a batch for `prefetch`.
+
+        refusal: an error about the batch. The next call of the module raises it on all ranks.
         """
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 
@@ -285,8 +286,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             prefetched.discard()
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Return the prefetched batch after its distribution, and the batch sizes of all ranks. All ranks must make
-        this call.
+        """Finish the distribution of the prefetched batch. Return this rank's features of all samples, and the batch
+        sizes of all ranks. All ranks must make this call.
         """
         prefetched = cast(Prefetched, self._prefetched)
         self._require_prefetched(features)
@@ -307,7 +308,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """
         if (bound := self._max_ids) is not None:
             of_ranks = self._input_dist.features_of_rank
-            totals = totals_of_ranks(features, of_ranks, self.group, self._speaks_on(), self.deadline_s)
+            totals = totals_of_ranks(features, of_ranks, self.group, self._exchange_device(), self.deadline_s)
             require_bound(totals, bound, "")
 
     @opaque
@@ -323,7 +324,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 called.append(own)
             return form_of(self._form, self._weights(), own, self.rank, batch_sizes, training)
 
-        (values,) = made(OPERATOR, self.group, self._speaks_on, form, deadline_s=self.deadline_s)
+        (values,) = made(OPERATOR, self.group, self._exchange_device, form, deadline_s=self.deadline_s)
         if called and not torch.compiler.is_compiling():
             self._batches.note(called[0], len(called[0].keys or self._own))
         return KeyedTensor(self._keys, self._length_per_key, values)
@@ -332,20 +333,22 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return collecting(cast(FusedUpdate, self._update))
 
     def _update_collected(self, collected: list[Any]) -> None:
-        update_collected(cast(FusedUpdate, self._update), collected, self.group, self._speaks_on(), self.deadline_s)
+        update_collected(
+            cast(FusedUpdate, self._update), collected, self.group, self._exchange_device(), self.deadline_s
+        )
 
     def _training(self) -> Training:
         if not torch.is_grad_enabled() or (self._is_frozen and self._update is not None):
             return NOT_TRAINED
         is_trained = self._is_trained and self._update is None
-        return training_of(self._update, self._sparse, is_trained, self._speaks_on(), self._factor)
+        return training_of(self._update, self._sparse, is_trained, self._exchange_device(), self._factor)
 
     def memory(self) -> EmbeddingMemory:
         """Return the memory of this module on this rank, in bytes. Print the result for a table. Ranks do not
         communicate.
         """
         weights = dict(zip(self.embedding_bags, self._weights(), strict=True))
-        buffers = buffer_bytes(plan_in(*self._form), self.group, self._speaks_on())
+        buffers = buffer_bytes(plan_in(*self._form), self.group, self._exchange_device())
         return memory_of(weights, self._update, self._batches, self.sharding, self.rank, buffers)
 
     def close(self) -> None:
@@ -361,7 +364,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         Raises `DisagreementError` if ranks close different modules, and `DeadlineError`, `PeerLostError` or
         `PoisonedGroupError` as calls do. The memory of a failed group is freed with the group.
         """
-        release(plan_in(*self._form), group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
+        release(plan_in(*self._form), group=self.group, device=self._exchange_device(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
         """Return the tables' parameters.
@@ -375,7 +378,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         except KeyError:
             return [bag.weight for bag in bags]
 
-    def _speaks_on(self) -> torch.device:
+    def _exchange_device(self) -> torch.device:
         return self._input_dist.device
 
     def _own_features(self, features: Any) -> JaggedInput:
@@ -456,7 +459,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Store the sharding, the device of the tables, and attributes derived from both."""
+        """Store the sharding and the device of the tables, and everything that is derived from both. Called again after
+        a conversion.
+        """
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks whose tables are on meta still communicate, to report that they refuse the call.
@@ -477,8 +482,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self
 
     def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
-        """Return the tables' dtype and device after the conversion `fn`. Raise `ValueError` if tables cannot have this dtype or
-        device.
+        """Return the dtype and the device that tables will have after the conversion `fn`. Raise `ValueError` if tables
+        cannot have them.
         """
         # An empty tensor shows the dtype and the device, even on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))

@@ -238,8 +238,8 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return the rows of all ids, the routing of the ids, and the row numbers that peers requested. All ranks must
-        make this call.
+        """Return (the rows of all ids of this rank, the routing of the ids, the row numbers that peers requested from
+        each part of this rank). All ranks must make this call.
         """
         distribution = cast(RowDist, self._dist)
         route, arrived, (bad,) = distribution.send(ids.places, ids.rows, [ids.bad.sum()])
@@ -263,7 +263,11 @@ class ShardedEmbeddingCollection(TrainedTables):
         return self.partition.tables[0].dtype
 
     def _record(self, number: int) -> ForwardCall:
-        """Return the record of this call, which ranks compare in backward, with the tables and states to update."""
+        """Return the description of a call that backward needs: the text that ranks compare, and the tables and states
+        to update.
+
+        number: the number of the call among the module's calls with gradients.
+        """
         tables, update = None, self._update_of_parts
         if update is not None:
             states = [list(of_table.values()) for of_table in update.states]
@@ -280,7 +284,9 @@ class ShardedEmbeddingCollection(TrainedTables):
             compare_ranks(symm.communicator(self.group, self.device), topic, of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
-        """Update the tables once, with the gradients that this rank received in one call or in all collected calls."""
+        """Make one update of the tables. received: the ids and gradients that arrived in one call, or in all calls of
+        `accumulate()`.
+        """
         tables = of.tables
         assert tables is not None
         given = []
@@ -329,7 +335,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         if collected:
             self._finish(of, collected)
 
-    def _speaks_on(self) -> torch.device:
+    def _exchange_device(self) -> torch.device:
         return self.device
 
     # --- parameters and conversions ---
@@ -475,5 +481,5 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark tables again, because `load_state_dict(assign=True)` replaces parameters by unmarked tensors."""
+    """Mark tables again for DDP, after `load_state_dict(assign=True)` has replaced parameters by unmarked tensors."""
     module._mark_tables()

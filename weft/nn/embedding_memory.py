@@ -57,7 +57,7 @@ class BatchesInFlight:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most = 64  # when more storages are recorded, drop freed storages
         self.last: tuple[int, int] = 0, 0
-        """The numbers of ids and of samples in the last recorded call."""
+        """The numbers of ids and of samples in the last call with gradients."""
 
     def note(self, jagged: JaggedInput, blocks: int) -> None:
         """Record the input of a call. blocks: the number of features of this rank's tables."""

@@ -22,7 +22,9 @@ _STEP = 1_000_003  # difference between the seeds of two blocks; tables have adj
 
 
 class Table(nn.EmbeddingBag):
-    """The module that contains the parameter of a table. Its name and type are TorchRec's. weft never calls the module."""
+    """The module `embedding_bags.<table>`, which contains the parameter of a table. It is an `nn.EmbeddingBag`, as in
+    TorchRec, but weft never calls it.
+    """
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
@@ -68,7 +70,9 @@ def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 
 
 
 def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
-    """Return a function that fills a part of `table`, for use as the part's `init_fn`."""
+    """Return a function for the argument `init_fn` of a part's config. It fills the part with its values in the whole
+    table.
+    """
     return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
 
 
@@ -77,7 +81,7 @@ def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, ro
 
 
 def first_values(table: EmbeddingBagConfig) -> str:
-    """Return the text with which ranks check that they initialise a table equally."""
+    """Return the description of a table's initial values that ranks compare."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"

@@ -228,7 +228,7 @@ class ExpertParallelMLP(nn.Module):
         if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()) and top_k_index.device.type == "cpu":
             for expert in (top_k_index.min(), top_k_index.max()) if top_k_index.numel() else ():
                 if not 0 <= expert < self.num_experts:
-                    return f"top_k_index has {int(expert)}: experts are 0 to {self.num_experts - 1}"
+                    return f"top_k_index contains {int(expert)}: pass expert numbers from 0 to {self.num_experts - 1}"
         return ""
 
     def extra_repr(self) -> str:

@@ -154,7 +154,7 @@ class _Group(dict[str, Any]):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy and pickle as an ordinary dict."""
+        """Make copies and pickles ordinary dicts."""
         return dict, (dict(self),)
 
 

@@ -24,8 +24,9 @@ def check_max_ids(max_ids: Any) -> None:
 
 
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
-    """Raise `RefusedError` if a rank would receive more than `max_ids` ids. totals: the number of ids for each rank.
-    advice: text to insert into the error text.
+    """Raise `RefusedError` if a rank would receive more than `max_ids` ids.
+
+    totals: the number of ids for each rank, known on all ranks, so that all ranks raise. advice: text for the error.
     """
     if max(totals) > max_ids:
         worst = totals.index(max(totals))

@@ -42,8 +42,11 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The plan for input with these `keys`. blocks: for each feature to send, its index in `keys`, grouped by
-    destination. header_index: for each header word to send, its index in this rank's own header.
+    """The plan for input with these `keys`, made once and reused.
+
+    blocks: for each feature to send, its index in `keys`, grouped by destination rank.
+    header_index: this rank has one header with the counts of all features, and sends each rank a part of it. For each
+        number to send, its index in this header.
     """
 
     keys: tuple[str, ...]
@@ -65,7 +68,7 @@ class _LocalBatch:
 
 
 class _Route(NamedTuple):
-    """The routing of one batch's ids. Gradients of weights follow it in reverse.
+    """The routing of one batch's ids, which the gradients of per-sample weights follow in reverse.
 
     blocks, counts, begin: piece i that this rank sent is block `blocks[i]` of the input. Block b has `counts[b]` ids.
         The ids of block 0 begin at position `begin` of the values.
@@ -93,7 +96,7 @@ class _Route(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """The results of several all-to-alls that have begun, and the work to wait for."""
+    """All-to-alls that have begun: the tensors that they write, and the work handles to wait for."""
 
     received: list[torch.Tensor]
     works: list[Any]
@@ -108,8 +111,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers are being exchanged.
 
-    numbers: one tensor of three parts: the headers of all ranks (valid once received), this rank's own header with its
-        count of every feature, and the first offset.
+    numbers: one tensor, which the CPU reads once. It contains the headers of all ranks (valid once received), this
+        rank's own header with the count of every feature, and the first offset.
     """
 
     local: _LocalBatch | None
@@ -207,7 +210,7 @@ class InputDist:
         return self._begin_features(local, begun.numbers, heads, own)
 
     def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Wait for the features. Return the result of the call."""
+        """Wait for the features. Return the results that `__call__` documents."""
         jagged, weights = self._end_features(sent), sent.local.weights
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
@@ -257,7 +260,9 @@ class InputDist:
             if tensor.dtype not in dtypes:
                 raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
             if tensor.device != self.device:
-                raise ValueError(f"{name} is on {tensor.device} but the tables are on {self.device}: move the features")
+                raise ValueError(
+                    f"{name} is on {tensor.device} but the tables are on {self.device}: move the features there"
+                )
         if lengths.numel() != len(keys) * batch_size:
             raise ValueError(
                 f"{counted(lengths.numel(), 'length')} for {counted(len(keys), 'key')} x {counted(batch_size, 'sample')}: "
@@ -290,7 +295,9 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Begin to exchange headers: the sizes of the messages with ids. Return (`BegunBatch.numbers`, the exchange)."""
+        """Begin to exchange headers, which contain the sizes of the messages with ids. Return (`BegunBatch.numbers`,
+        the exchange).
+        """
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         arrive = self.world_size * mine
@@ -414,8 +421,8 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return the reason why the check on the device failed: a negative length, or lengths or offsets that do not
-        match the values.
+        """Return the error text for input that the check on the device refused: a negative length, or lengths or
+        offsets that do not match the values.
         """
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
@@ -431,14 +438,14 @@ class InputDist:
             return wrong_sum(total, count)
         begin, end = int(local.offsets[0]), int(local.offsets[-1])
         if end - begin != total:
-            return f"lengths sum to {total} but offsets go from {begin} to {end}: pass lengths or offsets"
+            return f"lengths sum to {total} but offsets go from {begin} to {end}: pass only one of them"
         return (
             f"offsets go from {begin} to {end} but there are {counted(count, 'value')}: offsets are positions in values, 0 or "
             f"more{f'. If you cut off the values before the first offset, pass offsets - {begin}' if begin > 0 else ''}"
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
-        """Raise the refusals of all ranks, on every rank. All ranks must make this call."""
+        """Exchange the refusals of all ranks, and raise them on every rank. All ranks must make this call."""
         mine = None if refusal is None else str(refusal)
         comm = symm.communicator(self.group, self.device, deadline_s=self.deadline_s)
         texts = comm.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
@@ -447,8 +454,8 @@ class InputDist:
 
 
 class _Arrived(torch.autograd.Function):
-    """The received per-sample weights. Backward sends their gradients back to the ranks of the samples; all ranks must
-    run it.
+    """The received per-sample weights, as the result of an autograd function. Backward sends their gradients back to
+    the ranks of the samples; all ranks must run it.
     """
 
     @staticmethod

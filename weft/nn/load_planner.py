@@ -64,7 +64,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _tables(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the name in the checkpoint of each table with an optimizer, also of an optimizer without states."""
+    """Yield the name in the checkpoint of each table that has an optimizer in `state_dict`, even if the optimizer has
+    no states.
+
+    prefix: the path of `state_dict` in the checkpoint.
+    """
     for name, value in state_dict.items():
         if not isinstance(value, Mapping):
             continue

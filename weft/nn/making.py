@@ -134,8 +134,8 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return the deadline: the caller's, or else `WEFT_DEADLINE_S`. The set-up deadline is too short while a peer fills
-    tables.
+    """Return `deadline_s`, or `WEFT_DEADLINE_S` if it is None. The shorter set-up deadline could expire while a peer
+    fills its tables.
     """
     return env.deadline_s() if deadline_s is None else deadline_s
 

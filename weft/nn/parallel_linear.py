@@ -40,7 +40,7 @@ class ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     divided: ClassVar[int]
-    """The sharded dimension of the weight."""
+    """The sharded dimension of the weight [out, in]: 0 for column-parallel, 1 for row-parallel layers."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ def require(of: nn.Module, wrong: str) -> None:
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
-    """True if the all-reduce after a layer with this weight [N, ...] can include `norm`."""
+    """True if the all-reduce after a layer with this weight [N, ...] can also apply `norm`."""
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]

@@ -177,7 +177,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if torch.compiler.is_compiling():
             return self._opaque(features, batch_sizes)  # the graph breaks here
         parts = self._parts
-        with together(NAME, self.group, self._speaks_on, self.deadline_s):
+        with together(NAME, self.group, self._exchange_device, self.deadline_s):
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
             if parts is not None and not self._arrange.is_needed:
@@ -191,14 +191,17 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
 
     def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return the input, separated by kind of table, and the result of checks for data-parallel tables. Raise
+        """Return the input separated by kind of table, and the checked input of data-parallel tables. Raise
         `ValueError` for bad input. Ranks do not communicate.
         """
         given = self._arrange(features, self.device)
         return given, None if self._replicated is None else self._replicated.checked(given.replicated)
 
     def _joined(self, vectors: torch.Tensor | None, given: Arranged, checked: CheckedInput | None) -> KeyedTensor:
-        """Pool data-parallel tables, and return the vectors of all tables. vectors: the vectors of the parts."""
+        """Pool data-parallel tables, and return the vectors of all tables.
+
+        vectors: the vectors of the parts. given, checked: the results of `_arranged`.
+        """
         parts, replicated, of_replicated = self._parts, self._replicated, None
         if replicated is not None and checked is not None:
             step = None if parts is None or parts._update is None else parts._update.step
@@ -247,8 +250,10 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _output(
         self, of_parts: torch.Tensor | None, of_replicated: torch.Tensor | None, lengths: Mapping[tuple[int, str], torch.Tensor]
     ) -> KeyedTensor:  # fmt: skip
-        """Return the vectors of all tables in table order. lengths: the lengths of bags, for row-wise tables with mean
-        pooling.
+        """Return the vectors of all tables in table order: concatenate the columns of column-wise tables, and sum the
+        parts of row-wise tables.
+
+        lengths: for row-wise tables with mean pooling, the number of ids of each bag.
         """
         slots, order = self.partition.slots, self._order
         keys, dims = [slot.key for slot in slots], [slot.dim for slot in slots]
@@ -268,8 +273,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the indices of its vectors. Vectors of parts come first, then vectors of
-        data-parallel tables.
+        """For each block of output columns, the indices of the vectors that it consists of. Indices count the vectors
+        of all parts first, and then the vectors of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots
@@ -301,7 +306,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             with contextlib.nullcontext() if parts is None else parts.accumulate():
                 yield
                 if replicated is not None:  # before the update of the parts, which counts updates
-                    with together(f"accumulate() of {NAME}", self.group, self._speaks_on, self.deadline_s):
+                    with together(f"accumulate() of {NAME}", self.group, self._exchange_device, self.deadline_s):
                         step = None if parts is None or parts._update is None else parts._update.step
                         replicated.end_accumulation(step)
         finally:
@@ -319,7 +324,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         buffers: list[int] = []
         if parts is not None:
             batches, rank = parts._batches, self.rank
-            buffers = buffer_bytes(plan_in(*parts._form), self.group, self._speaks_on())
+            buffers = buffer_bytes(plan_in(*parts._form), self.group, self._exchange_device())
         return memory_of(weights, self._update, batches, self.sharding, rank, buffers)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -332,7 +337,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self._parts is not None:
             self._parts.close()
 
-    def _speaks_on(self) -> torch.device:
+    def _exchange_device(self) -> torch.device:
         return device_for(self.group, None) if self.device.type == "meta" else self.device
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -379,8 +384,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 class _Ahead(NamedTuple):
-    """A prefetched batch: its arranged input, or the reason why it is bad. The collection of the parts distributes its
-    ids.
+    """A prefetched batch: its arranged input, or the reason why it is bad. The inner collection of the parts
+    distributes the ids.
     """
 
     features: Any

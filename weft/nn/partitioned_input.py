@@ -31,9 +31,11 @@ from weft.words import counted
 class Arranged:
     """The input of a call, separated by kind of table.
 
-    parts: the input for the parts of tables on all ranks, or None. replicated: the input for data-parallel tables, or None.
-    spans: for each key of `replicated`, the begin and the end of its ids. lengths: for each (row-wise table, feature)
-        with mean pooling, the lengths of the bags, [samples] float32, at least 1.
+    parts: the input for the parts of tables on all ranks, or None.
+    replicated: the input for data-parallel tables, or None.
+    spans: for each key of `replicated`, the begin and the end of its ids.
+    lengths: for each (row-wise table, feature) with mean pooling, the number of ids of each bag, [samples] float32. An
+        empty bag counts as 1, so that one can divide by the lengths.
     """
 
     parts: KeyedJaggedTensor | None
@@ -44,13 +46,13 @@ class Arranged:
 
 
 class PartitionedInput:
-    """A function that divides the features of this rank's samples among the parts of tables in `partition`. Ranks do
-    not communicate.
+    """The conversion of a rank's features into the features that the parts of `partition` read. Ranks do not
+    communicate.
     """
 
     def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
-        """refuses_bad_ids: True to raise for ids of row-wise tables that are out of range, with the row number in the
-        whole table.
+        """refuses_bad_ids: True to raise for ids of row-wise tables that are out of range. The error gives the row
+        number in the whole table.
         """
         self.partition, self._is_weighted, self.refuses_bad_ids = partition, is_weighted, refuses_bad_ids
         row_wise = [n for n, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)]
@@ -62,7 +64,8 @@ class PartitionedInput:
         }
         """For each (row-wise table, feature), the names of the features that its parts read."""
         self.passed: dict[str, tuple[str, int | None]] = {}
-        """For each feature that a part reads unchanged: the given feature, and the number of rows for hashing, or None.
+        """The features that a part reads unchanged, by the name that the part uses: (the name in the input, the number
+        of rows to hash to or None).
         """
         for number in whole:
             part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]
@@ -100,7 +103,7 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """The division of one batch of features among the parts of tables.
+    """The conversion of one batch. It keeps intermediate results that several steps need.
 
     ends: the first position of each key's ids in `jagged.values`, and the end of the last key's ids.
     """
@@ -155,7 +158,7 @@ class _Arranging:
 
     @cached_property
     def _rows(self) -> list[torch.Tensor]:
-        """The row number of each id, for each (row-wise table, feature)."""
+        """For each (row-wise table, feature), the row numbers of all its ids in the whole table."""
         found = []
         for table, feature in self.of.row_wise:
             ids = self.ids[self.block[feature]]
@@ -170,7 +173,7 @@ class _Arranging:
         return self.of.partition.tables[number]
 
     def _split(self) -> tuple[list[str], torch.Tensor, torch.Tensor, Any]:
-        """Return the input of the parts of row-wise tables: feature names, ids, lengths of bags, weights or None."""
+        """Return the input of the parts of row-wise tables: (feature names, ids, lengths of bags, weights or None)."""
         partition, batch = self.of.partition, self.batch
         names: list[str] = []
         owners, local, samples, sources = [], [], [], []

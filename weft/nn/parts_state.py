@@ -35,8 +35,8 @@ def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
 
 
 def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, Any]:
-    """Return a value for each table of which this rank has parts: a plain tensor, or a ShardedTensor of all ranks'
-    parts.
+    """Return a value for each table of which this rank has parts, by the table's number: a plain tensor, or a
+    ShardedTensor of all ranks' parts.
 
     own: (part, tensor) for this rank's parts. The tensors are the weights, or one optimizer state.
     """

@@ -46,8 +46,9 @@ class Prefetched:
             self._begun = distribution.begin(features, refusal)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Call `before_ids_leave`, then send the ids. Return the results of a call of `InputDist`, valid in the order
-        of the current stream.
+        """Send the ids, and return the results of `InputDist.__call__`, valid in the order of the current stream.
+
+        before_ids_leave: a function to call first, which may raise on all ranks.
         """
         with self._aside():
             before_ids_leave()

@@ -26,10 +26,13 @@ from weft.runtime.embedding_unfused import pool_alone
 
 
 class ReplicatedTables:
-    """The data-parallel tables, of which every rank of `group` has a copy. `sharding` describes them as tables of a
-    group of one rank.
+    """The data-parallel tables of a collection, of which every rank of `group` has a copy.
 
-    weights: a function that returns this rank's copies. name: the name of the collection, for errors.
+    sharding: the tables, as if they belonged to a group of one rank.
+    weights: a function that returns this rank's copies.
+    factor: the number by which reduced gradients are multiplied.
+    sparse: True if tables without an optimizer get sparse gradients.
+    name: the name of the collection, for error texts.
     """
 
     def __init__(
@@ -53,13 +56,13 @@ class ReplicatedTables:
         """
 
     def settle(self, sharding: EmbeddingSharding) -> None:
-        """Record the tables' dtype and device after a conversion."""
+        """Store the tables' new dtype and device after a conversion."""
         self.plan = EmbeddingPlan(sharding, self._options)
         if self.update is not None and self.update.step.device != self.weights()[0].device:
             self.update.move(self.weights()[0].device)
 
     def checked(self, jagged: JaggedInput | None) -> CheckedInput:
-        """Check the input. Return the checked input. Raise `ValueError` for bad input."""
+        """Return the checked input. Raise `ValueError` for bad input."""
         assert jagged is not None
         checked = check_jagged(jagged, self.plan.sharding, 0, None, self.weights())
         check_contents(jagged, self.plan.sharding, 0, checked, self.plan.options)
@@ -69,13 +72,15 @@ class ReplicatedTables:
         self, jagged: JaggedInput | None, checked: CheckedInput, spans: Sequence[tuple[int, int]], parts: torch.Tensor | None,
         trains: bool, step: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-        """Return `parts`, and the pooled vectors of this rank's samples, [samples, columns of all tables].
+        """Return `parts` unchanged, and the pooled vectors of this rank's samples, [samples, columns of all tables].
 
         Forward communicates with no other rank, but all ranks must run backward.
 
-        parts: the vectors of sharded tables. Returning them from the same autograd function makes their backward run
-            after the backward of the data-parallel tables.
-        step: the update counter of the sharded tables' optimizer.
+        parts: the vectors of sharded tables. The autograd function returns them too, so that their backward runs after
+            the backward of the data-parallel tables.
+        spans: for each key of `jagged`, the begin and the end of its ids.
+        trains: True if backward shall compute gradients or update tables.
+        step: the number of updates of the sharded tables, on the device.
         """
         assert jagged is not None
         weights, sharding = self.weights(), self.plan.sharding
@@ -100,12 +105,13 @@ class ReplicatedTables:
     def looked_up(
         self, ids: Sequence[torch.Tensor], parts: torch.Tensor | None, trains: bool, step: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-        """Return `parts`, and a row for each id, without pooling: [number of ids of all slots, embedding_dim].
+        """Return `parts` unchanged, and a row for each id, without pooling: [number of ids of all slots,
+        embedding_dim].
 
-        Ranks communicate only in backward.
+        Ranks communicate only in backward. All tables have the same number of columns.
 
         ids: for each slot, its row numbers. A row number out of range reads a zero row.
-        parts, step: as for `pooled`. All tables have the same number of columns.
+        parts, trains, step: as for `pooled`.
         """
         weights = self.weights()
         call = self._call(CheckedInput((), (), 0), trains, None)
@@ -113,9 +119,11 @@ class ReplicatedTables:
         anchor = torch.empty(0, device=weights[0].device, requires_grad=trains and self.update is not None)
         return _Rows.apply(self, call, tuple(ids), step, parts, anchor, *inputs)  # type: ignore[no-any-return]
 
-    def settled(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> Sequence[Any]:
-        """Reduce `flat`, this rank's gradients, over ranks. Update the tables, or keep the sum for the end of
-        `accumulate()`. Return the gradient of each table, or None for each table. All ranks must make this call.
+    def reduce_and_update(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> Sequence[Any]:
+        """Sum `flat`, this rank's gradients of all tables, over ranks. All ranks must make this call.
+
+        With an optimizer, update the tables, or keep the sum for the end of `accumulate()`, and return None for each
+        table. Otherwise return the gradient of each table.
         """
         flat = runtime.reduced(flat, of, self.group, self.deadline_s)
         if of.tables is None:
@@ -127,8 +135,9 @@ class ReplicatedTables:
         return [None] * len(of.plan.sharding.tables)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
-        """Update the tables with the gradients that were reduced over ranks. step: the number of earlier updates of the
-        sharded tables.
+        """Update the tables with gradients that have been summed over ranks.
+
+        step: the number of earlier updates of the sharded tables, which data-parallel tables share.
         """
         assert of.tables is not None
         of.is_updated = True
@@ -137,7 +146,7 @@ class ReplicatedTables:
         runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
-        """Update the tables once, with the sum of the kept gradients."""
+        """Update the tables once, with the sum of the gradients that were kept during `accumulate()`."""
         collected, self.collected = self.collected, None
         if collected:
             of, total = collected[0]
@@ -153,8 +162,10 @@ class ReplicatedTables:
 def _require_finite(
     tables: ReplicatedTables, bad: list[str], grad: torch.Tensor, of_parts: torch.Tensor | None
 ) -> None:
-    """Raise `RefusedError` on every rank if a gradient is infinite or NaN. Check the gradients of sharded tables too,
-    which are updated later. bad: the names of the data-parallel tables with such gradients.
+    """Raise `RefusedError` on every rank if a gradient is infinite or NaN. All ranks must make this call.
+
+    bad: the names of data-parallel tables with such gradients on this rank. of_parts: the gradients of the vectors of
+        sharded tables, which are checked here because these tables are updated later.
     """
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")
@@ -200,7 +211,7 @@ class _Pooled(torch.autograd.Function):
                     if of.tables.optimizer.nonfinite == "raise":
                         _require_finite(tables, nonfinite_tables(of.plan.sharding, 0, grad), grad, of_parts)
                 flat = runtime.local_gradients(of, jagged, ctx.spans, grad)
-                of_weights = tables.settled(of, flat, ctx.step)
+                of_weights = tables.reduce_and_update(of, flat, ctx.step)
         return None, None, None, None, None, of_parts, of_per_sample, None, *of_weights
 
 
@@ -237,7 +248,7 @@ class _Rows(torch.autograd.Function):
                     if of.tables.optimizer.nonfinite == "raise":
                         bad = [f"table {one.table.name!r}" for one in given if not one.grads.isfinite().all()]
                         _require_finite(tables, bad, grad, of_parts)
-                of_weights = tables.settled(of, runtime.gradients_of_rows(given), ctx.step)
+                of_weights = tables.reduce_and_update(of, runtime.gradients_of_rows(given), ctx.step)
         return None, None, None, None, of_parts, None, *of_weights
 
 
@@ -249,7 +260,7 @@ def rows_or_zero(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class JointUpdate(FusedUpdate):
-    """The updates of sharded and of data-parallel tables, combined for `fused_optimizer`."""
+    """The updates of sharded and of data-parallel tables as one update, for `fused_optimizer`."""
 
     def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
         self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
@@ -282,8 +293,8 @@ class JointUpdate(FusedUpdate):
 
 
 def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | None) -> FusedUpdate | None:
-    """Return one update for both: the sharded parts, and the replicated tables that backward updates. None if backward
-    updates no tables.
+    """Return one update for the sharded parts and for the data-parallel tables. Return None if backward updates no
+    tables.
     """
     of_replicated = None if replicated is None else replicated.update
     if of_parts is None or of_replicated is None:

@@ -1,14 +1,14 @@
-"""The exchange of rows: ids are sent to the owners of their rows, rows are returned, and gradients are sent to the
-owners.
+"""The exchange of rows: ids are sent to the owners of their rows, the owners return the rows, and backward sends
+gradients to the owners.
 
     ids       for each id of this rank's samples: its part of a table, and the row in the part
     sent      the same ids sorted by (rank of the part, part); with `dedup` each distinct id once
     arrived   ids from peers, by [part of this rank][source rank]
     rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The CPU waits once, for the numbers of ids. Each rank sends every peer the number of its ids for each part of the peer,
-and the total number for each rank. So every rank knows how many ids every rank would receive. If any number exceeds
-`max_ids`, all ranks raise.
+The CPU waits once, for the numbers of ids. Each rank sends every peer two kinds of numbers: its ids for each part of
+that peer, and its ids for each rank. So every rank knows how many ids every rank would receive. If a rank would receive
+more than `max_ids`, all ranks raise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from weft.words import counted
 class RowRoute:
     """The routing of one batch.
 
-    to_sent: for each id, its index among the sent ids. order: the inverse permutation; None with `dedup`.
-    out, into: the numbers of ids to and from each rank. counts: the number of ids by [source rank][part of this rank].
+    to_sent: for each id, its index among the sent ids.
+    order: for each sent id, its index among the ids (the inverse permutation); None with `dedup`.
+    out, into: the numbers of ids to and from each rank.
+    counts: the number of ids by [source rank][part of this rank].
     """
 
     to_sent: torch.Tensor
@@ -55,7 +57,7 @@ class RowDist:
         self.partition = partition
         order = sorted(range(len(partition.parts)), key=lambda number: partition.parts[number].rank)
         self.place_of_part = {number: place for place, number in enumerate(order)}
-        """For each part of `partition`, its index if parts are sorted by rank."""
+        """The *place* of each part of `partition`: its index if parts are sorted by rank."""
         self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
         self._most_rows = max(part.rows for part in partition.parts)
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
@@ -63,11 +65,12 @@ class RowDist:
     def send(
         self, places: torch.Tensor, rows: torch.Tensor, bad: Sequence[torch.Tensor] = ()
     ) -> tuple[RowRoute, list[torch.Tensor], list[int]]:
-        """Send ids to their owners. Return the routing, the rows that peers request from each part of this rank, and
-        `bad` as integers.
+        """Send ids to their owners. Return (the routing, the row numbers that peers request from each part of this
+        rank, `bad` as integers).
 
-        places: for each id, its part, as an index in the order of ranks. rows: for each id, its row in the part. A row
-            out of range is sent too, and stays out of range. bad: one-element tensors that the CPU must read.
+        places: for each id, the place of its part (`place_of_part`). rows: for each id, its row in the part. A row out
+            of range is sent too, and stays out of range.
+        bad: tensors of one element, which the CPU reads together with the numbers of ids.
         """
         if self.dedup:
             # Rows out of range are clamped, so each part has one extra key at both ends. Keys of different parts stay
@@ -88,10 +91,11 @@ class RowDist:
         return route, self._by_part(arrived, route), numbers
 
     def _numbers(self, counts: torch.Tensor, bad: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-        """Return the number of ids sent to each rank, the number from each source for each part of this rank, and
-        `bad`.
+        """Exchange the numbers of ids. Return (the number of ids for each rank, the number from each source rank for
+        each part of this rank, `bad` as integers).
 
-        Raise `RefusedError` if a rank would receive more than `max_ids` ids.
+        Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. counts: the number of ids
+        for each part, by place.
         """
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
@@ -108,16 +112,18 @@ class RowDist:
         return host[end : end + self.world], of_parts, host[end + self.world :]
 
     def back(self, rows: Sequence[torch.Tensor], route: RowRoute) -> torch.Tensor:
-        """Return the rows of all ids of this rank's samples. rows: for each part of this rank, the rows in the order of
-        arrived ids.
+        """Return the rows of all ids of this rank's samples, in the order of the ids.
+
+        rows: for each part of this rank, the requested rows in the order of arrival.
         """
         leaving = self._by_source(rows, route)
         arrived = self._exchanged("rows", leaving, route.into, route.out)
         return arrived.index_select(0, route.to_sent)
 
     def to_owners(self, grads: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return the gradients that arrive for each part of this rank. grads: the gradient of each id's row, [n,
-        columns].
+        """Send gradients to the owners of the rows. Return the gradients that arrive for each part of this rank.
+
+        grads: the gradient of each id's row, [number of ids, columns].
         """
         if route.order is None:
             leaving = sums_of_equal(route.to_sent, sum(route.out), grads.contiguous())

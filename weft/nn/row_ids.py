@@ -19,12 +19,12 @@ from weft.nn.row_dist import RowDist, starts
 class RowIds:
     """The ids of a batch, by output feature. Raises `ValueError` for bad input.
 
-    places, rows: for each id of a sharded table, each part that has a piece of its row (`RowDist.place_of_part`), and
-        the row in that part.
+    places, rows: the rows to request, for the ids of sharded tables: the place of a part (`RowDist.place_of_part`), and
+        the row in that part. An id of a column-wise table requests a row of each part.
     of_replicated: for each feature of data-parallel tables, its row numbers.
-    spans: for each output feature, the begin and the end of its ids. offsets, weights: offsets and weights of the
-        feature's bags.
-    bad: True for ids out of range.
+    spans: for each output feature, the begin and the end of its ids.
+    offsets, weights: for each output feature, the offsets and weights of its bags.
+    bad: for each id, True if it is out of range.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowIds:
             raise ValueError(self.first_bad())
 
     def _places(self, table: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `places` and `rows` of the ids of a sharded table."""
+        """Return the entries of `places` and `rows` for `ids` of the sharded table number `table`."""
         partition = self._partition
         numbers = partition.parts_of(table)
         place_of = torch.tensor([self._place_of_part[n] for n in numbers], device=ids.device)
@@ -84,8 +84,9 @@ class RowIds:
         return place_of[part], ids - part * size
 
     def split(self, rows: torch.Tensor | None, of_replicated: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the rows of each output feature. rows: for all ids of sharded tables. of_replicated: for all ids of
-        data-parallel tables.
+        """Split rows by output feature, and return them in the order of the features.
+
+        rows: the rows for all ids of sharded tables. of_replicated: the rows for all ids of data-parallel tables.
         """
         partition = self._partition
         is_replicated = [isinstance(partition.shardings[slot.table], DataParallel) for slot in partition.slots]
@@ -98,7 +99,7 @@ class RowIds:
         return [next(blocks[is_one]) for is_one in is_replicated]
 
     def first_bad(self) -> str:
-        """Return a text that names the first id out of range."""
+        """Return the error text for the first id out of range."""
         at = int(self.bad.nonzero()[0])
         number = next(n for n, (_, end) in enumerate(self.spans) if at < end)
         slot = self._partition.slots[number]

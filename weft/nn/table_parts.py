@@ -11,7 +11,7 @@ from weft.embedding.partition import Partition, TablePart
 
 
 def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
-    """Return the parts of `rank`, followed by the data-parallel tables, which every rank has whole."""
+    """Return the parts of sharded tables on `rank`, followed by the data-parallel tables as whole parts."""
     found = [part for part in partition.parts if part.rank == rank]
     for number in partition.replicated_tables:
         table = partition.tables[number]

@@ -1,4 +1,4 @@
-"""The base class of modules with embedding tables that an optimizer may update during backward."""
+"""The base class of modules with embedding tables that backward may update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.operator.together import together
 
 
 class TrainedTables(nn.Module):
-    """The base class of modules whose tables may be updated in backward."""
+    """The base class of modules with embedding tables that backward may update."""
 
     _container: ClassVar[str]
     """The name of the submodule that contains the tables."""
@@ -63,7 +63,7 @@ class TrainedTables(nn.Module):
             return
         with self._collecting() as collected:
             yield
-        with together(f"accumulate() of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
+        with together(f"accumulate() of {type(self).__name__}", self.group, self._exchange_device, self.deadline_s):
             self._update_collected(collected)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -80,13 +80,13 @@ class TrainedTables(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _collecting(self) -> AbstractContextManager[list[Any]]:
-        """Return a context that collects the gradients of every backward in a list, which it yields."""
+        """Return a context in which each backward appends its gradients to the list that the context yields."""
         raise NotImplementedError
 
     def _update_collected(self, collected: list[Any]) -> None:
         """Update the tables once, with the collected gradients. All ranks must make this call."""
         raise NotImplementedError
 
-    def _speaks_on(self) -> torch.device:
-        """Return the device on which ranks exchange tensors."""
+    def _exchange_device(self) -> torch.device:
+        """Return the device of the tensors that ranks exchange."""
         raise NotImplementedError

@@ -73,7 +73,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def unfused(
         self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Compute the gradients with NCCL and cuBLAS. Each collective overlaps with GEMMs."""
+        """Compute the gradients with NCCL and cuBLAS. Each collective runs during GEMMs that do not depend on it."""
         x, grads, wts = call
         whole = x.new_empty(p.m, p.k)
         gathering = turn.begin(AGAIN, all_gather_single, whole, x.contiguous(), group=group)
@@ -99,8 +99,9 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's contribution to the gradient of x. The gradient is the sum of all ranks' contributions.
-    gathered: a tensor to add to the contribution.
+    """Return sum_i grads[i] @ wts[i]: this rank's term of the gradient of x, which is a sum over ranks.
+
+    gathered: a tensor of the result's shape to add, the gradient of the gathered x that forward returned.
     """
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):

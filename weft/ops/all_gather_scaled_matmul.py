@@ -160,9 +160,9 @@ def _scale_of_rows(
     A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-    """Return (True if each row has a scale, the scale). The scale is [rows of the shard, 1] or [1, 1].
+    """Return (True if each row has a scale, the scale as a matrix: [rows of the shard, 1] or [1, 1]).
 
-    Only the shape decides, as in torch's op, since a rank does not know the scales of its peers.
+    Only the shape of `A_scale` decides, as in torch's op, since a rank does not know the scales of its peers.
     """
     extent, shape = A_shard.shape[gather_dim], list(A_scale.shape)
     sizes = [extent] * size_of(group) if rows is None else list(rows)

@@ -235,8 +235,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call with which schedules are measured. It has the problem's number of tokens, equally many for each
-        expert, because the first real call may have few tokens.
+        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
+        first real call may have few tokens.
         """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
@@ -261,7 +261,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Save the tokens for the gradient of the weights, and `received`.
 
-        The caller may hold `received` too. Autograd raises if the caller changes it.
+        The caller may hold `received` too, and autograd raises an error if the caller changes it.
         """
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
@@ -387,7 +387,8 @@ def rounded_up(rows: int) -> int:
 
 
 def check_experts(name: str, rows: torch.Tensor, fix: str, w: torch.Tensor, **tables: torch.Tensor) -> None:
-    """Raise `ValueError` unless `rows` matches the weights of experts, and all tensors are on the device of `rows`.
+    """Raise `ValueError` unless `rows` is [n, K] with the K of the experts' weights `w`, and all tensors are on the
+    device of `rows`.
 
     name: the argument name of `rows`. fix: the shape to pass, for the error text.
     """
@@ -428,7 +429,9 @@ def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
     numbers = splits.tolist()  # Python integers, whose sum cannot overflow
     least, total = min(numbers), sum(numbers)
     if least < 0:
-        raise ValueError(f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative")
+        raise ValueError(
+            f"splits[{numbers.index(least)}]={least}: pass the number of tokens for each expert, 0 or more"
+        )
     if total != tokens.shape[0]:
         raise ValueError(
             f"splits add up to {total} but tokens has {counted(tokens.shape[0], 'row')}: pass the number of tokens "

@@ -48,7 +48,7 @@ from weft.timeline import Timeline
 from weft.words import counted, joined, kind
 
 Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int, OutputDtype]
-"""An `EmbeddingPlan` as a hashable tuple: the sharding as text, and the options."""
+"""An `EmbeddingPlan` as a hashable tuple: the sharding as JSON, and the options."""
 
 
 def embedding_all_to_all(
@@ -233,8 +233,8 @@ def form_of(
     plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None,
     training: Training = NOT_TRAINED,
 ) -> _Call:  # fmt: skip
-    """Return the arguments as a `_Call`. Check `features` and `batch_sizes`; `_EmbeddingAllToAll.inputs` checks the
-    rest.
+    """Return the arguments of a call as a `_Call`. Check only `features` and `batch_sizes`; `_EmbeddingAllToAll.inputs`
+    checks the rest.
     """
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
@@ -243,12 +243,17 @@ def form_of(
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed, because 1 is refused where True is valid
 def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
-    """Return the plan that a `Form` describes."""
+    """Return the plan that a `Form` describes. `form_of` and `plan_in` are inverse: a plan becomes text for
+    torch.compile.
+    """
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 
 def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
-    """Check a call, without waiting for a GPU to read tensors. Raise `ValueError` for bad arguments."""
+    """Return the input and its checked description. Raise `ValueError` for bad arguments.
+
+    The checks do not read tensors on a GPU, so they do not wait.
+    """
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
     jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
@@ -274,15 +279,15 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The index of per-sample weights among values, offsets, per-sample weights and `Training.anchor`, the tensors after
-the tables.
+"""The index of the per-sample weights among a call's tensors, counted from the end of the tables. The order is: tables,
+values, offsets, per-sample weights, anchor (`Training.anchor`).
 """
 _TRACKED = 4
-"""The number of tensors that autograd tracks in a call with an optimizer."""
+"""The number of tensors that autograd tracks in a call with an optimizer: all except the tables."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
-    """Return the number of samples of `rank`. The input may be unchecked."""
+    """Return the number of samples of `rank`, also for input that has not been checked."""
     if call.batch_sizes is not None:
         return call.batch_sizes[rank]
     blocks, world = len(sharding.local_slots(call.rank) if call.keys is None else call.keys), sharding.world_size

@@ -1,4 +1,4 @@
-"""The result buffers of compiled `embedding_all_to_all` calls: their bytes, and their release."""
+"""The bytes and the release of the result buffers that `embedding_all_to_all` keeps between calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
 
 
 def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the bytes of result buffers on this rank, for each executor of the plan `p`. Ranks do not communicate."""
+    """Return the bytes of result buffers on this rank, one number for each executor of the plan `p`. Ranks do not
+    communicate.
+    """
     if (comm := symm.open_communicator(group, device.type)) is None:
         return []
     executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}

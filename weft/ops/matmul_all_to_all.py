@@ -152,8 +152,8 @@ def _combine(
 
 
 _combined = replayed(_combine)
-"""`_combine` with replay (`weft.operator.replay`), for calls whose number of tokens is known. If the number is unknown,
-equal arguments do not imply equal calls.
+"""`_combine` with a fast path for repeated calls (`weft.operator.replay`). Only for calls whose number of tokens is
+known: otherwise equal arguments do not imply equal calls.
 """
 
 
@@ -273,8 +273,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call with which schedules are measured. It has the problem's number of tokens, equally many for each
-        expert, because the first real call may have few tokens.
+        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
+        first real call may have few tokens.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
@@ -384,9 +384,8 @@ def _check(call: _Call, world: int, rank: int) -> None:
         numbers = t.flatten().tolist()
         if min(numbers) < 0:
             at = numbers.index(min(numbers))
-            raise ValueError(
-                f"{name} has {min(numbers)} at {at if t.dim() == 1 else divmod(at, t.shape[1])}: numbers must not be negative"
-            )
+            place = at if t.dim() == 1 else "{}, {}".format(*divmod(at, t.shape[1]))
+            raise ValueError(f"{name}[{place}]={min(numbers)}: pass numbers of tokens, 0 or more")
     came, tokens = sum(received.flatten().tolist()), sum(splits.tolist())  # Python integers, which cannot overflow
     if came > h.shape[0]:
         raise ValueError(

@@ -48,7 +48,7 @@ def row(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str, residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None, eps: float = EPS,
 ) -> Any:  # fmt: skip
-    """Return y [..., N] of a row-parallel layer, equal on all ranks. With norm, return (normed, y).
+    """Return y [..., N] of a row-parallel layer, equal on all ranks. With norm, return (rms_norm(y), y).
 
     x: [..., K / W]. weight: [N, K / W]. bias [N], residual [..., N] and norm [N], the weight of an RMSNorm, must be
         equal on all ranks.

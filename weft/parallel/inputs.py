@@ -57,7 +57,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """The style that leaves inputs sharded, so that a `ColwiseLinear` can gather them."""
+    """A torch style that leaves the inputs sharded, so that a `ColwiseLinear` can gather them during its GEMM."""
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if not (type(input_layout) is Shard and desired_layout == Replicate()):

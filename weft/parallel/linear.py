@@ -103,7 +103,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
 
 class _DividedLinear(nn.Linear):
-    """An `nn.Linear` whose parameters are DTensors."""
+    """The base class of linear layers that a style has sharded: their parameters are DTensors."""
 
     is_collective: ClassVar[bool]
     """True if every forward needs all ranks."""
@@ -114,8 +114,9 @@ class _DividedLinear(nn.Linear):
         return self.weight.device_mesh.get_group().group_name
 
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return this rank's part of x, weight and bias. Raise `ValueError` for a weight on meta. Ranks compare the
-        layer's options.
+        """Return this rank's parts of x, weight and bias. Raise `ValueError` for a weight on meta.
+
+        Also record the layer's options, which ranks compare at their next call.
         """
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
@@ -240,16 +241,20 @@ def _dimension(placement: Placement, ndim: int) -> int:
 
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
-    """True if weft can run the layer with this input.
+    """True if weft can run the layer with this input. Otherwise torch's code runs.
 
-    sequence: the layout of the input or output. features: the number of features along which the weight is sharded.
+    sequence: the layout of the input (column-parallel) or of the output (row-parallel). features: the number of
+        features along which the weight is sharded.
     """
     dim = _dimension(sequence, x.dim())
     return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)
 
 
 def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
-    """True if weft can multiply x by this rank's part of the weight. features: the sharded features of the weight."""
+    """True if weft can multiply x by this rank's part of the weight.
+
+    features: the number of features along which the weight is sharded.
+    """
     return (
         x.dim() >= 2
         and x.device_mesh.ndim == 1

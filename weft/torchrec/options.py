@@ -39,7 +39,9 @@ _OF_CACHES = {
     "prefetch_pipeline", "multipass_prefetch_config", "record_cache_metrics", "gather_uvm_cache_stats", "stats_reporter_config",
     "use_one_tbe_per_table", "_batch_key", "max_gradient",
 }  # fmt: skip
-"""Options that have no effect on tables in device memory, or no effect without another option."""
+"""Options that are ignored, because they have no effect on tables in device memory, or only together with another
+option.
+"""
 _BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore", "NONE": "ignore"}
 
 

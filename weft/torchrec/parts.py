@@ -21,7 +21,8 @@ def joined(
 ) -> Any:
     """Return table `number`, or one of its optimizer states, as a ShardedTensor.
 
-    own: this rank's parts. module: provides the group and the device.
+    module: the weft module, which provides the group and the device. own: this rank's parts. shape: the kind of state,
+        or "element" for the table itself.
     """
     table, parts = partition.tables[number], [partition.parts[place] for place in partition.parts_of(number)]
     size, places = layout(table, parts, shape == "row")

@@ -41,9 +41,9 @@ _Arranged: TypeAlias = tuple[Arranged, CheckedInput | None]
 
 
 class _Batch(Multistreamable):
-    """This rank's features of all samples, and each rank's number of samples.
+    """The received input of a call: this rank's features of all samples, and each rank's number of samples.
 
-    jagged: None if all tables are data-parallel. arranged: the rest of the input, if any table is sharded or
+    jagged: None if all tables are data-parallel. arranged: the input by kind of table, if any table is sharded or
         data-parallel.
     """
 
@@ -174,13 +174,13 @@ class ShardedEmbeddingBagCollection(
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """Enter one stage of the input distribution. Each stage counts as one call across ranks, and has no gradients,
-        as in TorchRec.
+        """Return a context for one stage of the input distribution. Ranks count each stage as one call, without
+        gradients, as in TorchRec.
 
-        Yield weft's input distribution, or None if all tables are data-parallel.
+        The context yields weft's input distribution, or None if all tables are data-parallel.
         """
         made, parts = self.weft_module, self._parts
-        with together(type(self).__name__, made.group, made._speaks_on, made.deadline_s), torch.no_grad():
+        with together(type(self).__name__, made.group, made._exchange_device, made.deadline_s), torch.no_grad():
             yield None if parts is None else parts._input_dist
 
     @property
