@@ -44,7 +44,7 @@ def test_the_recorded_picks_meet_the_bar_and_the_heuristics_form_does_not() -> N
     limits = {(s.form[:3], s.among): s.near["table-1"] for s in choosers.sweep(rows, {"table-1": "g"})}
     assert limits["the", "the paper's four"] < 14
     assert choosers.said_of_drawn(files.read([RECORDS]))[0].startswith(
-        "64 more GEMMs were drawn by seed 28. The closed form is"
+        "Another 64 GEMMs were drawn with seed 28. The closed form picks"
     )
 
 

@@ -24,7 +24,8 @@ _ABOUT = """
 Measure an operator and its baselines. The result of every variant is first compared with a float64 reference.
 
 The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is this time
-divided by the time that its bytes and FLOPs need at the peak rates of the same run. With caches it can be below 1.
+divided by the time that the call's bytes and FLOPs need at peak rates, which the same run measures. It can be below 1 if data fit
+into a cache.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
@@ -122,7 +123,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     )
     add("--pictures", type=Path, help="for inefficiency: draw the paper's figures 7 to 10 into this folder")
     add("--counters", action="store_true", help="also record power and memory traffic of each variant, from the driver's counters "
-        "(about a second per variant). On NVIDIA GPUs; traffic on Hopper and later")  # fmt: skip
+        "(about a second per variant). Needs NVIDIA GPUs; traffic needs Hopper or later")  # fmt: skip
     # argparse takes -1,2,3 for an option, and would only say that --shape lacks an argument.
     joined = re.sub(r"(^|\0)--shape\0", r"\1--shape=", "\0".join(arguments))
     given = parser.parse_args(joined.split("\0"))

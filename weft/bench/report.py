@@ -136,7 +136,9 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
         configs.setdefault(_code(r), {})[r["config"]] = None
     *few, most = sorted(configs, key=lambda code: len(configs[code]))
     said = [f"{', '.join(configs[code])}: {code}" for code in few]
-    return ["Measured code: " + "; ".join([*said, f"{'all others' if few else 'all shapes'}: {most}"]) + "."]
+    return [
+        "Version of weft in this table: " + "; ".join([*said, f"{'all others' if few else 'all rows'}: {most}"]) + "."
+    ]
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:

@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help=(
-        "weft overlaps communication with the computation that it depends on.\n\nStart with `weft doctor` (what "
+        "weft overlaps collectives with GEMMs and embedding lookups in PyTorch.\n\nStart with `weft doctor` (what "
         "can this machine do?), then `weft demo` (is it faster?)."
     ),
 )

@@ -269,8 +269,8 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     changed = rows.others.get("sensitivity") if isinstance(rows, GemmRows) else None
     return [
-        f"For {others} of {len(best)} GEMMs the fastest schedule is one of the four that the paper omits. For {hetero} it has "
-        "a hetero start: the rank first multiplies its own shard as a whole.",
+        f"For {others} of {len(best)} GEMMs, the fastest schedule is one of the four that the paper omits. For {hetero} of "
+        f"{len(best)}, the fastest schedule has a hetero start: the rank first multiplies its own shard as a whole.",
         *([] if changed is None else [sensitivity.omitted(changed)]),
         PAPER_SAYS,
     ]

@@ -75,11 +75,11 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
         return []
     lost = mine[-1]["lost"]
     said = [
-        f"{name} is within {NEAR:.0%} of the best of eight for {sum(of <= NEAR for of in lost[who])}. It loses at most "
-        f"{max(lost[who]):.1%}."
+        f"{name} picks a schedule within {NEAR:.0%} of the fastest of eight for {sum(of <= NEAR for of in lost[who])} of them, and "
+        f"loses at most {max(lost[who]):.1%} of the best speedup."
         for who, name in (("closed_form", "The closed form"), ("heuristic", "The paper's heuristic"))
     ]
-    return [f"{len(lost['heuristic'])} more GEMMs were drawn by seed {mine[-1]['seed']}. {' '.join(said)}"]
+    return [f"Another {len(lost['heuristic'])} GEMMs were drawn with seed {mine[-1]['seed']}. {' '.join(said)}"]
 
 
 # --- the sweep ---

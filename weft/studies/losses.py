@@ -483,7 +483,7 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
         if whole:
             which = "all GEMMs" if len(whole) == len(measured) else ", ".join(whole)
             parts.append(
-                f"In these older records each rank computed all N columns of table I, and not its share of them: {which}."
+                f"In the older records of {which}, each rank computed all N columns of table I, and not only its share of them."
             )
         for one in tables(measured):
             parts += [one.title, markdown_table([column.replace("\n", " ") for column in one.columns], one.cells)]

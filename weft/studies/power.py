@@ -102,7 +102,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     known = {name: share for name, share in of["counted_known"].items() if share is not None}
     if known:
         shares = ", ".join(f"{100 * share:.0f}% for a {name}" for name, share in known.items())
-        said.append(f"Of 1 GiB with known traffic the driver counts {shares}.")
+        said.append(f"For loads with a known traffic, the driver counts these shares of the traffic: {shares}.")
     else:
         said.append("The driver gives no memory traffic on this machine.")
     said.append(

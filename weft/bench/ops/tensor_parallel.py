@@ -237,9 +237,7 @@ class _TensorParallel(OperatorBenchmark[Block]):
         for count, configs in counts.items():
             where = "" if len(counts) == 1 else f" ({', '.join(configs)})"
             none = ": its collectives did not overlap" if count == 0 else ""
-            said.append(
-                f"{ASYNCTP}: the compiler put {count or 'none'} of AsyncTP's operators into a call{none}{where}."
-            )
+            said.append(f"{ASYNCTP}: a compiled call contains {count or 'none'} of AsyncTP's operators{none}{where}.")
         if few := [r for r in torchs if r["length"] <= remarks.MULTICAST_M]:
             said += remarks.of_asynctp(few)
         elif torchs:

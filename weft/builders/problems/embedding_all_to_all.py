@@ -83,10 +83,8 @@ class EmbeddingAllToAll(Problem):
         cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
         tables: Annotated[int | None, "Required: number of tables of all ranks together, spread evenly."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
-        """Return the problem that transport="auto" plans. M: samples of all ranks. N: columns of each table. K: rows
-        that a bag reads.
-
-        serial pools, calls NCCL's all-to-all, and orders the columns.
+        """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The plan is the choice of
+        transport="auto". serial pools, calls NCCL's all-to-all, and orders the columns.
 
             weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 
