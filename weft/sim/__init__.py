@@ -1,4 +1,4 @@
-"""Simulation of schedules on modelled hardware, which gives the start and end of every step. No GPU is needed."""
+"""Simulation of schedules on modelled hardware: it computes the start and end of every step. No GPU is needed."""
 
 from weft.sim.engine import simulate
 from weft.sim.losses import Inefficiencies, inefficiencies

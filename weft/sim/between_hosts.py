@@ -16,10 +16,13 @@ For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
     all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
-crossings: the number of ring neighbours on other hosts, 1 if the ranks of each host are consecutive. gloo's all-gather
-and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo has a stream for
-each pair of ranks, which may carry one direction after the other (`exchange_both_ways` in `weft.runtime.collectives`).
-So it has another rate. Rails have a stream for each direction, which together reach the rate of a ring.
+crossings: the largest number of ranks of a host whose next rank in the ring is on another host. It is 1 if the ranks of
+each host are consecutive.
+
+gloo's all-gather and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo
+has a stream for each pair of ranks, which may carry one direction after the other (`exchange_both_ways` in
+`weft.runtime.collectives`). So an all-to-all has another rate. Rails (ranks with the same index on their hosts) have a
+stream for each direction, which together reach the rate of a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
@@ -40,7 +43,7 @@ _MAPPED_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class LinkFound:
-    """The link between two hosts. bytes_per_us: the rate from the first host to the second, with one stream."""
+    """The measured link between two hosts. bytes_per_us: the rate of one stream, from the first host to the second."""
 
     hosts: tuple[str, str]
     bytes_per_us: float
@@ -51,10 +54,13 @@ class LinkFound:
 class HostNetwork:
     """The measured rates of the hosts of a group, in bytes per microsecond.
 
-    hosts: the host of each rank. bytes_per_us: the rate of one stream between two hosts, in one direction. exchange_bytes_per_us:
-        the rate at which bytes leave a host in an all-to-all of all ranks. copy_bytes_per_us: the rate at which one rank
-        copies while all ranks copy. fresh_bytes_per_us: the same to new memory, whose pages the kernel has to map first.
-        Each rate is the rate of the slowest host, or of the slowest pair of hosts.
+    Each rate is that of the slowest host, or of the slowest pair of hosts.
+
+    hosts: the host of each rank.
+    bytes_per_us: the rate of one stream between two hosts, in one direction.
+    exchange_bytes_per_us: the rate at which bytes leave a host in an all-to-all of all ranks.
+    copy_bytes_per_us: the rate at which one rank copies while all ranks copy.
+    fresh_bytes_per_us: the same rate for copies into new memory, whose pages the kernel has to map first.
     """
 
     hosts: tuple[str, ...]
@@ -75,16 +81,18 @@ class HostNetwork:
 
     @property
     def crossings(self) -> int:
-        """The largest number of ranks of a host whose next rank is on another host."""
+        """The largest number of ranks of a host whose next rank in the ring is on another host."""
         leaving = [here for rank, here in enumerate(self.hosts) if here != self.hosts[(rank + 1) % self.ranks]]
         return max(map(leaving.count, leaving), default=0)
 
     def collective_us(self, op: str, nbytes: int, two_levels: bool = False) -> float:
-        """Return the predicted time of a collective.
+        """Return the predicted time of a collective in us.
 
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: the bytes of the whole matrix; for an
-        all-to-all, the bytes that a rank sends, including the part that it keeps. two_levels: True if the collective
-        runs within each host and along rails (`weft.runtime.two_levels`). Raise `KeyError` for another collective.
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"; others raise `KeyError`.
+        nbytes: the bytes of the whole matrix; for an all-to-all, the bytes that a rank sends, including the part that
+            it keeps.
+        two_levels: True if the collective runs within each host, and between hosts along rails
+            (`weft.runtime.two_levels`).
         """
         if two_levels:
             return self._in_two_levels_us(op, nbytes)
@@ -106,7 +114,7 @@ class HostNetwork:
         )
 
     def exchange_us(self, far_bytes: float) -> float:
-        """Return the predicted time of an all-to-all in which the busiest host sends `far_bytes` to other hosts."""
+        """Return the predicted time in us of an all-to-all in which the busiest host sends `far_bytes` to other hosts."""
         return far_bytes / self.exchange_bytes_per_us + self.round_trip_us / 2
 
     def _in_two_levels_us(self, op: str, nbytes: int) -> float:
@@ -129,9 +137,9 @@ _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Numbers that were measured between hosts; see `HostNetwork` for their meaning. None: not measured.
+    """Numbers that were measured between hosts. A number is None if it was not measured.
 
-    hosts: the host of each rank. links: the link between each pair of hosts.
+    hosts: the host of each rank. links: the link between each pair of hosts. The rates are those of `HostNetwork`.
     """
 
     hosts: tuple[str, ...]
@@ -141,7 +149,7 @@ class Measured:
     fresh_bytes_per_us: float | None = None
 
     def checked(self) -> tuple[Measured, tuple[str, ...]]:
-        """Return these numbers without the implausible numbers, and a sentence for each dropped number."""
+        """Return these numbers without implausible numbers, and a sentence for each number that was dropped."""
         kept, said = [], []
         for link in self.links:
             if faults := [
@@ -163,7 +171,10 @@ class Measured:
         return Measured(self.hosts, tuple(kept), **numbers), tuple(said)
 
     def network(self) -> HostNetwork | None:
-        """Return the slowest of these rates as a `HostNetwork`, with other rates for unknown rates. None if no link is known."""
+        """Return the slowest of these rates as a `HostNetwork`; None if no link is known.
+
+        An unknown rate is replaced by another rate.
+        """
         if not self.links:
             return None
         rate = min(link.bytes_per_us for link in self.links)

@@ -1,12 +1,13 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
-    compute   the time of the serial schedule's GEMMs (if it has none, of its pooling), each uncut and alone, on the
-              slowest rank
-    links     the sum of two times. First, for each collective of the serial schedule other than an all-to-all: the bytes that a
-              rank must send / the bandwidth of all links that leave it, for the slowest rank; summed over these collectives.
-              Second, for the all-to-alls together: the time of the link with the most bytes, because all schedules use the
-              same routes
-    bound     the larger of `compute` and `links`
+    bound       the larger of `compute` and `links`
+    compute     the time of the serial schedule's GEMMs (if it has none, of its pooling), each uncut and alone, on the
+                slowest rank
+    links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
+    sent        for each collective other than an all-to-all: the bytes that a rank must send / the bandwidth of all
+                links that leave it, for the slowest rank; summed over these collectives
+    exchanged   for all all-to-alls together: the time of the link with the most bytes, because all schedules use the
+                same routes
 
 Latencies, launches and memory traffic are not included.
 """
@@ -39,8 +40,9 @@ def bound(problem: Problem, model: Model) -> Bound:
 
 
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
-    """Return the lower bound for the problem of `serial`, its lowered serial schedule. gemms_us: the sum of the times
-    that its GEMMs take alone.
+    """Return the lower bound for all schedules of a problem.
+
+    serial: the problem's serial schedule, lowered. gemms_us: the sum of the times of its GEMMs, each alone.
     """
     works = [
         (origin.step, task)

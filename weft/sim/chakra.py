@@ -57,9 +57,9 @@ class _Node:
 
 @dataclass
 class _Event:
-    """The event that a counter is set, after `node` of `rank`.
+    """An increment of a counter, which `node` of `rank` makes when it ends.
 
-    arrived: the receives on the counter's rank that belong to the copies before the set.
+    arrived: the receives, on the counter's rank, that belong to the copies before the set.
     """
 
     rank: int
@@ -159,7 +159,7 @@ class _Export:
     def _work(
         self, lane: LaneProgram, number: int, task: Work, copied: dict[int, list[_Node]]
     ) -> tuple[_Node, tuple[int, _Node] | None]:
-        """Return (node of a step, (rank, node) of the peer's send if the step is a get, otherwise None)."""
+        """Return (the node of a step, the peer's send). The send is (rank, node) if the step is a get, otherwise None."""
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}
         step = origin.step

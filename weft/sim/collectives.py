@@ -1,7 +1,8 @@
 """Algorithms of collectives (NCCL, RCCL) on a topology: the bytes that each rank sends to each other rank, in rounds.
 
-An algorithm is a sequence of phases. A phase has a number of equal rounds. In each round, every rank sends the same number of
-bytes to each of its peers in this phase. A round begins when the previous round's data has arrived, so a phase takes
+An algorithm is a sequence of phases. A phase has a number of equal rounds. In each round, every rank sends the same
+number of bytes to each of its peers in this phase. A round begins when the previous round's data has arrived, so a
+phase takes
 
     rounds * (latency of the longest route + bytes on the busiest link / its bandwidth)
 
@@ -15,12 +16,14 @@ bytes to each of its peers in this phase. A round begins when the previous round
 
 The fastest algorithm is used, because NCCL and RCCL also choose the fastest. An all-to-all is always direct. On a torus
 its routes follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an
-upper limit for all algorithms. A topology of period p looks the same from rank r and from rank r + p, so its first p
-ranks represent all ranks.
+upper limit for all algorithms.
 
-Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007. Bruck,
-Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997
-(halving-doubling for any number of ranks).
+A topology has period p if it looks the same from rank r and from rank r + p. Its first p ranks then represent all
+ranks.
+
+Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience",
+    2007. Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems", 1997 (halving-doubling for any number of ranks).
 """
 
 from __future__ import annotations
@@ -48,9 +51,11 @@ class Phase(NamedTuple):
 class Algorithm:
     """The cost of an algorithm on a topology whose links are otherwise idle. Bytes count all shards together.
 
-    latency_us: the sum of the latencies of all rounds. us_per_byte: the time per byte. links: for each rank of the
-        topology's period, the links that its data uses, as (kind, distance to the rank that has the link, time per
-        byte). sent: the bytes that a rank sends per byte of all shards.
+    latency_us: the sum of the latencies of all rounds.
+    us_per_byte: the time per byte.
+    links: for each rank of the topology's period, the links that its data uses: (kind, distance to the rank that has
+        the link, time per byte).
+    sent: the bytes that a rank sends per byte of all shards.
     """
 
     name: str
@@ -144,8 +149,9 @@ def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
 def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     """Return the cost of the algorithm with these phases.
 
-    The ranks of the topology's period represent all others, so the traffic on all links of a kind is summed on one
-    link. In a tree, ranks send different amounts. So all ranks are evaluated, and each link gets the mean load.
+    The first ranks represent all others (see the top of this file), so the traffic on all links that one link
+    represents is summed on this link. In a tree, ranks send different amounts. Then all ranks are evaluated, and each
+    link gets the mean load.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)

@@ -28,12 +28,15 @@ How: TypeAlias = Literal["share", "hold", "disturb"]
 
 
 class Use(NamedTuple):
-    """The use of one resource by a step. amount: the fraction of the resource that the step uses at full speed.
+    """The use of one resource by a step.
 
+    amount: the fraction of the resource that the step uses at full speed.
     how:
-        share    divided max-min fairly among concurrent steps
-        hold     exclusive while the step works, at any speed
-        disturb  taken from the steps that share the resource, in proportion to this step's speed. It does not slow this step
+
+        share    the resource is divided max-min fairly among concurrent steps
+        hold     the step has its part alone while it works, at any speed
+        disturb  the part is taken from the steps that share the resource, in proportion to this step's speed. This step is not
+                 slowed
     """
 
     how: How
@@ -76,7 +79,7 @@ class Operand(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The topology as seen from `rank`: arguments `source` and `target` are distances from `rank`."""
+    """The links of the topology. Arguments `source` and `target` of its methods are distances from `rank`."""
 
     topology: Topology
     rank: int
@@ -89,7 +92,7 @@ class Links(NamedTuple):
         return self.paths(source, target).latency_us
 
     def bytes_per_us(self, source: int, target: int) -> float:
-        """Return the bandwidth of a transfer that runs alone."""
+        """Return the bandwidth of a transfer from `source` to `target` that runs alone."""
         return self.paths(source, target).bytes_per_us
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
@@ -125,7 +128,7 @@ _MOST_KEPT = 1 << 16
 
 
 def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
-    """Return `cost`, which the model keeps for equal steps: the candidates of a problem share most of their steps."""
+    """Return the same as `cost`, from a cache in the model. The candidates of a problem share most of their steps."""
     kept, key = model.costs, (world, type(step), step.settings, operands, rank)
     found: Cost | None = kept.get(key)
     if found is None:
@@ -137,8 +140,9 @@ def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...
 
 @singledispatch
 def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a step, computed by the function registered for its kind. Default: the cost of a memory-bound
-    kernel.
+    """Return the cost of a step. Functions for kinds of steps are registered here.
+
+    Without a registered function, the step costs as much as a memory-bound kernel.
     """
     return _through_memory(model, links, step, operands, len(operands) - 1)
 
@@ -150,9 +154,7 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing a few counts, without the cost of filling outputs with NaN, because valid runs fill
-    nothing.
-    """
+    """Return the cost of comparing a few counts. Valid runs never fill outputs with NaN, so this has no cost."""
     return merged_cost("compute", model.launch_us, 0.0, [])
 
 
@@ -296,8 +298,9 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
 def _library_call(
     model: Model, latency_us: float, us: float, memory: int, uses: Iterable[Use], sent_bytes: int
 ) -> Cost:
-    """Return the cost of a call of NCCL or RCCL. latency_us: latency in addition to the model's
-    `collective_latency_us`. memory: bytes read and written.
+    """Return the cost of a call of NCCL or RCCL.
+
+    latency_us: the latency in addition to the model's `collective_latency_us`. memory: bytes read and written.
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
@@ -329,9 +332,7 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
-    """Return the cost of a matmul. more: scales and bias, followed by the output. Scales and bias are ignored, because
-    they are small.
-    """
+    """Return the cost of a matmul. more: scales and bias, which are ignored because they are small; then the output."""
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
     wider = out.bytes - out.rows * out.cols * ITEM_BYTES[a.dtype]
@@ -366,7 +367,7 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
 
 
 def stored_per_us(model: Model, links: Links, out: Operand) -> float:
-    """Return the rate in bytes/us at which all compute units together store into `out`, which is in a peer's memory."""
+    """Return the rate in bytes/us at which all compute units together store into `out`, a region in a peer's memory."""
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
@@ -417,14 +418,14 @@ def _share(kind: str, at: int, amount: float) -> Use:
 
 
 def _part(amount: float, us: float, per_us: float) -> float:
-    """Return the fraction of a resource with rate `per_us` that is needed to move `amount` in `us`."""
+    """Return the fraction of a resource that is needed to move `amount` in time `us`. per_us: the rate of the resource."""
     return amount / us / per_us if us > 0 else 0.0
 
 
 def merged_cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost`. Uses of the same kind and place are summed, and uses of amount 0 are dropped."""
+    """Return a `Cost`. Uses of the same resource in the same way are summed, and uses of amount 0 are dropped."""
     merged: dict[tuple[How, ResourcePlace], Use] = {}
     for use in uses:
         key = use.how, use.place

@@ -1,9 +1,9 @@
 """Classes of equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
-Two distances are equivalent if the links of their routes agree in number, kind, bandwidth, latency, and represented
-ranks. (A lowered schedule has resources for its first ranks only, which represent the others: `weft.sim.lower`.) On a
-switch, all distances are equivalent. With several hosts, there are two classes for each position in a host: ranks on
-the same host, and ranks on other hosts.
+Two distances are equivalent if their routes have equal numbers of links, and if the links agree in kind, bandwidth,
+latency and represented ranks. (A lowered schedule has resources for its first ranks only, which represent the others:
+`weft.sim.lower`.) On a switch, all distances are equivalent. With several hosts, there are two classes for each
+position in a host: ranks on the same host, and ranks on other hosts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The latency of each distance from the `period` simulated ranks, and which distances are equivalent."""
+    """The latency of each distance from the first `period` ranks, which are simulated, and the equivalence of
+    distances.
+    """
 
     def __init__(self, topology: Topology, period: int) -> None:
         self._topology, self._period = topology, period

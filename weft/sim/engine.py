@@ -1,17 +1,22 @@
 """The simulator's engine: a fluid simulation, in which concurrent steps share resources.
 
-Each lane runs its steps in order. A step first takes its latency, without using resources. Then it works at a speed that depends
-on the concurrent steps (`weft.sim.max_min`). Speeds change only when a step begins or ends, and only in lanes that can slow each
-other down (`weft.sim.scarce`). So the engine advances from event to event: beginnings and ends of steps, and arrivals of signals.
-C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next completion.
+Each lane runs its steps in order. A step first takes its latency, without using resources. Then it works at a speed
+that depends on the concurrent steps (`weft.sim.max_min`). Speeds change only when a step begins or ends, and only in
+lanes that can slow each other down (`weft.sim.scarce`). So the engine advances from event to event: beginnings and ends
+of steps, and arrivals of signals. C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next
+completion.
 
 Copies by kernel and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS
 GEMM keeps its units until it ends. Copies and collectives that are already running also keep their units, and the next
 GEMM gets the rest.
 
-Signals are counters that only grow. In run e (counted from 1) a wait for `count` sets ends when its counter reaches (e
-- 1) sets_per_run + count. A wait for the previous run ends at (e - 2) sets_per_run + count. A rank begins its next run
-when all its lanes have ended the last run. Ranks are not synchronized otherwise.
+Signals are counters that only grow. A wait ends when its counter has reached a value, which depends on the number e of
+the run, counted from 1:
+
+    a wait for `count` sets               (e - 1) sets_per_run + count
+    a wait for the previous run's sets    (e - 2) sets_per_run + count
+
+A rank begins its next run when all its lanes have ended the last run. Ranks are not synchronized otherwise.
 """
 
 from __future__ import annotations
@@ -96,7 +101,7 @@ adding entries.
 
 
 class _Meeting:
-    """A running collective. least_end: the earliest time at which the links could have carried its bytes."""
+    """A running collective. least_end: the earliest possible end: the time at which the links have carried all bytes."""
 
     __slots__ = ("least_end", "open")
 
@@ -201,8 +206,9 @@ class _Engine:
                 self._advance(waiting)
 
     def _hear(self, due: list[tuple[int, bool]]) -> None:
-        """Handle lanes that have reached a pulse (a fraction of their work at which signals are set), or the end of
-        their work.
+        """Handle lanes that have finished their work, or have done a part of it after which signals are set (a pulse).
+
+        due: (number of the lane, True if the work is finished).
         """
         for number, done in due:
             if done:
@@ -278,7 +284,10 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _least_us(self, lanes: list[_Lane]) -> float:
-        """Return a lower bound on the time of the collective that `lanes` begin: the time that the busiest link needs."""
+        """Return a lower bound on the time of a collective: the time that its busiest link needs.
+
+        lanes: the lanes of all ranks, each at its call of the collective.
+        """
         busy_us: dict[int, float] = {}
         least_us = 0.0
         for lane in lanes:
@@ -332,7 +341,7 @@ class _Engine:
         self._advance(lane)
 
     def _free(self, rank: _Rank, units: float) -> None:
-        """Pass the compute units of a finished GEMM to waiting kernels, before the lane's next GEMM is launched."""
+        """Give the compute units of a finished GEMM to waiting kernels, before the lane's next GEMM can take them."""
         rank.filled = max(0.0, rank.filled - units)
         waiting, rank.without_units = rank.without_units, []
         for lane in waiting:

@@ -1,8 +1,8 @@
 """The times at which the CPU issues the steps of a single run (mode "single": nothing is queued ahead).
 
 The CPU issues steps one by one, in the order of `weft.schedule.verify.issue_order`, which simulates all ranks in
-rounds. If rank 0 represents all ranks, only its lanes are simulated here. A signal that rank 0 sends to a peer then
-arrives on rank 0 from another peer, one round later. All ranks reach a collective in the same round.
+rounds. If rank 0 represents all ranks, only its lanes are simulated here. If rank 0 sends a signal to a peer, another
+peer sends the same signal to rank 0, where it arrives one round later. All ranks reach a collective in the same round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _is_whole(program: LoweredSchedule) -> bool:
 
 
 class _Turns:
-    """The rounds of `weft.schedule.verify.issue_order`, played with the lanes of one rank only."""
+    """The rounds of `weft.schedule.verify.issue_order`, simulated with the lanes of only one rank."""
 
     def __init__(self, program: LoweredSchedule) -> None:
         copying = [lane.resource == "copy" for lane in program.schedule.lanes]
@@ -57,7 +57,7 @@ class _Turns:
         self._coming: set[tuple[int, int]] = set()
 
     def order(self) -> list[int]:
-        """Return the lane of each step, in the order of issue."""
+        """Return the number of the lane of each step, in the order of issue."""
         order: list[int] = []
         before = -1
         while len(order) > before or self._coming:
@@ -71,8 +71,8 @@ class _Turns:
         return order
 
     def _turn(self, lane: LaneProgram) -> int:
-        """Issue the lane's waits, then one copy, GEMM or `Read` on the CPU, then sets, until it blocks. Return the
-        number of steps.
+        """Issue the lane's next steps: waits, then one copy, GEMM or `Read` on the CPU, then sets. Return how many were
+        issued.
         """
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):

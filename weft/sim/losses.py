@@ -2,7 +2,7 @@
 
     decomposition   for GEMMs: the time of the schedule's GEMMs, each alone, / the time of the undivided cuBLAS GEMMs.
                     For communication: its time without computation / the time of the fastest undivided communication
-    contention      the time of the same steps in the schedule / their time alone
+    contention      the time of steps in the schedule / the time of the same steps alone
     exposed         the time in which a rank has nothing to compute
     ideal           the larger of the undivided GEMMs' time and the undivided communication's time: a perfect overlap
 
@@ -52,7 +52,7 @@ class Inefficiencies:
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Return the losses of one queued run of `schedule`, a schedule of `problem`.
 
-    For GEMMs, use the losses of the rank that computes longest.
+    The losses of GEMMs are those of the rank that computes longest.
     """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)
@@ -78,10 +78,10 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 
 @lru_cache(maxsize=8)  # called for each candidate of a problem
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Return the time of the serial schedule's GEMMs in us, each alone, on the slowest rank. launches: True to include
-    launches.
+    """Return the time in us of the serial schedule's GEMMs, each alone, on the slowest rank.
 
-    For GEMMs of experts, return the time of torch's grouped GEMM, or of weft's kernel if the kernel is faster.
+    launches: True to include launches. For GEMMs of experts, return the time of torch's grouped GEMM, or of weft's
+        kernel if the kernel is faster.
     """
     models = [model]
     if isinstance(problem, ExpertsProblem):
@@ -91,8 +91,9 @@ def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
 
 @lru_cache(maxsize=8)
 def communication_us(problem: Problem, model: Model) -> float:
-    """Return the time of the undivided communication alone, in us: by NCCL, or by copy engines to all peers at once if
-    that is faster.
+    """Return the time in us of the undivided communication without computation.
+
+    This is the time of NCCL, or of copy engines that copy to all peers at once if that is faster.
     """
     if problem.world_size == 1:
         return 0.0
@@ -111,8 +112,9 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once, at arbitrary
-    addresses.
+    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once.
+
+    The addresses are arbitrary, because only the time matters.
     """
     world = serial.world_size
     values = values_of_ranks(serial)
@@ -134,8 +136,9 @@ def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
 
 
 def _matmuls(result: Simulated) -> tuple[float, float]:
-    """Return the sum of all matmuls' times on one rank: (each alone, in the simulation). The rank is the one with the longest
-    sum alone.
+    """Return (sum of the matmuls' times alone, sum of their times in the simulation) of one rank.
+
+    The rank is the one whose matmuls take longest alone.
     """
     alone = _alone_us(result.program, launches=True)
     return max(
@@ -144,7 +147,7 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
 
 
 def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
-    """Return {rank: sum of the times of its matmuls, each alone}. launches: True to include their launches."""
+    """Return {rank: sum of the times of its matmuls, each alone}, in us. launches: True to include their launches."""
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:
         for task in lane.tasks:

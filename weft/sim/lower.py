@@ -1,12 +1,13 @@
-"""Lowering of a schedule to a form that the engine simulates: tasks with costs, and numbered counters instead of named signals.
+"""Lowering of a schedule to a form that the engine simulates: tasks with costs, and numbered counters instead of named
+signals.
 
 Most schedules are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted by r. If GPUs and
-links are equal too, all ranks do the same at the same time. Then only rank 0 is simulated. Data that it sends to rank d
-also arrives on it, from rank -d, and each of its resources represents the resources of all ranks. This divides the cost
-of the simulation by the number of ranks.
+links are equal too, all ranks do the same at the same time. Then only rank 0 is simulated, and each of its resources
+represents the resources of all ranks. When rank 0 sends data to rank d, rank -d sends the same data to rank 0. This
+divides the cost of the simulation by the number of ranks.
 
-If the links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or signals are
-not symmetric, every rank is simulated.
+If the links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or
+signals are not symmetric, every rank is simulated.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ PULSES = 16
 
 
 class Raising(NamedTuple):
-    """The sets of one counter by a kernel: `times` sets, spread evenly between the fractions `first` and `last` of its work.
+    """The sets of one counter that a kernel makes while it runs.
 
-    delay_us: the time from a set to the end of a wait for it. at_once: True if all waits for the counter need all its sets,
-        so that all sets can be made together with the last set.
+    The kernel makes `times` sets, spread evenly between the fractions `first` and `last` of its work.
+
+    delay_us: the time from a set to the end of a wait for it.
+    at_once: True if all waits for the counter need all its sets, so that the simulator may make all sets at `last`.
     """
 
     counter: int
@@ -119,19 +122,22 @@ class LoweredSchedule:
 
     @cached_property
     def links(self) -> frozenset[int]:
-        """The numbers of the resources that are links."""
+        """The numbers of all resources that are links."""
         return frozenset(n for (kind, _), n in self.places.items() if kind not in ("hbm", "compute", "engine"))
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """(the loads with only scarce resources, the part of each lane). See `weft.sim.scarce`."""
+        """(the loads reduced to scarce resources, for each lane the number of its part). `weft.sim.scarce` defines both
+        terms.
+        """
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
         loads = scarce_only(self.loads, of_lanes)
         return loads, parts_of(loads, of_lanes)
 
     def only_communication(self) -> LoweredSchedule:
-        """Return this lowered schedule without computation: only transfers between ranks, collectives, and signals. Kernels
-        whose tiles set signals stay, but their work takes no time.
+        """Return this lowered schedule without computation: only transfers between ranks, collectives, and signals.
+
+        A kernel whose tiles set signals is kept, but its work takes no time.
         """
         idle = len(self.loads)
         lanes = []
@@ -156,8 +162,8 @@ class LoweredSchedule:
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> LoweredSchedule:
     """Lower `schedule` for `model`.
 
-    alike: True to simulate only the first ranks, if schedule and topology are symmetric. captured: True to use the
-        costs in a CUDA graph.
+    alike: True to simulate only the first ranks, if schedule and topology are symmetric. captured: True for a run in a
+        CUDA graph, which has other costs.
     """
     key = id(schedule), id(model), alike, captured
     found = _lowered.get(key)
@@ -192,7 +198,7 @@ _lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
-    """Return the numbers, from 1 to `PULSES`, of the parts of a kernel's work after which it makes sets."""
+    """Return after which parts of a kernel's work the kernel makes sets. The work has `PULSES` parts, numbered from 1."""
     found = set[int]()
     for one in raises:
         if one.at_once:
@@ -208,10 +214,14 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 
 
 class _Here:
-    """The items (`NumberedStep`) of a lane that are present on a rank.
+    """The items (`NumberedStep`) of a lane that are present on one rank.
 
-    order: the keys (`NumberedStep.same`) of the items. The other lists have each different item once.
-    sets, tiled: items that set signals, and items with tiles, with the number of their occurrences.
+    Several items may have equal keys (`NumberedStep.same`). All lists except `order` have only one of them.
+
+    order: the keys of all items.
+    sets: (item that sets signals, how often it occurs).
+    tiled: (item with tiles, how often it occurs).
+    waits: items that wait for signals.
     works: items that take time, including items with tiles.
     """
 
@@ -236,7 +246,7 @@ class _Here:
 
 
 class _Present:
-    """The items of a lane on each rank. Usually all items are present on all ranks."""
+    """The items of a lane, from which `at` selects those of a rank. Usually all items are present on all ranks."""
 
     def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
         self._items, self._different = items, different
@@ -244,7 +254,7 @@ class _Present:
         self._found: _Here | None = None
 
     def at(self, rank: int) -> _Here:
-        """Return the items on `rank`. Ranks may share this object."""
+        """Return the items on `rank`. If all ranks have the same items, all calls return one object."""
         if self._found is None or not self._everywhere:
             there = {same: at_rank(item.present, rank) for same, item in self._different.items()}
             self._found = _Here([item for item in self._items if there[item.same]], self._different)
@@ -328,7 +338,7 @@ class _Lowering:
     # -- tasks
 
     def _set(self, item: NumberedStep, rank: int) -> int:
-        """Return the counter that `item`, a set, increments if `rank` makes it."""
+        """Return the number of the counter that rank `rank` increments by `item`, a set."""
         distance, place = item.distance, item.place
         if distance.__class__ is not int:
             distance = int(distance[rank])  # type: ignore[index]
@@ -338,7 +348,7 @@ class _Lowering:
         return self._counters.setdefault((owner, item.signal, place), len(self._counters))
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
-        """Return the sets that the tiles of `item` make on `rank`."""
+        """Return the sets that the tiles of `item` make on `rank`, with the counters' numbers."""
         raised = []
         for i, one in enumerate(item.tiled[rank].sets):
             owner, setter = self._owner_and_setter(rank, one.distance)
@@ -346,8 +356,10 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return (owner, setter). owner: the simulated rank that represents the peer at `distance` after `rank`. setter: the
-        rank that is `distance` before the owner, and so sets the owner's counters as `rank` sets the peer's.
+        """Return (owner, setter) for sets by `rank` at its peer at `distance`.
+
+        owner: the simulated rank that represents this peer. setter: the rank `distance` before the owner. It sets the
+            owner's counters in the same way as `rank` sets the peer's.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
@@ -385,10 +397,12 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return two fractions of the kernel's work: when the wave of the first of `tiles` begins, and when the wave of
-        the last of `tiles` is complete. A wave has one tile per compute unit.
+        """Return two fractions of the kernel's work: when the first of the given tiles begins, and when the last is
+        complete.
 
-        count: the number of the kernel's tiles. If waves are not known, return the fractions of `tiles` itself.
+        Tiles run in waves, one tile per compute unit. A tile begins and is complete with its wave. count: the number of
+        the kernel's tiles. tiles: its fractions `first` and `last` count tiles; they are returned if the kernel's waves
+        are not known.
         """
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last
@@ -437,7 +451,8 @@ class _Lowering:
     def _look(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
         """Return (kind, operands, distance) of an item on `rank`. Items with equal kind and distance have equal costs.
 
-        The distance is 0 if no operand is on a peer, or if operands are on several peers.
+        kind: a number. distance: the distance to the peer that has operands; 0 if no peer or several peers have
+            operands.
         """
         step = item.origin.step
         operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
@@ -468,7 +483,9 @@ class _Lowering:
         )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
-        """Return the first rank from which the topology looks the same as from `rank`, so that steps cost the same."""
+        """Return the first rank from which the topology looks the same as from `rank`. Steps of both ranks have equal
+        costs.
+        """
         return rank % self._topology.period
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:

@@ -154,7 +154,9 @@ _NEEDED = (
 
 
 def _gaps(machine: Machine) -> list[str]:
-    """Return the keys that a model needs and `machine` lacks. If one of several keys is enough, return one of them."""
+    """Return the keys that a model needs and `machine` lacks. If any of several keys would do, only one of these is
+    listed.
+    """
     gaps = [key for key in _NEEDED if key not in machine.quantities]
     for what in ("stores", "loads"):
         if not any(_programs(what, key) for key in machine):
@@ -166,7 +168,10 @@ def _gaps(machine: Machine) -> list[str]:
 
 @lru_cache(maxsize=256)  # the same few machines, again and again
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate of full tiles with which the model's formula gives `flops_per_us` for an 8192 x 8192 x 8192 matmul."""
+    """Return the rate of full tiles for which the model's formula gives a certain rate of an 8192 x 8192 x 8192 matmul.
+
+    flops_per_us: the rate of this matmul.
+    """
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
     for _ in range(20):  # fixed-point iteration; the time is nearly inversely proportional to the rate
         at_peak = replace(model, matmul_flops_per_us={dtype: peak})
@@ -183,11 +188,10 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the fraction of compute that is lost per byte/us read or written, in addition to the units that copy
-    kernels hold.
+    """Return the fraction of compute that a GEMM loses for each byte/us that copies read or write at the same time.
 
-    slowdown: the measured slowdown of a GEMM while each GPU read and wrote `bytes_per_us`. share_held: the fraction of
-        units held.
+    The units that copy kernels hold are not part of this fraction. slowdown: the measured slowdown of a GEMM while each
+    GPU read and wrote `bytes_per_us`. share_held: the fraction of units that copy kernels held.
     """
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 
@@ -195,7 +199,7 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 def share_held(model: Model, bytes_per_us: float) -> float:
     """Return the mean fraction of units that copy kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
 
-    If copy kernels write faster alone, they waited for units, and held none, for a part of the time.
+    If copy kernels are faster when they run alone, they have waited for units during a part of the time, and held none.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

@@ -11,19 +11,19 @@ there are different limits. For steps that use resources in different proportion
 about one of several thousand random loads. Then every step still uses up a resource, but the shares are only nearly
 fair.
 
-Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
-algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
+Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness:
+    objectives, algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
 
 Two effects are not fair sharing. A copy kernel holds its compute units exclusively ("hold"). If copy kernels need more
 units than exist, they take turns. A copy slows down concurrent kernels, through heat and cache misses, without becoming
 slower itself ("disturb").
 
 Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link. On a
-link, this part gets the same rate as a whole transfer. Otherwise routes would be used in different proportions, and
-shares would depend on the order of events.
+link, this part counts as a whole transfer. Otherwise routes would be used in different proportions, and shares would
+depend on the order of events.
 
-If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is the same,
-but only the affected resources are solved again.
+If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is
+the same, but only the affected resources are solved again.
 
 The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different links calls it 100,000 times.
 """
@@ -40,10 +40,10 @@ LEAST = MAX_MIN_LEAST
 
 
 class Load(NamedTuple):
-    """The resources that one step uses at full speed, as (resource, amount), by the kind of use (`weft.sim.costs.Use`).
+    """The resources that one step uses at full speed: for each kind of use (`weft.sim.costs.Use`), (resource, amount).
 
-    If one rank represents all ranks, a resource may occur several times, because it also represents the resources of
-    other ranks. Each entry is then the amount of a different rank's resource.
+    If one rank represents several ranks, a resource represents the resources of all of them. The resource may then
+    occur several times, with the amount for each of these ranks.
     """
 
     share: tuple[tuple[int, float], ...]
@@ -54,5 +54,7 @@ class Load(NamedTuple):
 
 
 def speeds(loads: Sequence[Load], counts: Mapping[int, int]) -> dict[int, float]:
-    """Return, for each key, the speed (0 to 1) of each of `counts[key]` steps with the load `loads[key]`."""
+    """Return {key: speed, from 0 to 1} of concurrent steps: `counts[key]` steps with the load `loads[key]`, for each
+    key.
+    """
     return dict(zip(counts, max_min_speeds([loads[key] for key in counts], list(counts.values())), strict=True))

@@ -190,10 +190,12 @@ class Model:
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
-        """Return a lower bound on the time of a grouped GEMM: rounds of tiles, with one tile per unit in each round.
+        """Return a lower bound on the time in us of a grouped GEMM: rounds of tiles, with one tile per unit in each
+        round.
 
         A tile takes as long as its products, or as the loads of its operands from the cache, whichever is longer.
-        segments: (rows, number of segments with so many rows). Tiles are as in `weft.kernels.grouped_matmul`.
+        segments: (number of rows, number of segments with this many rows). Tiles are as in
+        `weft.kernels.grouped_matmul`.
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
@@ -206,7 +208,7 @@ class Model:
         return float((self._grouped_rounds(tiles, k) * tile_us).min())
 
     def _grouped_rounds(self, tiles: Any, k: int) -> Any:
-        """Return the time of `tiles` tiles of a grouped GEMM, divided by the time of one tile.
+        """Return the time of `tiles` tiles of a grouped GEMM, in units of the time of one tile.
 
         If there are few rounds, several units share each tile of the last round (`weft.kernels.grouped_matmul`).
         """
@@ -286,8 +288,9 @@ class Model:
         return larger.with_measured(measured) if measured else larger
 
     def kernel_copy_bytes_per_us(self, put: bool) -> float:
-        """Return the rate of a copy kernel, interpolated by its number of units. put: True for a copy to a peer, False
-        for a copy from a peer.
+        """Return the rate of a copy kernel, interpolated for its number of units.
+
+        put: True for a copy to a peer, False for a copy from a peer.
         """
         curve = self.put_bytes_per_us if put else self.get_bytes_per_us
         units, below = self.kernel_copy_units, (0, 0.0)
@@ -332,7 +335,11 @@ class Model:
         return Matmul(us, busy, traffic)
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (time, busy units, memory traffic), each `[count]`, with the best tile and split. shapes: `[count, 3]`."""
+        """Return (time in us, busy units, memory traffic) of matmuls by the formula, with the best tile and split for
+        each.
+
+        shapes: `[count, 3]`: m, n, k. Each result is `[count]`.
+        """
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
         rows, cols, split, efficiency = self._ways
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
@@ -363,7 +370,7 @@ class Model:
 
     @property
     def _ways(self) -> np.ndarray:
-        """All tiles and splits: `[4, count]`, with rows, columns, parts of k, and efficiency."""
+        """All combinations of tile and split: `[4, count]`, with rows, columns, parts of k, and efficiency."""
         return _all_ways(self.tile, self.tile_half)
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:
@@ -371,7 +378,9 @@ class Model:
         return _efficiency(self.tile, self.tile_half, rows, cols)
 
     def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
-        """Return the bytes read and written. Concurrent tiles form a nearly square block, which reads its operands once."""
+        """Return the bytes that matmuls read and write. Concurrent tiles form a nearly square block, which reads
+        operands once.
+        """
         once = (m + n) * k * item_bytes
         area = self.compute_units * self.tile[0] * self.tile[1]
         rows = np.minimum(m, math.sqrt(area))
@@ -381,7 +390,9 @@ class Model:
 
     @cached_property
     def _errors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The errors of the formula at measured shapes, by dtype: (log2 of m, n, k `[count, 3]`, log(measured / predicted))."""
+        """The errors of the formula at measured shapes: {dtype: (log2 of m, n, k `[count, 3]`, log(measured /
+        predicted))}.
+        """
         found = {}
         for dtype in {shape[3] for shape in self.measured_us}:
             shapes = np.array([shape[:3] for shape in self.measured_us if shape[3] == dtype])
@@ -411,7 +422,7 @@ class Model:
 
 
 def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
-    """Return the time in us of `count` bytes, from a curve of points (bytes, us) sorted by bytes.
+    """Return the time in us of `count` bytes, interpolated on a curve of points (bytes, us) that is sorted by bytes.
 
     Between points, log(us) is linear in log(bytes). Below the first point the time is constant. Above the last point
     the time is proportional to `count`.

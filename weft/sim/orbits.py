@@ -3,8 +3,8 @@
 A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and send to peers in
 the order of displacement (columns, rows), all ranks do the same at the same time:
 
-    flows     if rank 0 sends to a displacement, every rank does. A link then carries as many flows as the route has links in the
-              link's direction. So a route is replaced by one link per direction, slower by this factor
+    flows     if rank 0 sends to a displacement, every rank sends to this displacement. If the route has n links in one direction,
+              n flows share each link of that direction. So the route is replaced by one link per direction, slower by n
     signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
     steps     the schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: the
               steps for the first peer include the launch, and the steps for the second peer are used for all other
@@ -116,7 +116,7 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 
 
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
-    """Simulate schedule `name` (one of `NAMES`) on a torus, with rank 0 representing all ranks."""
+    """Simulate one of the schedules `NAMES` on a torus, with rank 0 representing all ranks. name: the schedule."""
     if name not in NAMES:
         raise ValueError(
             f"schedule {name!r} cannot be simulated with one rank for all ranks: use one of {', '.join(NAMES)}, or at most "
@@ -126,7 +126,7 @@ def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simula
 
 
 def orbit_us(found: Simulated, model: Model) -> float:
-    """Return the time of a queued run in microseconds, as `weft.sim.run_us` would return after simulating every rank."""
+    """Return the time in us of a queued run. It equals the result of `weft.sim.run_us` if every rank were simulated."""
     sets = sum(
         one.times
         for lane in found.program.lanes
@@ -138,8 +138,10 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Items of a lane, without repetition for each peer. Either the rank has the items `first` once, and `other` is
-    empty. Or the rank has the items `first` for its first peer, and the items `other` for each other peer.
+    """Consecutive items (`weft.sim.vectorised.NumberedStep`) of a lane, written once and not for each peer.
+
+    If `other` is empty, the rank has the items `first` once. Otherwise the rank has the items `first` for its first
+    peer, and the items `other` for each other peer.
     """
 
     first: Sequence[NumberedStep]
@@ -171,7 +173,7 @@ class _Orbit:
         return LoweredSchedule(schedule, (0,), [program], list(self._loads), len(self._counters), self._places)
 
     def _task(self, item: NumberedStep, peer: int) -> Task:
-        """Return the task of an item for the peer at displacement `peer`."""
+        """Return the task of an item of rank 0 for the peer at displacement `peer`."""
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
         if item.awaited is not None:
@@ -224,9 +226,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the opposite displacement: seen from the rank at the returned displacement, this rank is at
-        displacement `peer`.
-        """
+        """Return the displacement opposite to `peer`: the rank at this displacement sees rank 0 at displacement `peer`."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:
@@ -247,7 +247,7 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 
 
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
-    """Group a lane's items in the schedule of three ranks into blocks.
+    """Group the items of a lane into blocks. items: the lane in the schedule of three ranks.
 
     Adjacent items for the first and the second peer form one block if their kinds and signals are equal. Every other
     item forms a separate block.

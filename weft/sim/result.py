@@ -56,7 +56,7 @@ class Simulated:
 
     @property
     def exposed_us(self) -> float:
-        """The exposed communication: the time without computation, on the rank with the most of it."""
+        """The exposed communication: the time in which a rank does not compute, for the rank where this is longest."""
         busy = self._busy("matmul", "compute")
         return max(0.0, *(ends[-1] - busy[rank] for rank, ends in self.simulated_ends_us.items()))
 

@@ -6,9 +6,10 @@
 
 The added costs are:
 
-    tile_signal_us               each signal that tiles set
-    lanes_run_us, graph_run_us   the synchronisation of the caller's stream with several lanes (graph_run_us: in graphs)
-    CPU times                    in runs in which the CPU reads sizes
+    tile_signal_us    for each signal that tiles set
+    lanes_run_us      for the synchronisation of the caller's stream with several lanes
+    graph_run_us      the same in CUDA graphs, in place of lanes_run_us
+    CPU times         in runs in which the CPU reads sizes
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ def _count_dynamic(schedule: Schedule, held: set[str]) -> int:
 
 
 def reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the CPU time to issue a run in which the CPU reads sizes; 0 if it reads none.
+    """Return the CPU time in us to issue a run in which the CPU reads sizes; 0 if the CPU reads no sizes.
 
-    Because the CPU waits in every run, it is never far enough ahead of the device to hide this time. If it must wait
-    before it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
+    The CPU waits in every run, so it is never far enough ahead of the device to hide this time. If it must wait before
+    it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
     """
     if not schedule.reads_on_host:
         return 0.0

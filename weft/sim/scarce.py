@@ -1,9 +1,9 @@
 """Scarce resources, and the groups of lanes that can slow each other down.
 
 A resource is scarce if it could not serve all lanes at their maximum. Other resources never affect speeds, and are
-dropped. Lanes that scarce resources connect, directly or through other lanes, form a part. Lanes of different parts
-never slow each other down, so the speeds of each part are computed separately. If every rank is simulated, there is
-usually one part per rank. Without parts, the simulator's work (events times lanes) would grow with the square of the
+dropped. A part is a group of lanes that scarce resources connect, directly or through other lanes. Lanes of different
+parts never slow each other down, so the speeds of each part are computed separately. If every rank is simulated, there
+is usually one part per rank. Without parts, the simulator's work (events times lanes) would grow with the square of the
 number of ranks.
 """
 
@@ -50,7 +50,10 @@ def _kept(uses: Uses, resources: set[int]) -> Uses:
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
-    """Return the part of each lane, as an index. Lanes that use a common resource are in the same part."""
+    """Return, for each lane, the number of its part. Lanes that use a common resource are in the same part.
+
+    lanes: for each lane, the indices of its loads.
+    """
     above = list(range(len(lanes)))
 
     def part(lane: int) -> int:

@@ -1,13 +1,13 @@
 """Rotational symmetry: rank 0 may represent all ranks if rank r has the steps of rank 0 with all ranks shifted by r.
 
 The sizes in a step must be equal on all ranks, but counters may have different indices. For each rank r there must be a
-one-to-one renaming of the counters of rank 0 to the counters of rank r. A set on each rank defines one entry of this
-renaming:
+one-to-one map from the counters of rank 0 to the counters of rank r. A set that every rank makes at the same distance d
+defines one entry of this map:
 
     counter of rank 0 that rank -d sets  ->  counter of rank r that rank r - d sets in the same step
 
-All waits must be consistent with this renaming. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period`
-shows if their links are equal too. The caller of `lower` knows if all ranks begin their runs at the same time.
+All waits must be consistent with this map. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` shows if
+their links are equal too. The caller of `lower` knows if all ranks begin their runs at the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance, index) of each set in a step. The distance must be the same on all ranks."""
+    """Yield (signal, distance, index) of each set in an item. The distance must be the same on all ranks."""
     if item.distance is not None:
         assert isinstance(item.distance, int)  # the same on all ranks
         yield item.signal, item.distance, item.place
@@ -59,7 +59,10 @@ def _identity(place: ByRank) -> int:
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
-    """True if ranks differ only by a renaming of one signal's counters, in its sets and in its waits."""
+    """True if ranks differ only by a renaming of the counters of one signal.
+
+    sets: (distance, index) of each set of the signal. waits: the index of each wait.
+    """
     if not sets:
         return False  # a counter that is never set has no renaming
     of_distance: dict[int, list[ByRank]] = {}
@@ -81,7 +84,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
 
 
 def _table(places: Collection[ByRank], world: int) -> np.ndarray:
-    """Return an array [len(places), world]: each entry of `places`, on each rank."""
+    """Return an array `[len(places), world]`: the value of each entry of `places` on each rank."""
     table = np.empty((len(places), world), np.int64)
     for row, place in zip(table, places, strict=True):
         row[:] = place

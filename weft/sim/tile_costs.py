@@ -1,6 +1,7 @@
-"""The cost of one kernel for all tiles of a step: GEMMs of tiles, segments of experts, copies and pooling.
+"""The cost of a kernel that computes all tiles of a step: GEMMs of tiles, segments of experts, copies and pooling.
 
-Consecutive tiles find a shared operand in the cache, so a kernel is cheaper than the sum of its tiles (`weft.sim.costs`).
+Consecutive tiles find a shared operand in the cache, so a kernel costs less than the sum of its tiles
+(`weft.sim.costs`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
 class Rates(NamedTuple):
     """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
 
-    whole: `TileKernel.unit_per_tile`.
+    whole: True if one compute unit computes each tile of the step as it is.
     sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
     """
 
@@ -122,7 +123,7 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts`, with an expert's segments for all source ranks merged if a pair (source rank, expert) has few rows."""
+    """Return `parts`, with the segments of an expert for all `sources` ranks merged if each has few rows."""
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
     if not gemms or rows > FEW_ROWS * segments:
@@ -135,7 +136,8 @@ def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
 
 
 def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one of `tiles` tiles, computed by one compute unit, or by several if there are fewer tiles than units.
+    """Return the cost of one of `tiles` tiles. One compute unit computes it, or several if there are fewer tiles than
+    units.
 
     Reads of operands from the rank's own memory are not included.
     """
@@ -155,10 +157,10 @@ def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) ->
 
 
 def _segment(model: Model, links: Links, *operands: Operand) -> Cost:
-    """Return the cost of the GEMM of one expert's segment of rows, without reads from the rank's own memory:
-    `cost_of_tiles` counts these reads once for the whole kernel.
+    """Return the cost of the GEMM of one expert's segment of rows.
 
-    The model keeps the costs of segments whose operands are all local: uneven routing has many segments of few sizes.
+    Reads from the rank's own memory are not included: `cost_of_tiles` counts them once for the whole kernel. The model
+    caches the costs of segments whose operands are all local, because uneven routing has many segments of few sizes.
     """
     key = (_segment, operands)
     found: Cost | None = model.costs.get(key)

@@ -1,7 +1,7 @@
 """Evaluation of a kernel's tiles for many ranks at once: operand sizes, `Set` steps, and bytes read.
 
-A kernel may have thousands of tiles on each of dozens of ranks. The sizes and offsets of most operands repeat from tile to tile,
-or are equal on all ranks. Such sizes and offsets are evaluated and counted once.
+A kernel may have thousands of tiles on each of dozens of ranks. The sizes and offsets of most operands repeat from tile
+to tile, or are equal on all ranks. Each distinct value is evaluated once, and the tiles that have it are counted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
 
 
 class SetBy(NamedTuple):
-    """The sets of one counter by the tiles of one rank.
+    """The sets of one counter by the tiles of one rank: `times` sets of `signal[place]` of the rank at `distance`.
 
-    The counter is `signal[place]` of the rank at `distance`, and is set `times` times. first, last: the begin and the
-    end of the tiles that set it, as fractions of all tiles.
+    first, last: where the tiles that set the counter begin and end, as fractions of all tiles.
     """
 
     signal: str
@@ -42,10 +41,11 @@ class SetBy(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """The tiles of one rank, counted.
+    """The tiles of one rank, summarised by counts.
 
-    parts: (index in `Tiles.work`, sizes and ranks of the operands, number of tiles with these). sets: the sets of all tiles.
-    read_bytes: the bytes that matmuls read from the rank's own memory; a region that several tiles read counts once.
+    parts: (index in `Tiles.work`, sizes and ranks of the operands, number of tiles with these values).
+    sets: the sets of all tiles.
+    read_bytes: the bytes that matmuls read from the rank's own memory. A region that several tiles read counts once.
     """
 
     parts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
@@ -54,8 +54,10 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if an expression in the body depends on both tile and rank. An expression for a rank counts as the distance from the
-    step's rank, so if it depends on the tile, it depends on both.
+    """True if an expression in the body depends on both tile and rank.
+
+    An expression for a rank is replaced by the distance from the step's rank. So if it depends on the tile, it depends
+    on both.
     """
 
     def depends(number: Index, name: str) -> bool:
@@ -73,11 +75,13 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Representatives of all tiles of a kernel. For every tile there is a representative for which the given expressions
-    have the same values, on every rank.
+    """Tiles that represent all tiles of a kernel.
 
-    at: the tile indices of the representatives. times: the number of tiles that each represents. last: the end of the
-        last tile that each represents, as a fraction of all tiles.
+    For every tile there is a representative for which the given expressions have the same values, on every rank.
+
+    at: the tile indices of the representatives.
+    times: the number of tiles that each represents.
+    last: the end of the last tile that each represents, as a fraction of all tiles.
     """
 
     at: np.ndarray
@@ -99,7 +103,7 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """The largest number of representatives that `of` returns for the calls of `Tables`."""
+        """The largest number of representatives that `of` returns for the expressions that `Tables` evaluates."""
         if self.extent <= _FEW_TILES:
             return self.extent
         numbers = [_extents(step) for step in self.step.work]
@@ -108,7 +112,7 @@ class DifferentTiles:
         return max((len(self.of(one).at) for one in numbers), default=1)
 
     def of(self, numbers: Sequence[Index]) -> _Tiles:
-        """Return representatives: every tile has the same values of the expressions `numbers` as one of them, on every rank."""
+        """Return representatives of all tiles with respect to the expressions `numbers` (`_Tiles`)."""
         key = tuple(map(text_of, numbers))
         if key not in self._found:
             self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])
@@ -137,7 +141,7 @@ class DifferentTiles:
 
 
 def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Return a label for each of `count` rows; rows have equal labels if they are equal in all columns."""
+    """Return a label for each of `count` rows. Rows that are equal in all columns have equal labels."""
     found = np.zeros(count, np.int64)
     for column in columns:
         if (column == column[0]).all():
@@ -184,10 +188,11 @@ class Tables:
         ]
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """Return for each rank, or once for all, a sorted list of (values of the expressions `numbers`, number of tiles with
-        these values).
+        """Return a list with an entry for each rank, or one entry if all ranks are equal.
 
-        Every third expression is the rank of a region. Its value is replaced by the distance from the step's rank to it.
+        An entry is a sorted list of (values of the expressions `numbers`, number of tiles with these values). Every
+        third expression is the rank of a region. Its value is replaced by the distance from the step's rank to this
+        rank.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
         found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
@@ -200,7 +205,7 @@ class Tables:
         return counted
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
-        """Return the sets of `step` for each rank, or once for all.
+        """Return the sets that `step` makes in all tiles: a list for each rank, or one list if all ranks are equal.
 
         Tiles run in order, so a counter that only the first tiles set is complete when these tiles have ended.
         """
@@ -225,10 +230,11 @@ class Tables:
         return found
 
     def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
-        """Return (values of the expressions `numbers`, [expressions, ranks, representatives]; the representatives).
+        """Return (table, representatives). table: the values of the expressions `numbers`, [expressions, ranks,
+        representatives].
 
-        The second dimension is 1 if all ranks have the same values. ranks: the slice of `numbers` whose values are ranks; these
-        values are replaced by distances.
+        The second dimension is 1 if all ranks have the same values. ranks: the slice of `numbers` whose values are
+        ranks; these values are replaced by distances.
         """
         tiles = self._different.of(numbers)
         columns = [self._column(number, tiles.at) for number in numbers]
@@ -252,7 +258,9 @@ class Tables:
         return self._columns[key]
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
-        """Return, for each rank or once for all, the bytes that matmuls read from the rank's own memory."""
+        """Return the bytes that matmuls read from the rank's own memory, for each rank; one number if all ranks are
+        equal.
+        """
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in (step for step in self._tiles.work if step.multiplies):
             for region in matmul.regions[:-1]:
@@ -273,8 +281,9 @@ class Tables:
 
 
 def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
-    """Return the concatenated lists of all steps for rank `number`. If a step has only one list, it applies to all
-    ranks.
+    """Return the lists of all steps for rank `number`, concatenated.
+
+    of_steps: for each step, a list for each rank, or one list that applies to all ranks.
     """
     return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
 
@@ -283,7 +292,10 @@ NO_TILES = Tiled()
 
 
 def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Return a sorted list of (distinct column of `table`, number of tiles with this column)."""
+    """Return a sorted list of (distinct column of `table`, number of tiles with this column).
+
+    times: the number of tiles of each column.
+    """
     order = np.lexsort(table[::-1])
     table = table[:, order]
     begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
@@ -292,5 +304,5 @@ def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ..
 
 
 def text_of(index: Index) -> int | str:
-    """Return `index` in a form for dict keys: the text of an expression, which is hashed faster."""
+    """Return `index` as a dict key: a number, or the text of an expression, which is hashed faster than the expression."""
     return index.text if isinstance(index, Expr) else index

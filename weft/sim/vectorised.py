@@ -1,7 +1,9 @@
-"""Vectorised evaluation of a schedule's steps for all ranks: their sizes, and the distances to the ranks that they access.
+"""Vectorised evaluation of a schedule's steps for all ranks: their sizes, and the distances to the ranks that they
+access.
 
-An expression is evaluated once, with the array of all ranks as `rank`. A result that is equal on all ranks is kept as one number.
-So for n steps and W ranks the time grows with the number of different expressions, not with n * W.
+An expression is evaluated once, with the array of all ranks as the variable `rank`. A result that is equal on all ranks
+is stored as one number. So for n steps and W ranks the time grows with the number of different expressions, not with n
+* W.
 """
 
 from __future__ import annotations
@@ -40,22 +42,23 @@ ByRank: TypeAlias = int | np.ndarray
 
 
 class Origin(NamedTuple):
-    """The step of a task, and the iterations of the loops around it."""
+    """The step of a task, and the values of the loop indices around the step."""
 
     step: Step
     turn: Iteration
 
 
 class NumberedStep(NamedTuple):
-    """A step, evaluated for all ranks. Other docstrings call it an item.
+    """A step whose expressions are evaluated for all ranks. Other docstrings call it an item.
 
-    numbers: rows, columns, and distance to the owner, of each operand.
-    tiled: the counted tiles of each rank, if the step has tiles.
+    present: 1 on ranks that have the step, otherwise 0.
+    numbers: for each operand, the number of rows and columns, and the distance to the rank that has the operand.
+    tiled: the summary of the tiles of each rank, if the step has tiles.
     signal, place: the name and index of the signal that the step sets or waits for.
     distance: the distance to the rank whose signal the step sets; None if the step sets no signal.
     awaited: the number of sets that the step waits for, in the previous run if `previous`; None if it does not wait.
     same: a key that is equal for items that differ only in their origin.
-    carried: True if a kernel that an earlier step has started performs this step.
+    carried: True if a kernel that starts at an earlier step also runs this step.
     units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
     """
 
@@ -96,8 +99,9 @@ class _Known:
 
 
 class Numbers:
-    """The steps of one schedule with their expressions evaluated for all ranks: sizes, and distances to the ranks whose
-    memory they access.
+    """The steps of one schedule with their expressions evaluated for all ranks.
+
+    The results are sizes, and distances to the ranks whose memory the steps access.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -146,7 +150,10 @@ class Numbers:
             yield (*turn, (loop.index, i)), _everywhere(there, i < extent)
 
     def vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
-        """Return `index` evaluated for every rank; 0 for ranks without the step. there: 1 for ranks with the step."""
+        """Return `index` evaluated for every rank; 0 for ranks that do not have the step.
+
+        turn: the values of the loop indices. there: 1 for ranks that have the step, otherwise 0.
+        """
         if not isinstance(index, Expr):
             return index
         key = (index.text, turn, there if isinstance(there, int) else there.tobytes())
@@ -203,7 +210,7 @@ class Numbers:
         return _numbered(origin.step, self, origin, there)._replace(same=next(self._known.different))
 
     def operands(self, step: Step, turn: Iteration, there: ByRank) -> list[ByRank]:
-        """Return the rows, columns and distance of each operand."""
+        """Return the number of rows, the number of columns and the distance of each operand, in one list."""
         numbers: list[ByRank] = []
         for region in step.regions:
             numbers.append(self.vector(region.rows, turn, there))
@@ -212,9 +219,10 @@ class Numbers:
         return numbers
 
     def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
-        """Return, for distances 0, 1, ..., the rows that each rank sends to the rank at this distance.
+        """Return a list over distances 0, 1, ...: the number of rows that each rank sends to the rank at this distance.
 
-        indices: the rows sent to rank 0, 1, ..."""
+        indices: the expressions for the number of rows sent to rank 0, 1, ...
+        """
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [
             _collapse(to_ranks[(self._ranks + distance) % self.world, self._ranks]) for distance in range(self.world)
@@ -253,7 +261,10 @@ class Numbers:
 
 @singledispatch
 def _numbered(step: Step, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
-    """Return the item of a step. The item is marked as absent on ranks where the step is empty, except for collectives."""
+    """Return the item of a step. Functions for kinds of steps are registered here.
+
+    Except for collectives, the item is marked as absent on ranks where the step has nothing to do.
+    """
     operands = numbers.operands(step, origin.turn, there)
     for distance, rows in enumerate(numbers.sent(step.sizes, origin.turn, there) if step.sizes else ()):
         operands += [rows, operands[1], distance]
@@ -300,8 +311,9 @@ def _known(schedule: Schedule) -> _Known:
 def _distinct_contents(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Number the distinct contents of buffers. Return ({contents: number}, (name, number of the contents on each rank) of each
-    buffer).
+    """Number the distinct contents of buffers. Return (numbers, buffers).
+
+    numbers: {contents: number}. buffers: (name of a buffer, number of its contents on each rank).
     """
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}
@@ -312,7 +324,7 @@ def _distinct_contents(
 
 
 def values_of_ranks(schedule: Schedule) -> list[Values]:
-    """Return for each rank the values of the variables of expressions. Ranks with equal contents share prefix sums."""
+    """Return, for each rank, the values of the variables of expressions. Ranks with equal contents share prefix sums."""
     return _known(schedule).values
 
 
@@ -323,14 +335,12 @@ def _at_all_ranks(index: Expr, turn: Iteration, world: int) -> ByRank:
 
 
 def key_of(step: Step) -> tuple:
-    """Return a key of the step. Steps with equal keys have equal sizes and costs in every loop iteration."""
+    """Return a dict key of the step. Steps with equal keys have equal sizes and costs in every loop iteration."""
     return step.kind, *_key_of(step.values())
 
 
 def _key_of_tiles(tiles: Tiles, buffers: Mapping[str, Buffer]) -> tuple:
-    """Return a key of a `Tiles` step. It includes the offsets of regions, because they determine the bytes that tiles
-    read.
-    """
+    """Return a dict key of a `Tiles` step. It includes offsets of regions, which determine the bytes that tiles read."""
     key: list[Any] = [tiles.kernel.__class__, tiles.index, text_of(tiles.extent)]
     for step in tiles.body:
         key += (step.kind, step.multiplies)

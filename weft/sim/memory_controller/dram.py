@@ -98,7 +98,7 @@ def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
 
 
 def _mixed(*streams: list[Access]) -> list[Access]:
-    """Interleave streams: a chunk from each stream, in rotation."""
+    """Interleave streams: take a chunk of accesses from each stream, in rotation."""
     found, run = [], CHUNK // ATOM
     for i in range(0, max(map(len, streams)), run):
         for stream in streams:

@@ -29,7 +29,7 @@ class TrackingGpu(Quantities):
         gpu["memory.effective"]              0.48e12, in bytes, seconds, hertz, bytes/s or FLOP/s
         gpu.with_values({"gpu.units": 160})  the paper's GPU-2X-CU
 
-    `tracker.sets = 0` is a tracker without limits.
+    `tracker.sets = 0` means a tracker without limits.
     """
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ def t3_gpu() -> TrackingGpu:
     for key, one in quantities.items():
         if one.unit not in UNITS or one.source not in SOURCES:
             raise ValueError(
-                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit, and a source of {', '.join(SOURCES)}"
+                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit, and as source one of {', '.join(SOURCES)}"
             )
     return TrackingGpu("T3's GPU", quantities)
 

@@ -58,8 +58,11 @@ class HardwareGemm:
         return rows * columns
 
     def order(self, gpu: TrackingGpu) -> list[tuple[int, int]]:
-        """Return (row, column) of each tile in the order of computation: block by block of `gemm.raster_columns` columns. With
-        `gemm.raster_turns`, every second block is computed from the last row to the first."""
+        """Return (row, column) of each tile in the order of computation: block by block of `gemm.raster_columns`
+        columns.
+
+        With `gemm.raster_turns`, every second block is computed from the last row to the first.
+        """
         (rows, columns), wide = self.grid(gpu), gpu.count("gemm.raster_columns")
         found = []
         for block, first in enumerate(range(0, columns, wide)):
@@ -142,9 +145,7 @@ def fused_on_all(
     gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks",
 ) -> list[ControllerRun]:  # fmt: skip
-    """Simulate all ranks, with a map for each rank, and return their results. Unlike in `fused`, the maps of ranks may
-    differ.
-    """
+    """Simulate all ranks, and return their results. outputs: a map for each rank; these may differ, unlike in `fused`."""
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
         _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
@@ -176,8 +177,9 @@ def _routes(
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Add a rank's routes to a setup. one_for_all: True to simulate only this rank, whose sends represent the sends of
-    an identical peer.
+    """Add a rank's routes to a setup, and return it.
+
+    one_for_all: True to simulate only this rank. Its sends then represent the sends of an identical peer.
     """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
