@@ -14,7 +14,8 @@ from weft.builders import AllToAllMatmul
 from weft.schedule import Compute, Draft
 from weft.sim import simulate
 from weft.sim.costs import Operand, cost
-from weft.sim.lower import Work, lower
+from weft.sim.lower import lower
+from weft.sim.lowered import Work
 from weft.sim.tile_costs import cost_of_tiles
 
 # Times of the kernel alone on an H200, in bf16, for rows of a balanced random router on 2 ranks (8 ranks in the last

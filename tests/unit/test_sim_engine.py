@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
-from support.sim_toys import SWITCH, TOY, applicable, bytes_leaving, gpu, puts
-from support.slow import pairs
+from support.sim_toys import SWITCH, TOY, applicable, gpu, puts
 
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, mesh
 from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
 from weft.sim import NULL, simulate
-from weft.sim.engine import _Engine
-from weft.sim.lower import LaneProgram, LoweredSchedule, _LastLowered, lower
 
 # -- copies
 
@@ -381,17 +377,6 @@ def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int)
         simulate(d.schedule(), TOY)
 
 
-def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
-    nothing = applicable(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,send=in_turn,by=dma]"]
-    with pytest.raises(ScheduleError, match="has no step that takes time on NVIDIA H200"):
-        simulate(nothing, gpu("h200", 2))
-    assert simulate(nothing, NULL).end_us == 0
-    uneven = AllGatherMatmul(2, (0, 64), (16,), 16, "bf16")
-    result = simulate(applicable(uneven)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2))
-    assert result.end_us > 0
-    assert not [s for s in result.timeline if s.rank == 0 and s.name.startswith("copy")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -410,57 +395,7 @@ def test_a_model_of_other_ranks_is_refused() -> None:
         simulate(puts(2, 1), gpu("h200", 4))
 
 
-# -- all registered schedules
-
-
-@pytest.mark.parametrize(
-    ("machine", "world"), pairs(["h200", "mi300x"], [1, 2, 4, 8], ("h200", 1), ("h200", 4), ("mi300x", 2))
-)
-def test_every_schedule_simulates_and_moves_the_bytes_it_says(machine: str, world: int) -> None:
-    problem = AllGatherMatmul.even(2048, 1024, 1024, world)
-    model = gpu(machine, world)
-    schedules = applicable(problem)
-    assert len(schedules) >= (30 if world > 1 else 1)
-    for name, schedule in schedules.items():
-        result = simulate(schedule, model)
-        assert result.end_us > model.matmul_us(problem.m, *problem.n, problem.k, problem.dtype), name
-        for rank in range(world):
-            sent = sum(s.bytes for s in result.timeline if s.rank == rank)
-            assert sent == bytes_leaving(schedule, rank), name
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
-    problem = AllGatherMatmul.even(12 * 64, 256, 512, world)
-    model = gpu("mi300x", world)
-    for name, schedule in applicable(problem).items():
-        one = simulate(schedule, model, runs=2)
-        each = _Engine(lower(schedule, model, alike=False), [0.0] * world, None, 2).run()
-        assert one.program.symmetric != ("collective[start=hetero,gemms=fused" in name), name
-        assert not each.program.symmetric, name
-        spans = [
-            sorted((s.rank, s.lane, round(s.start_us, 5), s.name, round(s.end_us, 5), s.bytes) for s in result.timeline)
-            for result in (one, each)
-        ]
-        assert spans[0] == spans[1], name
-
-
-def test_uneven_shards_are_simulated_rank_by_rank() -> None:
-    problem = AllGatherMatmul(3, (100, 300, 200), (256,), 512, "bf16")
-    result = simulate(applicable(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 3))
-    assert not result.program.symmetric
-    assert {s.rank: s.bytes for s in result.timeline if s.bytes} == {0: 102400, 1: 307200, 2: 204800}
-
-
-def test_one_call_at_a_time_waits_for_the_host() -> None:
-    problem = AllGatherMatmul.even(8192, 4096, 8192, 2)
-    model = gpu("h200", 2)
-    for schedule in applicable(problem).values():
-        assert simulate(schedule, model, mode="single").end_us >= simulate(schedule, model).end_us
-    serial = applicable(problem)["serial"]
-    assert simulate(serial, model, mode="single").end_us == pytest.approx(
-        simulate(serial, model).end_us + model.host_step_us
-    )
+# -- the host, and late ranks
 
 
 def test_the_host_needs_its_time_in_every_run_and_from_its_beginning() -> None:
@@ -476,34 +411,3 @@ def test_a_rank_is_late_in_each_of_its_runs() -> None:
     ends = simulate(puts(2, 1), TOY, runs=3, late_us=(40, 0)).ends_us
     assert ends[0] == pytest.approx([57, 114, 171])
     assert ends[1] == pytest.approx([17, 34, 51])
-
-
-def test_an_hour_of_work_ends() -> None:
-    """Late in a long run, the clock's resolution is coarser than the remaining time of a step."""
-    problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
-    roomy = replace(gpu("h200", 2), memory_bytes=math.inf)
-    assert simulate(applicable(problem)["shard[chunks=1,send=in_turn,by=dma]"], roomy).end_us > 1e9
-
-
-def test_lowered_schedules_are_kept_up_to_a_number_and_up_to_their_tasks() -> None:
-    kept, schedule = _LastLowered(schedules=3, tasks=10), puts(2, 1)
-
-    def add(key: int, tasks: int) -> None:
-        lane = LaneProgram(0, "copy", 0, tasks=[()] * tasks)  # type: ignore[list-item]
-        kept.add((key,), LoweredSchedule(schedule, (0,), [lane], [], 0, {}), TOY)
-
-    def keys() -> list[int]:
-        return [key for key in range(9) if kept.get((key,)) is not None]
-
-    for key in range(5):
-        add(key, 1)
-    assert keys() == [2, 3, 4]
-    add(5, 8)
-    assert keys() == [3, 4, 5]
-    add(6, 2)
-    assert keys() == [5, 6]
-    add(7, 20)
-    assert keys() == [7]
-    add(8, 1)
-    assert keys() == [8]
-    assert lower(schedule, TOY) is lower(schedule, TOY)

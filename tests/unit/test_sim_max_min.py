@@ -13,7 +13,7 @@ from support.slow import slow
 from weft._core import Fluid
 from weft.hw.topology import torus
 from weft.sim.costs import Links
-from weft.sim.lower import PULSES
+from weft.sim.lowered import PULSES
 from weft.sim.max_min import LEAST, Load, speeds
 
 

@@ -11,7 +11,7 @@ from support.sim_toys import gpu
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, Problem, named
 from weft.schedule import Schedule
-from weft.sim import engine, simulate
+from weft.sim import engine, lowered, simulate
 from weft.sim import lower as lowering
 from weft.sim.lower import lower
 from weft.sim.max_min import Load, speeds
@@ -42,7 +42,7 @@ def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not
     world = 12
     apart, found = _run(machine, world)
     assert not found.program.symmetric
-    monkeypatch.setattr(lowering, "parts_of", lambda loads, lanes: [0] * len(lanes))
+    monkeypatch.setattr(lowered, "parts_of", lambda loads, lanes: [0] * len(lanes))
     together, _ = _run(machine, world)
     assert apart.fluid.known <= 18 * world
     assert together.fluid.known > 1.5 * apart.fluid.known
@@ -76,8 +76,8 @@ def test_parts_have_the_numbers_of_the_whole(
     late = (0.0, 1.0, 2.5)  # so that every rank is simulated
     apart = simulate(schedule, model, runs=3, late_us=late)
     monkeypatch.setattr(lowering, "_lowered", lowering._LastLowered(schedules=1, tasks=1))
-    monkeypatch.setattr(lowering, "scarce_only", lambda loads, lanes: loads)
-    monkeypatch.setattr(lowering, "parts_of", lambda loads, lanes: [0] * len(lanes))
+    monkeypatch.setattr(lowered, "scarce_only", lambda loads, lanes: loads)
+    monkeypatch.setattr(lowered, "parts_of", lambda loads, lanes: [0] * len(lanes))
     together = simulate(schedule, model, runs=3, late_us=late)
     for a, b in zip(apart.ends_us, together.ends_us, strict=True):
         assert a == pytest.approx(b, rel=1e-7)

@@ -112,7 +112,7 @@ def test_no_more_ranks_are_taken_to_be_alike_than_the_topology_has(
 
 
 def _spans(result: Simulated) -> list[tuple]:
-    return sorted((s.rank, s.lane, s.name, round(s.start_us, 3), round(s.end_us, 3)) for s in result.timeline)
+    return sorted((s.rank, s.lane, s.name, round(s.start_us, 3), round(s.end_us, 3), s.bytes) for s in result.timeline)
 
 
 def test_a_slow_link_is_told_from_the_others() -> None:

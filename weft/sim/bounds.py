@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from weft.builders import Problem
 from weft.schedule import Collective
 from weft.sim.losses import gemms_us, serial_of
-from weft.sim.lower import LoweredSchedule, Work, lower
+from weft.sim.lower import lower
+from weft.sim.lowered import LoweredSchedule, Work
 from weft.sim.model import Model
 
 

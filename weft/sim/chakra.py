@@ -32,7 +32,8 @@ from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, hosts, mesh, ring, switch, torus
 from weft.schedule import ITEM_BYTES, Collective, Copy, Schedule
 from weft.schedule.steps import substitute
-from weft.sim.lower import Await, LaneProgram, Raise, Work, lower
+from weft.sim.lower import lower
+from weft.sim.lowered import Await, LaneProgram, Raise, Work
 from weft.sim.model import Model
 from weft.sim.vectorised import values_of_ranks
 

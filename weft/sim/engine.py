@@ -31,7 +31,8 @@ from weft.errors import ScheduleError, SimulationError
 from weft.schedule import Schedule
 from weft.schedule.verify import check_steps
 from weft.sim.issue import issue_times
-from weft.sim.lower import PULSES, Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
+from weft.sim.lower import lower
+from weft.sim.lowered import PULSES, Await, LaneProgram, LoweredSchedule, Raise, Task, Work
 from weft.sim.machines import NULL
 from weft.sim.memory import require_memory
 from weft.sim.model import Model

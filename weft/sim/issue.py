@@ -8,7 +8,7 @@ peer sends the same signal to rank 0, where it arrives one round later. All rank
 from __future__ import annotations
 
 from weft.schedule.verify.issue_order import issue_order
-from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Work
+from weft.sim.lowered import Await, LaneProgram, LoweredSchedule, Raise, Work
 from weft.sim.model import Model
 
 

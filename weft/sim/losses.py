@@ -22,7 +22,8 @@ from weft.builders.problems.experts import ExpertsProblem
 from weft.schedule import RANK, Collective, Draft, Schedule, lookup
 from weft.schedule.steps import of_kind, substitute
 from weft.sim.engine import replayed, simulate
-from weft.sim.lower import LoweredSchedule, Work, lower
+from weft.sim.lower import lower
+from weft.sim.lowered import LoweredSchedule, Work
 from weft.sim.model import Model
 from weft.sim.result import Simulated
 from weft.sim.vectorised import values_of_ranks

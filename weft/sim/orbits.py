@@ -29,7 +29,7 @@ from weft.hw.topology import Link, Paths, Topology, Wiring, torus
 from weft.schedule import ITEM_BYTES, Region, Tiles
 from weft.sim.costs import Cost, Operand, ResourcePlace, cost
 from weft.sim.engine import replayed
-from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
+from weft.sim.lowered import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
 from weft.sim.max_min import Load
 from weft.sim.model import Model
 from weft.sim.result import Simulated

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from weft.sim.costs import What
-from weft.sim.lower import LaneProgram, LoweredSchedule, Work
+from weft.sim.lowered import LaneProgram, LoweredSchedule, Work
 from weft.timeline import Span, Timeline
 
 TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]

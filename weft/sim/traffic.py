@@ -8,7 +8,8 @@ are included.
 from __future__ import annotations
 
 from weft.schedule import Schedule
-from weft.sim.lower import Work, lower
+from weft.sim.lower import lower
+from weft.sim.lowered import Work
 from weft.sim.model import Model
 
 
