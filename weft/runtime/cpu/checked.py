@@ -1,7 +1,7 @@
 """Checks that a schedule matches the group's ranks, this rank's memory, and the CPU executor.
 
-All steps of a rank are evaluated and checked before anything is allocated. The error for a schedule that cannot run
-names the wrong step.
+All steps of a rank are evaluated for this rank, and checked, before anything is allocated. The error for a schedule that
+cannot run names the wrong step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from weft.words import counted
 
 
 class Checked:
-    """A schedule, evaluated for `rank`. Raises `ScheduleError` if a step of this rank does not match its memory.
+    """A schedule, evaluated for `rank`: expressions of the rank are numbers. The constructor raises `ScheduleError` for a
+    step that the executor cannot run, or that does not match its buffers.
 
-    lanes: this rank's lanes that have steps. The first lane runs on the caller's thread.
-    setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
-    rows: for each collective of this rank, in order, the number of rows of each rank.
-    shared: the buffers to which peers or several lanes may add.
-    known: True if a schedule that differs only in sizes has been checked.
+    known: True if a schedule that differs only in sizes has been checked. Then the constructor skips the check.
+
+    Attributes:
+
+    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread.
+    - setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
+    - rows: for each collective of this rank, in order, the number of rows of each rank.
+    - shared: the buffers to which peers or several lanes may add.
     """
 
     def __init__(self, schedule: Schedule, rank: int, world_size: int, known: bool = False) -> None:
@@ -73,9 +77,7 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return `schedule` with only the steps that peers need: sets and collectives. Evaluating all steps of all ranks is
-    slow.
-    """
+    """Return `schedule` with only its sets and collectives. Peers' other steps are not needed, and evaluating them is slow."""
 
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())
 
@@ -96,7 +98,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
             fixed = not step.tile_kernel and not (open_ and variables_of(step))
             wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
-                wrong.append(f"it waits for {wait.count} sets, but a run makes {n}")
+                wrong.append(f"it waits for {wait.count} sets, but a run makes {n}: wait for at most {n}, or add a set")
             if not (step.tile_kernel or isinstance(step, Read) or is_bound(step)):
                 wrong.append(
                     f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"
@@ -119,7 +121,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
 
 
 def _wrong_operation(step: Compute, dtype: str) -> list[str]:
-    """Return the errors in an operation whose output has dtype `dtype`."""
+    """Return error texts for an operation that CPUs do not support. dtype: the dtype of its output."""
     if step.op == "embedding_bag":
         return ["the CPU executor does not pool: call weft.embedding_all_to_all"]
     if dtype == "fp8" and not step.op.startswith("scaled_matmul"):

@@ -1,8 +1,8 @@
 """embedding_all_to_all on CPU processes, for one rank.
 
-A call has four phases: synchronise (`weft.runtime.meeting`), pool and store into the peers' memory, notify the peers,
-wait for the peers. The rendezvous ensures that every rank has a free output buffer, that plans and batch sizes are
-equal, and that no rank refuses the call.
+A call has four phases: a rendezvous with the peers (`weft.runtime.meeting`), pooling with stores into the peers' memory,
+notification of the peers, and a wait for the peers. After the rendezvous, every rank has a free output buffer, plans and
+batch sizes are equal, and no rank refuses the call.
 
 Memory order. `direct`: all stores of the native kernel are fenced before it returns. Then this rank sets done[rank] =
 epoch at every peer with release order, and the peer reads it with acquire order. `put`: every slice has its own flag
@@ -42,7 +42,11 @@ _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 def slot_table(
     sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the `slots` of `_core.embedding_all_to_all`, int64 [slots, 6], for this rank's tables `weights`."""
+    """Return the description of this rank's features for `_core.embedding_all_to_all`, its argument `slots`: int64
+    [features, 6].
+
+    weights: this rank's tables. key_of_slot: for each feature, its index in the jagged input.
+    """
     weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
     table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
     for row, slot, key in zip(table, sharding.local_slots(rank), key_of_slot, strict=True):
@@ -63,7 +67,11 @@ def run_native(
     epoch: int,
     timeline: np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """Call the native kernel with torch's number of threads. Return the counts of `_core.embedding_all_to_all`."""
+    """Call `_core.embedding_all_to_all` with torch's number of threads. Return its counts.
+
+    table: the result of `slot_table`. outputs: the address of each rank's output buffer. flags: the address of this
+        rank's flags in each rank's memory, for `put`. timeline: an array for events; None for no timeline.
+    """
     starts = np.zeros(len(batch_sizes) + 1, dtype=np.int64)
     np.cumsum(batch_sizes, out=starts[1:])
     return _core.embedding_all_to_all(
@@ -99,15 +107,17 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
 
 
 def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
-    """Return the topic of calls with this plan."""
+    """Return the description of calls with this plan that ranks compare in the rendezvous."""
     return Topic("embedding_all_to_all", plan.said, difference=shown(comm, plan.said))
 
 
 def meet(
     comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
 ) -> list[int]:
-    """Return the index of every rank's output buffer for this call. Raise on every rank if a rank refuses the call or
-    makes another call. slot: the index of this rank's output buffer.
+    """Wait in the rendezvous for all ranks. Return the index of each rank's output buffer for this call, by rank. Raise on
+    every rank if a rank refuses the call, or if ranks make different calls.
+
+    slot: the index of this rank's output buffer.
     """
     meeting = meeting_of(comm)
     extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
@@ -190,7 +200,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return {"out": output}
 
     def close(self) -> None:
-        """Release the memory. Every rank must close between the same calls. Repeated calls have no effect."""
+        """Release the memory. All ranks must close the executor between the same two calls. Repeated calls have no effect."""
         if self.closed:
             return
         self.closed = True
@@ -213,10 +223,9 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
-        """Return the address of this rank's flags in the memory of each rank.
+        """Return the address, in the memory of each rank, of the flags that this rank sets. Allocate more flags if needed.
 
-        In the memory of rank r, flags are ordered by source rank s, with `batch_sizes[r] * slices_per_sample[s]` flags
-        for each s.
+        The memory of rank r has `batch_sizes[r] * slices_per_sample[s]` flags for each source rank s, in the order of s.
         """
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)
@@ -252,13 +261,13 @@ class EmbeddingAllToAllCpu(LendingExecutor):
             if remaining <= 0:
                 text = (
                     f"rank {comm.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank "
-                    f"{self._source(index, batch_sizes)}: wanted {self._epoch}, found {found}"
+                    f"{self._source(index, batch_sizes)}: wanted {self._epoch}, found {found}. Check that this rank still runs"
                 )
                 comm.poison(text)
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
-        """Return the rank that sets this rank's flag number `flag` (see `_flag_blocks`)."""
+        """Return the rank that sets flag number `flag` in this rank's memory (see `_flag_blocks` for the order)."""
         ends = batch_sizes[self.comm.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))
 

@@ -21,7 +21,7 @@ _GRADIENT, _SQUARES = 0, 6  # codes of rules: write gradients, or sums of their 
 
 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
-    """Return the ids of this rank's tables, sorted by table and row."""
+    """Return all occurrences of ids in the batch that read this rank's tables, sorted by table and row."""
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
     weights = 0 if jagged.weights is None else jagged.weights.data_ptr()
     return _core.SortedRows(slots=slots, tables=tables, per_sample_weights=weights, **_input(of, jagged))
@@ -30,10 +30,11 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
 def update(
     of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> int:
-    """Update each row that occurs in the batch. Return the number of rows that were skipped because their gradient is
-    infinite or NaN.
+    """Update each row that occurs in the batch by the optimizer of `tables`. Return the number of rows that were skipped
+    because their gradient is infinite or NaN.
 
-    scale: a one-element tensor by which every gradient is multiplied.
+    received: the gradients, [global batch, columns of this rank's tables]. scale: a factor for every gradient, a tensor
+        of one element; None for 1.
     """
     optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers
@@ -51,8 +52,8 @@ def update(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradients for each rank's tables, [samples, columns of its tables], as one flat tensor of dtype
-    `dtype`.
+    """Reorder the columns of `grad` by the rank that owns them, and convert to `dtype`. Return a flat tensor: for each
+    rank, the matrix [samples, columns of its tables].
 
     grad: [samples, columns of all tables].
     """
@@ -72,8 +73,8 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return the addresses of tables and states, and the index of each table. The result is cached by layout, which
-    determines it.
+    """Return the tables for native code, int64 [tables, 5]: the address of a table, the addresses of up to three states, and
+    the table's index. Cache the result by `of.layout`, which contains these addresses.
     """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:
@@ -92,7 +93,7 @@ def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of all gradients that an update would use, as float64 []."""
+    """Return the sum of squares of the gradients of all rows that an update would change, as float64 []."""
     squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
     memory = np.zeros((len(squares), 5), dtype=np.int64)
     memory[:, 3] = [one.data_ptr() for one in squares]
@@ -106,9 +107,9 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, rece
 def gradients_of_tables(
     of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return the gradient of each table: dense, or a coalesced sparse COO tensor.
+    """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor.
 
-    dtype: the dtype of the gradients, if it differs from the tables' dtype.
+    dtype: the dtype of the result; by default the tables' dtype.
     """
     sharding = of.plan.sharding
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
@@ -187,8 +188,10 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the native code's descriptions of slots [n, 4] and tables [t, 2]. Columns are those of the received
-    gradients.
+    """Return two int64 arrays for native code, which describe this rank's features and tables.
+
+    features: [n, 4], with the table, the index in the input, the first column in the received gradients, and 1 for mean
+        pooling. tables: [n, 2], with the number of rows and columns.
     """
     local = sharding.local_tables(rank)
     number = {index: place for place, index in enumerate(local)}

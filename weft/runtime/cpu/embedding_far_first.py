@@ -1,16 +1,17 @@
 """Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent
 first.
 
-    pieces   the samples of each rank on another host, in 2 or 4 parts. Each part is sent while the next is pooled
-    near     the samples of this host's ranks, pooled and exchanged while the pieces are being sent
+The samples of each rank on another host are divided into 2 or 4 pieces. Each piece is sent while the next piece is being
+pooled. The samples of this host's ranks are pooled and exchanged while the last pieces are being sent.
 
 A piece is pooled directly into the buffer that all_to_all_single sends, which is ordered by rank. Vectors have the same
 bits as without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same
 order.
 
-More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that pooling and the transfer
-of far data each take the time L, and that each exchange has a latency of t. Then p pieces take L + L / p + p t, which
-is least for p = sqrt(L / t). So there are 4 pieces if the measured links give L / t of at least 16, else 2.
+More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that pooling the samples of other
+hosts takes a time L, that sending their vectors takes L too, and that each exchange has a latency of t. Then p pieces
+take L + L / p + p t, which is least for p = sqrt(L / t). So there are 4 pieces if, by the measured links, L / t is at
+least 16, else 2.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -40,9 +41,11 @@ _MANY = 4  # pieces of large transfers
 
 
 class FarFirst:
-    """The calls of `plan` on this rank. alone: a plan with only this rank's tables; None if this rank has no tables.
+    """The implementation of embedding_all_to_all that sends the samples of other hosts first.
 
-    Benchmarks set these attributes. pinned_pieces: the number of pieces; None for 2 or 4. far_last: True to pool the
+    plan: of the calls. alone: a plan with only this rank's tables; None if this rank has no tables.
+
+    Benchmarks set two attributes. pinned_pieces: the number of pieces; by default 2 or 4. far_last: True to pool the
         samples of this host first.
     """
 
@@ -57,8 +60,8 @@ class FarFirst:
         self._shares = len(set(comm.hosts)) < comm.world_size  # True if some ranks share a host
 
     def most_gain_s(self, sizes: tuple[int, ...]) -> float:
-        """Return an upper bound on the time that a call gains, from the measured links. The gain is the hidden transfer
-        of far data.
+        """Return an upper bound, in seconds, on the time that a call saves: the predicted time of the transfer between hosts,
+        less the latency of the pieces. If the links have not been measured, return infinity.
 
         sizes: the number of samples of each rank.
         """
@@ -81,8 +84,8 @@ class FarFirst:
     def run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Return the output [batch_sizes[rank], total_dim], and a function that warns of bad indices. Ranks must have
-        synchronised.
+        """Run one call, after its rendezvous. Return the output [batch_sizes[rank], total_dim], and a function that warns of
+        bad indices; None if there are none.
         """
         with ending_the_group(self.comm, _NAME):
             return self._run(weights, jagged, checked, turn)
@@ -115,16 +118,18 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples are pooled in `phase`. If `phase` is the number of a piece, these are the ranks of
-        other hosts. If it is None, they are the ranks of this host.
+        """Return the ranks whose samples are pooled in `phase`. For the number of a piece, these are the ranks of other hosts.
+        For None, they are the ranks of this host.
         """
         return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Pool the samples of `phase` (see `_of`). Return their vectors, [samples, columns], in the order of ranks, and the
-        native kernel's counts. cuts: the bounds of each rank's pieces.
+        """Pool the samples of `phase`: the number of a piece, or None for this host's samples. Return the vectors, [samples,
+        columns], in the order of ranks, and the native kernel's counts.
+
+        table: the result of `slot_table`; None if this rank has no tables. cuts: the bounds of each rank's pieces.
         """
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
@@ -144,8 +149,8 @@ class FarFirst:
     def _exchange(
         self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
     ) -> tuple[Pending | None, torch.Tensor, list[int]]:
-        """Begin to exchange the vectors of `phase` (see `_of`). Return (work handle or None, the buffer of received elements,
-        the number of elements from each rank).
+        """Begin to exchange the vectors of `phase`: the number of a piece, or None for this host's samples. Return three values:
+        the work handle, or None if there is nothing to wait for; the receive buffer; the number of elements from each rank.
 
         sent: this rank's vectors, from `_pool`. cuts: the bounds of each rank's pieces.
         """

@@ -4,24 +4,24 @@ A group makes one call at a time. So its schedules share one memory of the size 
 numbers of mappings and threads do not grow with the number of shapes. The resources are kept until the communicator
 closes.
 
-Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank takes part only after all of its lanes
-have ended the previous run:
+Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank enters this rendezvous only after all of
+its lanes have ended the previous run. So the following happen in this order:
 
     a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
     the calling thread, that rank    publishes that it begins run e (release)
     the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
     a lane in run e, this rank       takes its job from the queue
 
-So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. No
-schedule reads values that an earlier run left. A wait for a set of the previous run (`Wait.previous`) is already
-satisfied when a run begins.
+So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. A wait for a
+set of the previous run (`Wait.previous`) is already satisfied when a run begins. No schedule reads values that an earlier
+run has left in memory.
 
 Counters only grow, and all schedules use the same counters, from the first one. `Mapped.sets` is the value of each
 counter of this rank at the end of the current run. All sets of earlier runs are done when a run begins. So if a counter
 is n above its value at the end of the previous run, it has been set n times in the current run.
 
-All ranks grow the memory together: they make executors in the same order, and the executors' needs determine the size.
-Other executors are bound to the new memory at their next run (`MemoryUser.map`).
+All ranks grow the memory together, because they make executors in the same order, and the schedules determine the size.
+At its next run, each other executor replaces the addresses in its steps by addresses in the new memory (`MemoryUser.map`).
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from weft.symm import Communicator
 _SLACK = 1.25  # least growth factor, so that growth is rare and at most a quarter is wasted
 _COUNTERS = 256  # initial number
 BOUND = 64
-"""The number of a group's programs that stay bound to memory: the programs that ran last. Other programs are bound
-again when they run.
+"""The number of executors in a group that keep their views of memory between runs: those that ran last. Others drop their
+views, and make them again when they run.
 
-Bound steps keep views of tensors. Thousands of views that were made between allocations of large tensors would fragment
-the heap.
+Thousands of views that were allocated between large tensors would fragment the heap.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """One version of the group's memory. When the memory grows, a new version replaces it. An executor's program
-    contains addresses in one version, and a run keeps that version mapped.
+    """One version of the group's memory. When the memory grows, a new version replaces it. During a run, a reference to this
+    object keeps the version mapped.
 
-    version: the number of the version, from 1. owners: objects that keep the mappings. addresses: the address of each
-        rank's first counter, 0 for ranks on other hosts. Buffers begin `buffers_at` bytes after it.
+    version: the number of the version, from 1. owners: objects that keep the memory of this host's ranks mapped.
+    addresses: the address of each rank's memory, which begins with the counters; 0 for ranks on other hosts.
+    nbytes, buffers_at: the bytes of each rank's buffers, and their offset from the address.
     sets: for each counter of this rank, the value at the end of the current run. scratch: this rank's private memory.
     """
 
@@ -71,10 +71,10 @@ class Mapped:
 
 
 class MemoryUser(Protocol):
-    """The interface of objects that use the group's memory."""
+    """The interface of an executor's program, whose steps have addresses in the group's memory."""
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps to `mapped`, unless they are bound to it already."""
+        """Put addresses in `mapped` into the steps, unless they have them already."""
 
     def unbind(self) -> None:
         """Drop all views of memory until the next `map`."""
@@ -95,7 +95,11 @@ class Memory:
         comm._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
-        """Reserve resources for one more executor. May raise `OutOfSharedMemoryError`. All ranks must make this call."""
+        """Make the memory, the scratch memory and the number of threads large enough for one more executor. Return the current
+        version of the memory. All ranks must make this call.
+
+        Raises `OutOfSharedMemoryError` on every rank. what: the purpose of the memory, for error texts.
+        """
         now = self.mapped
         if now is None or layout.buffer_bytes > now.nbytes or layout.n_counters > len(now.sets):
             now = self._grown(layout, now, what)
@@ -121,7 +125,9 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:
-        """Bind the steps of `program`, which runs next, to `mapped`."""
+        """Put addresses in `mapped` into the steps of `program`, which runs next. If more than `BOUND` programs have views of
+        memory, make the program that has not run for longest drop its views.
+        """
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:
             oldest = next(iter(self._bound))
@@ -152,7 +158,7 @@ def memory_of(comm: Communicator) -> Memory:
 
 
 class Worker(threading.Thread):
-    """A thread that does one job at a time, for any executor."""
+    """A thread that runs lanes, one job at a time, for all executors of a group."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -169,10 +175,10 @@ class Worker(threading.Thread):
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Wait until the job is done, even after interrupts, because the job uses the caller's tensors.
-
-        An interrupt may arrive just after this thread has taken the lock. So a flag says if the job is done.
+        """Wait until the job is done. Ctrl-C makes the run fail, but the wait continues, because the job uses the caller's
+        tensors.
         """
+        # Ctrl-C may arrive just after this thread has taken the lock, so `_busy` says if the job is done.
         while self._busy:
             try:
                 self._done.acquire()
@@ -180,9 +186,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs.
-
-        The caller may be this thread itself, if its garbage collection closes the communicator.
+        """End the thread after its queued jobs, and wait for its end. Do not wait if this thread itself is the caller: its
+        garbage collection may close the communicator.
         """
         with self._ending:
             self._ended = True

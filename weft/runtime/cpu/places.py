@@ -1,8 +1,8 @@
 """Addresses of the buffers and counters that a rank's steps use: shared memory of all ranks, and the caller's tensors.
 
 A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor may have
-a new address in each run. Views contain only an address. So no tensor is kept between runs, and autograd and inference
-mode do not affect the threads of lanes.
+a new address in each run. Steps use views that are made from an address, and do not refer to the caller's tensor. So no
+tensor of the caller is kept between runs, and autograd and inference mode do not affect the threads of lanes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def size(region: Region) -> tuple[int, int]:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """A buffer of one rank, in this process's address space: a flat view of the whole buffer, and strides in elements."""
+    """The memory of one rank's buffer, a matrix [rows, cols]: `flat` is a flat view of it, and strides are in elements."""
 
     flat: torch.Tensor
     row_stride: int
@@ -57,11 +57,13 @@ def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_strid
 
 
 class Places:
-    """The places of the buffers and counters of `schedule` on this rank.
+    """The addresses of the buffers and counters that this rank's steps of `schedule` use.
 
     setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
     shared: the buffers to which several ranks or lanes may add at the same time.
-    known: places by (buffer, rank). scratch_bytes: the private memory that the schedule needs.
+
+    Attributes. known: the `Place` of each buffer, by (buffer, rank). scratch_bytes: the bytes of private memory that the
+        schedule needs.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Places:
         self._counters: tuple[int, ...] = ()  # address of each rank's first counter
 
     def map(self, mapped: Mapped) -> None:
-        """Place the schedule's own buffers and its counters in `mapped`."""
+        """Assign addresses in `mapped` to the schedule's own buffers and its counters."""
         self._counters = mapped.addresses
         for buffer, offset in self._own:
             begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses) if address}
@@ -93,7 +95,7 @@ class Places:
                 self.known[buffer.name, rank] = at_address(begin + offset, dtype, rows, cols, cols, 1)
 
     def put(self, buffer: str, place: Place) -> None:
-        """Set the place of this rank's buffer `buffer`."""
+        """Record the memory of this rank's buffer `buffer`, a tensor of the caller."""
         self.known[buffer, self.rank] = place
 
     def place(self, region: Region) -> Place:
@@ -107,7 +109,7 @@ class Places:
         return found.rows, found.cols
 
     def counter(self, signal: str, index: Index, rank: int) -> int:
-        """Return the address of a counter."""
+        """Return the address of a counter of `rank`."""
         return self._counters[rank] + _core.COUNTER_BYTES * self.number(signal, index)
 
     def number(self, signal: str, index: Index) -> int:
@@ -115,7 +117,7 @@ class Places:
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return (index, sets per run) for each counter of this rank that any step sets."""
+        """Return (index of the counter, number of sets in a run) for each counter of this rank that is set."""
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:

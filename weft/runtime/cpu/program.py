@@ -1,7 +1,8 @@
-"""The steps of one rank, ready to run.
+"""The steps of one rank as functions.
 
-Steps are bound to memory once, and again when memory has grown. Steps on a caller's tensor are also bound again if the
-tensor's address has changed since the last run. Steps with dynamic sizes, and tiles, are evaluated in each run.
+To *bind* a step is to make its function, which contains the addresses of the step's buffers. Steps are bound once, and
+again when memory has grown. A step on a caller's tensor is also bound again if the tensor's address has changed since the
+last run. Steps with dynamic sizes, and steps with tiles, are evaluated and bound in each run.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from weft.schedule.steps import substitute, variables_of
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A step, and the function that runs it.
+    """A step, and `call`, the function that runs it.
 
-    rows: the number of rows of each rank, for a collective. dynamic: True if the step is evaluated in each run.
+    name: of the span in timelines. sent_bytes: the bytes that the step moves between ranks. rows: for a collective, the
+        number of rows of each rank. dynamic: True if the step is evaluated in each run.
     """
 
     step: Step
@@ -48,7 +50,10 @@ BoundLanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
-    """The lanes of this rank. Call `map` and `bind` before they run."""
+    """The lanes of this rank, with a function for each step. Call `map` and `bind` before a run.
+
+    checked: the schedule, evaluated for this rank. run: the state that the lanes share during a run.
+    """
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
         self.run, self._rank, self._schedule = run, run.comm.rank, schedule
@@ -91,8 +96,8 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps to the group's memory, unless they are bound to it already. `bind` binds steps on a caller's
-        tensors.
+        """Bind the steps that use only the group's memory, unless they are bound to this version of it already. `bind` binds
+        the steps on a caller's tensors.
         """
         if self._version == mapped.version:
             return
@@ -116,9 +121,10 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Bind the steps to these tensors. Return "", or the reason why a tensor does not match; then nothing changes.
+        """Bind the steps on the caller's tensors. Return "". If a tensor does not match its buffer, return an error text, and
+        change nothing.
 
-        If an exception (Ctrl-C, out of memory) interrupts this method, the next run binds all steps again.
+        If an exception (Ctrl-C, out of memory) interrupts this method, the next run binds all these steps again.
         """
         try:
             if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
@@ -140,7 +146,9 @@ class Program:
         return ""
 
     def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
-        """Run a step whose sizes are known only in this run."""
+        """Run a step that is evaluated in each run. known: the contents that its lane has read, by buffer. A `Read` step adds
+        to it.
+        """
         step = bound.step
         if isinstance(step, Read):
             read = self.places.view(step.region).flatten().tolist()
@@ -157,8 +165,10 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
-        """Make the outputs that the caller passed as functions, once their numbers of rows are known. Raise
-        `ScheduleError` if an input has fewer rows than its dynamic number. It may have more, such as padding.
+        """Check and allocate the caller's buffers with a dynamic number of rows, as far as the number is known now.
+
+        Allocate outputs by the functions that the caller passed for them. Raise `ScheduleError` if an input has too few
+        rows. It may have more rows, such as padding.
         """
         for given in self._given:
             if given.rows is None or not variables_of(given.rows) <= known.keys():
@@ -178,7 +188,7 @@ class Program:
                     self._made[given.name] = made
 
     def made(self) -> Tensors:
-        """Return the outputs of the last run that were passed as functions."""
+        """Return the outputs with a dynamic number of rows that the last run has allocated, by name."""
         made, self._made = self._made, {}
         return made
 
@@ -196,7 +206,9 @@ class Program:
 
 
 class _CallerTensor:
-    """An input or output buffer: the requirements for the caller's tensor, and its address in the last run."""
+    """An input or output buffer: the shape and dtype that the caller's tensor must have, its address in the last run, and the
+    steps that use the buffer.
+    """
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
         self.name, self.role, self.dtype, self.steps = buffer.name, buffer.role, TORCH_DTYPE[buffer.dtype], steps
@@ -211,8 +223,8 @@ class _CallerTensor:
         self.key: tuple[int, int, int, int] | None = None  # key of the tensor to which all steps are bound
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return the tensor's address, strides and number of rows; None if the run makes the tensor. Raise `ValueError`
-        if the tensor does not match.
+        """Return the tensor's address, row stride, column stride and number of rows. Return None for a function, which the
+        run will call to allocate the tensor. Raise `ValueError` if the tensor does not match the buffer.
         """
         if self.rows is not None and callable(tensor):
             return None

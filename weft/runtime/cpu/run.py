@@ -30,12 +30,14 @@ _OWN_LANE_S = 5.0
 
 
 class Run:
-    """The counters, the deadline and the errors of this rank's lanes. One object serves all runs of a schedule."""
+    """The counters, the deadline and the errors of this rank's lanes during a run. An executor reuses one object for all
+    runs.
+    """
 
     def __init__(self, name: str, what: str, comm: Communicator) -> None:
         """name: the schedule's name. what: the purpose of the runs, for error texts."""
         self.name, self.comm, self.meeting = name, comm, meeting_of(comm)
-        # all ranks make schedules in the same order, so the number distinguishes schedules with equal names
+        # All ranks make executors in the same order, so the number distinguishes schedules with equal names.
         self.meeting.schedules += 1
         self._topic = Topic(
             f"schedule {name!r} of {what or f'number {self.meeting.schedules}'}", str(self.meeting.schedules)
@@ -48,9 +50,9 @@ class Run:
         """The two-level collectives between hosts; None if two levels cannot be used."""
 
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
-        """Return when every rank begins this run.
+        """Begin a run: wait in the rendezvous until every rank begins it.
 
-        sets: the number of sets of each counter of this rank in all earlier runs. This method updates it.
+        sets: for each counter of this rank, its value at the end of the previous run. This method adds the sets of this run.
         of_run: pairs (index of a counter, number of sets in this run).
         """
         try:
@@ -72,7 +74,7 @@ class Run:
         self.comm.poison(f"schedule {self.name}, {where}: {error!r}")  # no effect if the group has already failed
 
     def end(self) -> None:
-        """Raise the error of this rank's lanes, if there is one."""
+        """End a run, when all lanes have ended. Raise the error of the first lane that failed, if any."""
         errors, self.errors, self.tensors = self.errors, [], {}
         if errors:
             # A lane that saw the poisoned group may have reported before the lane that caused the failure.
@@ -80,25 +82,23 @@ class Run:
             raise (causes or errors)[0]
 
     def wait(self, address: int, number: int, offset: int, name: str, peer: int | None) -> None:
-        """Wait until this rank's counter `number` reaches a value. The value is the counter's value at the end of this
-        run, plus `offset`, which is negative or 0.
+        """Wait until this rank's counter number `number`, at `address`, reaches E + `offset`. E is the value of the counter at
+        the end of this run, and `offset` is at most 0.
 
-        peer: the rank that sets the counter, if only one rank does.
+        name: the signal, for error texts. peer: the rank that sets the counter; None if several ranks set it.
         """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
             return
-        # Waits for another lane of this rank have a later deadline, so that the other lane reports its own missing
-        # signal first.
+        # A wait for another lane of this rank has a later deadline. So if the other lane waits for a peer, its error, which
+        # names the peer, is reported first.
         deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.comm.rank else 0.0)
         self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
         """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo.
 
-        Only one thread may call this at a time.
-
-        If a rank fails meanwhile, the other ranks raise as in any wait.
+        Only one thread may call this at a time. If a rank fails meanwhile, this raises the group's error.
         """
         if not dst.numel():
             return
@@ -132,7 +132,7 @@ class Run:
             dst.copy_(whole)
 
     def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Sum all ranks' src into dst, with gloo. Only one thread may call this at a time."""
+        """Write the sum of all ranks' src to dst, with gloo. Only one thread may call this at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
         if self.levels is not None:
@@ -144,7 +144,7 @@ class Run:
             dst.copy_(whole)
 
     def reduce_scatter(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Sum all ranks' src [sum(rows), cols], and write this rank's rows to dst [rows[rank], cols], with gloo.
+        """Write this rank's rows of the sum of all ranks' src [sum(rows), cols] to dst [rows[rank], cols], with gloo.
 
         Only one thread may call this at a time.
         """

@@ -37,12 +37,12 @@ class CpuSchedule(Executor):
     """The executor of `schedule` on this rank of `comm`, until `close()` or until the communicator closes.
 
     All ranks must construct it: they compare schedules, and the group's memory may grow. The constructor raises on
-    every rank: `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not match its memory or
-    these ranks, or `OutOfSharedMemoryError`.
+    every rank: `DisagreementError` if the schedules differ, `ScheduleError` if the schedule cannot run on these ranks, or
+    `OutOfSharedMemoryError`.
 
-    what: the purpose of the schedule, for errors of ranks that make different calls.
-    kind: a key that schedules share if they differ only in sizes and are correct for all sizes. Ranks compare and check
-        only the first schedule of a kind.
+    what: the call, for error texts if ranks make different calls.
+    kind: a key for schedules that differ only in sizes, and are correct for all sizes. Ranks compare and check only the
+        first schedule with each key. None: compare and check this schedule.
     """
 
     def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:
@@ -73,21 +73,21 @@ class CpuSchedule(Executor):
     ) -> Tensors:
         """Run the schedule once. All ranks must make this call. This rank's outputs are complete when it returns.
 
-        Return the outputs that were passed as functions of their number of rows, by name.
+        Return the outputs with a dynamic number of rows, by name.
 
         tensors: every input and output buffer by name, with the shape in `schedule.buffers_of_rank(rank)` and any row
-            stride. A tensor that only matmuls use may also be the transpose of such a tensor. Nothing is copied.
+            stride. A tensor that only matmuls use may also be the transpose of such a tensor. Nothing is copied. For an
+            output with a dynamic number of rows, pass a function that gets the number of rows and returns a tensor.
         deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
         timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
             share. Sets have no duration.
 
-        Raises `RefusedError` on every rank if a tensor on any rank does not match, before any rank starts. The group
-        stays usable. Any other error makes the group fail on all ranks: `DeadlineError` (with rank, signal, expected
-        and found value), `PeerLostError`, or the error of a step. If ranks make different calls, it is a
-        `DisagreementError`.
+        Raises `RefusedError` on every rank if a tensor on any rank does not match its buffer. Then no step has run, and the
+        group stays usable. Any other error makes the group fail on all ranks. It is a `DisagreementError` if ranks make
+        different calls, a `DeadlineError` with the signal that was not set in time, a `PeerLostError`, or the error of a
+        step.
         """
-        # These references exist until the end of the run, so that a concurrent close does not unmap memory that lanes
-        # use.
+        # Keep these references until the end of the run, so that a concurrent close does not unmap memory that lanes use.
         program, mapped, workers = self._program, self._memory.mapped, self._memory.workers
         if program is None or mapped is None:
             self.comm.check()
@@ -126,11 +126,11 @@ class CpuSchedule(Executor):
         self.comm.check()
 
     def close(self) -> None:
-        """Drop the program. The group keeps memory and threads. Each rank may close on its own; repeated calls have no
-        effect.
+        """Free the executor's steps. The group keeps its memory and threads. Each rank may close on its own. Repeated calls
+        have no effect.
         """
         program, self._program = self._program, None
-        # Skip this during a run: garbage collection in a run may call `close`.
+        # Garbage collection during a run may call `close`. Then skip this.
         if program is not None and program.run.meeting.lock.acquire(blocking=False):
             program.close()
             program.run.meeting.lock.release()
@@ -141,7 +141,9 @@ class CpuSchedule(Executor):
 
 
 def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
-    """Compare and check `schedule` on all ranks. All ranks must make this call."""
+    """Compare `schedule` between ranks, check it, and return it evaluated for this rank. All ranks must make this call. If
+    the check fails on any rank, all raise.
+    """
     agree_on_schedule(schedule, comm)
     checked, error = None, ""
     try:
@@ -155,7 +157,10 @@ def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
 
 
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
-    """Run the steps of a lane in order, until a step of this or another lane of this rank fails."""
+    """Run the steps of a lane in order. Stop if a step of this lane, or of another lane of this rank, has failed.
+
+    spans: a list for the time spans of the steps; None for no timeline.
+    """
     errors = run.errors
     try:
         for bound in steps:

@@ -22,10 +22,10 @@ _MOST_ROWS = 1 << 47
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Omit steps on empty regions.
+    """Evaluate a step with `values`, the contents that its lane has read. Yield it, or for a tile kernel the steps of its
+    tiles in order. Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
 
-    size_of: a function that returns (rows, columns) of a buffer of a rank. Raise `ValueError` for a region outside its
-        buffer.
+    size_of: a function that returns (rows, columns) of a buffer, given as (buffer, rank).
     """
     if not isinstance(step, Tiles | Copy | Compute):
         yield substitute(step, values)
@@ -50,9 +50,10 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
-    """Raise `ScheduleError` if a size that `rank` has read from its `buffer` is negative, or the sum of all sizes is too large.
+    """Raise `ScheduleError` if a size in `read` is negative, or if the sum of all sizes is too large. The text names the
+    ranks that have written the wrong size.
 
-    The error text names the most negative size, or else the largest size, and the ranks that write it.
+    read: the sizes that `rank` has read from its `buffer`.
     """
     if min(read, default=0) >= 0 and sum(read) <= _MOST_ROWS:
         return
@@ -67,9 +68,7 @@ def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int
 
 
 def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, col: int) -> bool:
-    """True if a step of `writer` writes element [row, col] of `rank`'s buffer. Regions with dynamic places do not
-    count.
-    """
+    """True if a step of the rank `writer` writes element [row, col] of `rank`'s buffer. Ignore steps with dynamic sizes."""
     for lane in schedule.of_rank(writer, expected=False):
         for step in lane.steps:
             for access in () if variables_of(step) else step.accesses():
@@ -82,7 +81,7 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
 
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
-    """Return the values of `indices` for each tile, as an array [tiles, indices]."""
+    """Evaluate the expressions `indices` for each of `count` tiles. Return an array [tiles, indices]."""
     found = [n.evaluated_over(values) if isinstance(n, Expr) else n for n in indices]
     return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
 
@@ -90,7 +89,7 @@ def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarr
 def _table(
     region: Region, values: Mapping[str, Any], count: int, size_of: Callable[[Place], tuple[int, int]]
 ) -> list[Region]:
-    """Return the region of each tile."""
+    """Evaluate `region` for each of `count` tiles. Return the regions. Raise `ValueError` for a region outside its buffer."""
     rows = _numbers(count, values, region.row, region.rows, region.col, region.cols, region.at)
     for at in np.unique(rows[:, 4]).tolist():
         here = rows[rows[:, 4] == at]

@@ -1,8 +1,8 @@
 """The implementation of each step kind on CPU processes.
 
-`bind` turns an evaluated step into a function without arguments. Steps with dynamic sizes are evaluated when they run,
-with the sizes that the lane has read (`run_numbered`). Tiles run one after another, unless their kernel is registered
-(`run_tiles`).
+`bind` turns an evaluated step, whose expressions are numbers, into a function without arguments. Steps with dynamic sizes
+are evaluated when they run, with the sizes that the lane has read (`run_numbered`). Tiles run one after another, unless
+an implementation of their kernel is registered with `run_tiles`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,29 @@ _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """Return a function that runs an evaluated step, on memory at `places`. Register step kinds with `bind.register`.
+    """Return a function that runs `step`, whose expressions are numbers. Register the implementation of a step kind with
+    `bind.register`.
 
-    rows: the number of rows of each rank in a collective.
+    places: the addresses of buffers and counters. rows: for a collective, the number of rows of each rank.
     """
     raise AssertionError(f"a check should have refused {step}")
 
 
 @singledispatch
 def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, PrefixSums]) -> None:
-    """Run the tiles of a step one after another, on memory at `places`.
+    """Run the tiles of a step one after another.
 
     To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check
-    the kernel's tiles. kernel: evaluated with `known`. known: the contents that the lane has read, by buffer.
+    the kernel's tiles.
+
+    kernel: the kernel of `step`, evaluated with `known`. places: the addresses of buffers and counters. known: the
+        contents that the lane has read, by buffer.
     """
     run_numbered(step, places, known)
 
 
 def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
-    """Run the step with the contents `known`. Tiles run one after another."""
+    """Evaluate a step with `known`, the contents that the lane has read, and run it. Tiles run one after another."""
     for inner in numbered(step, known, places.size_of):
         bind(inner, places, rows)()
 
@@ -181,9 +185,11 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
-    """Add the result of `make` with atomic additions, because peers and other lanes may add to the same elements.
+    """Compute a matrix, and add it to `region` with atomic additions, because peers and other lanes may add to the same
+    elements at the same time.
 
-    The result's memory is allocated in each run, and is not kept: there may be many executors.
+    make: a function that returns a function which computes the matrix into a given tensor. This tensor is allocated in each
+        run, because many executors would keep too much memory.
     """
     rows, cols = size(region)
     made = torch.empty(rows, cols, dtype=place.flat.dtype)
