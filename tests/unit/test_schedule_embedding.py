@@ -164,6 +164,9 @@ def test_bad_problems_are_refused() -> None:
         ((1, (1,), ((),)), "give at least one slot"),
         ((1, (1,), (((0, 4),),), ((1.0, 2.0),)), "give one for each of their"),
         ((1, (1,), (((0, 4),),), (), "int3"), "dtype='int3' is not known"),
+        ((1, (1,), (((0, 4),),), (), "fp32", ((),)), r"ids has \[0\] pairs for the ranks: give one \(rows, exponent\)"),
+        ((1, (1,), (((0, 4),),), (), "fp32", (((0, 1.0),),)), "rows=0 and zipf=1: rows must be at least 1"),
+        ((1, (1,), (((0, 4),),), (), "fp32", (((9, -1.0),),)), r"rows=9 and zipf=-1: .* 0 \(uniform\) to 3"),
     ):
         with pytest.raises(ValueError, match=words):
             EmbeddingAllToAll(*arguments)

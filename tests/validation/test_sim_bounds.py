@@ -31,6 +31,19 @@ def test_no_schedule_is_faster_than_the_bound(op: str, topology: str) -> None:
         assert row.us is None or row.us >= found.bound.us > 0, row.name
 
 
+@pytest.mark.parametrize("rows", [None, 1e6])
+@pytest.mark.parametrize("shape", [(16384, 64, 64), (65536, 256, 8), (512, 16, 1)])
+def test_no_pooling_is_faster_than_its_memory_or_its_units(shape: tuple[int, int, int], rows: float | None) -> None:
+    """Pooling takes most of the time here. `direct` writes no pooled vectors of its peers into its own memory."""
+    m, n, k = shape
+    found = comparison("embedding_all_to_all", M=m, N=n, K=k, ranks=2, hw="h100", dtype="fp32", tables=128, rows=rows)
+    for row in found.rows:
+        assert row.us is None or row.us >= found.bound.us > 0, row.name
+    if rows is None:
+        read = 64 * m * k * n * 4  # the rows of a rank's 64 tables
+        assert found.bound.compute_us > read / load_machine("h100").per_us("memory.copy_bandwidth")
+
+
 def test_links_of_a_reduce_scatter_by_hand() -> None:
     problem, model = MatmulReduceScatter(8, 4096, 256, 512, "bf16"), gpu("h200", 8)
     port = model.wiring.of(8).links[0].bytes_per_us

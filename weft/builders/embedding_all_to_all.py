@@ -81,7 +81,12 @@ def serial(p: EmbeddingAllToAll) -> Schedule:
     local = d.of_unit([[sum(u.width for u in units[:i]) for i in range(len(units))] for units in d.units])
     samples = (d.sample, 1)
     lane = d.lane("pool")
-    lane.tiles(PooledBags(), _TILE, d.extent(total), d.pool(0, pooled.part(rows=samples, cols=(local, d.width))))
+    lane.tiles(
+        PooledBags(p.found_in_cache),
+        _TILE,
+        d.extent(total),
+        d.pool(0, pooled.part(rows=samples, cols=(local, d.width))),
+    )
     lane.all_to_all(pooled.part(cols=(0, lookup(widths, RANK))), received.part())
     runs = [
         (offsets(widths)[rank] + sum(before.width for before in units[:i]), unit.column, unit.width)
@@ -101,7 +106,7 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
     slice_size: the maximum number of vectors of a slice; default: `usual_slice_size`. order: see the top of this file.
     """
     d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
-    kernel = PooledSlices("direct", order, d.slice_size)
+    kernel = PooledSlices("direct", order, d.slice_size, p.found_in_cache)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
     ready, done = (d.signals(name, p.world_size) for name in ("ready", "done"))
     lane = d.begin(ready, order)
@@ -124,7 +129,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
     arguments are those of `direct`.
     """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
-    kernel = PooledSlices("put", order, d.slice_size)
+    kernel = PooledSlices("put", order, d.slice_size, p.found_in_cache)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
     staged = d.buffer("staged", sum(p.batch_sizes), p.columns, p.dtype, "scratch")
     ready, arrived = (d.signals(name, world) for name in ("ready", "arrived"))

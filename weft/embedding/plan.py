@@ -153,13 +153,14 @@ def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
     return problem_of(sharding, (1,) * sharding.world_size)
 
 
-def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
+def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int], zipf: float | None = None) -> EmbeddingAllToAll:
     """Return the builders' problem for a call with these batch sizes.
 
     For example, pass it to `weft.builders.embedding_all_to_all.direct`.
 
     batch_sizes: the number of samples of each rank. The mean number of rows per bag follows from `sharding.rows_read`
-        (default: one row).
+        (default: one row). zipf: the exponent of Zipf's law for ids, 0 for uniform ids; None: unknown, so no read finds its row
+        in a cache.
     """
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()
@@ -167,7 +168,14 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embed
         of_table = [mean / len(table.feature_names) for mean, table in zip(read, sharding.tables, strict=True)]
         rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
     places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
-    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, DTYPE_NAMES[sharding.dtype])
+    ids = (
+        ()
+        if zipf is None
+        else tuple(
+            tuple((float(sharding.tables[slot.table].num_embeddings), zipf) for slot in of_rank) for of_rank in local
+        )
+    )
+    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, DTYPE_NAMES[sharding.dtype], ids)
 
 
 def kernel_of(schedule: Schedule) -> PooledSlices:

@@ -38,6 +38,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "memory.bandwidth": _TERABYTES_PER_S,
     "memory.copy_bandwidth": _TERABYTES_PER_S,
     "memory.l2": (0.1, 4096, "MiB"),
+    "memory.l2_copies": (1, 64, "1"),
     "memory.matmul": _SHARE,
     "memory.grouped_loads": (0.02, 200, "TB/s"),
     "memory.operand_loads": (0.02, 200, "TB/s"),

@@ -195,12 +195,15 @@ class PooledSlices(TileKernel):
     transport: "direct" stores vectors in the destination's memory; "put" pools a slice into local memory, then copies
         it.
     order: "remote_first" pools the slices of other ranks first.
+    found: the share of row reads that caches of several sizes supply (`weft.builders.row_reuse`); (): unknown. Only the
+        simulator uses it.
     """
 
     kind: ClassVar[str] = "embedding_all_to_all"
     transport: SliceTransport
     order: SliceOrder
     slice_size: int
+    found: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -209,9 +212,10 @@ class PooledSlices(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledBags(TileKernel):
-    """A kernel that pools embeddings into this rank's memory."""
+    """A kernel that pools embeddings into this rank's memory. found: as in `PooledSlices`."""
 
     kind: ClassVar[str] = "embedding_bag"
+    found: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
     bound       the larger of `compute` and `links`
-    compute     the time of the serial schedule's GEMMs (if it has none, of its pooling), each uncut and alone, on the
-                slowest rank
+    compute     the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank. If it has none: the
+                time in which its pooling uses all of the memory's bandwidth, or all compute units, whichever is longer
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
     sent        for each collective other than an all-to-all: the bytes that a rank must send / the bandwidth of all
                 links that leave it, for the slowest rank; summed over these collectives
@@ -51,7 +51,13 @@ def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
         for task, origin in zip(lane.tasks, lane.origins, strict=True)
         if isinstance(task, Work)
     ]
-    pooling = [task.work_us for step, task in works if any(inner.kind == "compute" for inner in step.inner)]
+    # Pooling may take longer than its resources need, because memory and units overlap only partly. Other schedules may
+    # lose less of this time, so it is no bound.
+    pooling = [
+        task.work_us * max((share for _, share in serial.loads[task.load].share), default=0.0)
+        for step, task in works
+        if any(inner.kind == "compute" for inner in step.inner)
+    ]
     leaving_us: defaultdict[int, float] = defaultdict(float)  # by collective
     busy_us: defaultdict[int, float] = defaultdict(float)  # by link
     for step, task in works:

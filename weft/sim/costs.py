@@ -181,7 +181,7 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
     if step.multiplies:
         return _matmul(model, links, step.accumulate, *operands)
     if step.op == "embedding_bag":
-        return _embedding_bag(model, links, *operands)
+        return pooling_cost(model, links, *operands)
     return _through_memory(model, links, step, operands, OPS[step.op].flops_per_element)
 
 
@@ -315,14 +315,16 @@ _COLLECTIVES: dict[str, Callable[..., Cost]] = {
 }  # fmt: skip
 
 
-def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, out: Operand) -> Cost:
-    """Return the cost of pooling: reading table rows, ids and offsets. A row that is read several times counts each time.
+def pooling_cost(
+    model: Model, links: Links, bags: Operand, tables: Operand, out: Operand, *, found: float = 0.0
+) -> Cost:
+    """Return the cost of pooling: reading table rows, ids and offsets. found: the share of row reads that the cache supplies.
 
     Memory is accessed in blocks, and a row may begin or end inside a block.
     """
     count = tables.rows * bags.cols  # of rows, each of another table or bag
     beyond = _BLOCK_BYTES - math.gcd(tables.bytes // max(1, count), _BLOCK_BYTES)
-    rows = out.rows * (tables.bytes + count * beyond)
+    rows = round((1 - found) * out.rows * (tables.bytes + count * beyond))
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
     units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * tables.rows * tables.cols * _ELEMENT_UNIT_US

@@ -15,6 +15,7 @@ memory.matmul (if known)                share of memory.copy_bandwidth that a me
 memory.grouped_loads (if known)         rate at which all units together load operands of a grouped GEMM from the cache
 memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
 memory.copy_bandwidth, .l2              bytes read and written
+memory.l2_copies (if known)             number of parts of the L2 that each keep a copy of data that all units read
 memory.capacity (if known)              schedules that need more are refused
 link.port_usable | link.pair_usable     bandwidth of a GPU's port of a switch, or of each link between two GPUs, in one
                                         direction. The topology (`weft.hw.topology`) determines which key is read
@@ -94,6 +95,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         hbm_bytes_per_us=per_us("memory.copy_bandwidth"),
         matmul_memory=known(number, "memory.matmul", 1.0),
         l2_bytes=machine.bytes("memory.l2"),
+        l2_copies=known(number, "memory.l2_copies", 1.0),
         wiring=load_topology(machine.topology, machine),
         stored_late_bytes=known(machine.bytes, "link.stored_late"),
         stored_end_us=known(us, "link.stored_end"),

@@ -112,6 +112,8 @@ class Model:
     """The fraction of a cuBLAS GEMM's compute units that later kernels cannot use until the GEMM ends."""
     first_bag_us: float = 0.0
     """The time from the start of a pooling kernel to its first rows: it reads tables, offsets and ids, one after the other."""
+    l2_copies: float = 1.0
+    """The number of parts of the L2 that each keep a copy of data that all compute units read."""
     tile_signal_us: float = 0.0
     """The time that a kernel takes longer for each signal that its tiles set."""
     grouped_loads_bytes_per_us: float | None = None

@@ -242,7 +242,12 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
     width = sum(dims)
     slots = tuple(tuple((rank * width + sum(dims[:i]), dim) for i, dim in enumerate(dims)) for rank in range(3))
     return replace(
-        problem, world_size=3, batch_sizes=problem.batch_sizes[:3], slots=slots, rows_read=problem.rows_read[:3]
+        problem,
+        world_size=3,
+        batch_sizes=problem.batch_sizes[:3],
+        slots=slots,
+        rows_read=problem.rows_read[:3],
+        ids=problem.ids[:3],
     )
 
 

@@ -10,8 +10,17 @@ from collections.abc import Iterable
 from functools import singledispatch
 from typing import NamedTuple, TypeAlias, cast
 
+from weft.builders.row_reuse import share_found
 from weft.schedule import Compute, Copy
-from weft.schedule.kernels import FEW_ROWS, LibraryGroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import (
+    FEW_ROWS,
+    LibraryGroupedMatmul,
+    PooledBags,
+    PooledSlices,
+    ReturningMatmul,
+    TileKernel,
+    TrackedMatmul,
+)
 from weft.sim.costs import (
     COMPUTE,
     HBM,
@@ -25,6 +34,7 @@ from weft.sim.costs import (
     cost,
     kernel_cost,
     merged_cost,
+    pooling_cost,
     stored_per_us,
 )
 from weft.sim.model import Model
@@ -48,12 +58,14 @@ class Rates(NamedTuple):
 
     whole: True if one compute unit computes each tile of the step as it is.
     sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
+    found: the share of row reads of a pooling kernel that the cache supplies.
     """
 
     compute: float = 1.0
     memory: float = 1.0
     whole: bool = False
     sources: int = 1
+    found: float = 0.0
 
 
 @singledispatch
@@ -70,6 +82,12 @@ def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
 @rates.register
 def _of_returning(kernel: ReturningMatmul, model: Model) -> Rates:
     return Rates(sources=kernel.n_sources)
+
+
+@rates.register(PooledSlices)
+@rates.register(PooledBags)
+def _of_pooling(kernel: PooledSlices | PooledBags, model: Model) -> Rates:
+    return Rates(found=share_found(kernel.found, model.l2_bytes / model.l2_copies))
 
 
 def cost_of_tiles(
@@ -91,6 +109,7 @@ def cost_of_tiles(
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[ResourcePlace, float] = {HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
+    loaded = 0
     parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
     parts = _in_shared_tiles(parts, of_kernel.sources) if of_kernel.sources > 1 else parts
     units = sum(times for step, _, times in parts if step.multiplies)
@@ -98,6 +117,9 @@ def cost_of_tiles(
         if step.multiplies:
             found = _tile(model, links, units, *operands) if of_kernel.whole else _segment(model, links, *operands)
             what = "matmul"
+        elif isinstance(step, Compute) and step.op == "embedding_bag":
+            found = pooling_cost(model, links, *operands, found=of_kernel.found)
+            loaded += times * operands[1].bytes
         else:
             found = cost(model, world, step, operands, rank)
         sent += times * found.sent_bytes
@@ -115,6 +137,8 @@ def cost_of_tiles(
         segments = [(operands[-1].rows, times) for operands, times in gemms]
         us = max(us, blended(taken[HBM], model.rounds_us(segments, out.cols, a.cols, a.dtype)))
     pools = any(isinstance(step, Compute) and step.op == "embedding_bag" for step, *_ in parts)
+    if of_kernel.found and model.grouped_loads_bytes_per_us:  # no faster than all units can load from the cache
+        us = max(us, loaded / model.grouped_loads_bytes_per_us)
     if what == "matmul" or pools:
         us = max(us, blended(taken[HBM], taken.get(COMPUTE, 0.0)))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from weft.builders.candidate import Candidate
 from weft.builders.problem import NEARLY, Problem
+from weft.builders.row_reuse import found_in_cache
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
 _MOST_SAMPLES = 1024  # larger batches use the schedule that is selected for this many samples per rank
+
+_MOST_SKEW = 3.0  # of Zipf's law; with more, nearly all reads are of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class EmbeddingAllToAll(Problem):
     slots: for each rank, a pair (first column in `out`, number of columns) for each of its tables, in ascending order
         of columns.
     rows_read: the average number of rows per bag of each slot, in the same order; (): one row per bag.
+    ids: for each rank, a pair (rows of the table, exponent of Zipf's law for its ids) per slot. Only the simulator uses
+        ids. (): unknown, so no read finds its row in a cache.
 
     Buffers:
 
@@ -43,6 +49,7 @@ class EmbeddingAllToAll(Problem):
     slots: tuple[tuple[tuple[int, int], ...], ...]
     rows_read: tuple[tuple[float, ...], ...] = ()
     dtype: str = "fp32"
+    ids: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.batch_sizes) != self.world_size or len(self.slots) != self.world_size or self.world_size < 1:
@@ -59,6 +66,17 @@ class EmbeddingAllToAll(Problem):
             )
         if min((rows for of_rank in self.rows_read for rows in of_rank), default=0) < 0:
             raise ValueError(f"rows_read={self.rows_read} must not be negative")
+        if self.ids and [len(ids) for ids in self.ids] != [len(slots) for slots in self.slots]:
+            raise ValueError(
+                f"ids has {[len(ids) for ids in self.ids]} pairs for the ranks: give one (rows, exponent) for each of their "
+                f"{[len(slots) for slots in self.slots]} slots, or leave it empty"
+            )
+        for rows, exponent in (pair for of_rank in self.ids for pair in of_rank):
+            if not (1 <= rows < math.inf and 0 <= exponent <= _MOST_SKEW):
+                raise ValueError(
+                    f"ids of a table with rows={rows:g} and zipf={exponent:g}: rows must be at least 1, and zipf, the exponent "
+                    f"of Zipf's law, 0 (uniform) to {_MOST_SKEW}"
+                )
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
         end = 0
@@ -82,6 +100,8 @@ class EmbeddingAllToAll(Problem):
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
         tables: Annotated[int | None, "Required: number of tables of all ranks together, spread evenly."] = None,
+        rows: Annotated[float | None, "Rows of each table. Default: unknown, so that no row is read again from a cache."] = None,
+        zipf: Annotated[float | None, "Exponent of Zipf's law for ids, with rows. Default: 0, which is uniform."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
         """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The plan is the choice of
         transport="auto". serial pools, calls NCCL's all-to-all, and orders the columns.
@@ -94,11 +114,34 @@ class EmbeddingAllToAll(Problem):
             raise ValueError(
                 f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--option tables=NUMBER)"
             )
+        if rows is None and zipf is not None:
+            raise ValueError(f"zipf={zipf:g} needs the number of rows of each table (--option rows=NUMBER)")
         each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
         first = itertools.accumulate(each[:-1], initial=0)
         slots = tuple(tuple(((f + i) * n, n) for i in range(e)) for f, e in zip(first, each, strict=True))
         batch_sizes = tuple(m // ranks + (rank < m % ranks) for rank in range(ranks))
-        return cls(ranks, batch_sizes, slots, tuple((float(k),) * e for e in each), dtype)
+        ids = () if rows is None else tuple(((float(rows), zipf or 0.0),) * e for e in each)
+        return cls(ranks, batch_sizes, slots, tuple((float(k),) * e for e in each), dtype, ids)
+
+    @property
+    def found_in_cache(self) -> tuple[float, ...]:
+        """The share of row reads that caches of several sizes supply (`weft.builders.row_reuse`); () if ids are unknown.
+
+        Ranks share the numbers. With them, the rank that reads the most bytes of rows reads as many bytes from memory as the rank
+        that misses the most, because the slowest rank determines the time.
+        """
+        if not self.ids:
+            return ()
+        size, missed = ITEM_BYTES[self.dtype], list[tuple[float, ...]]()
+        most = 0.0
+        bags_of_ranks = self.rows_read or tuple((1.0,) * len(slots) for slots in self.slots)
+        for slots, bags, ids in zip(self.slots, bags_of_ranks, self.ids, strict=True):
+            tables = [(*pair, bag, dim * size) for (_, dim), bag, pair in zip(slots, bags, ids, strict=True)]
+            passing = sum(bags) * 8 + len(slots) * 8 + self.columns * size / self.world_size
+            read = sum(bag * row_bytes for *_, bag, row_bytes in tables)
+            most = max(most, read)
+            missed.append(tuple(read * (1 - found) for found in found_in_cache(tables, passing)))
+        return tuple(round(1 - max(of_size) / most, 4) if most else 0.0 for of_size in zip(*missed, strict=True))
 
     @property
     def text(self) -> str:
@@ -113,8 +156,11 @@ class EmbeddingAllToAll(Problem):
     def uneven(self) -> str:
         if len(set(self.batch_sizes)) > 1:
             return f"M={sum(self.batch_sizes)} samples are not divisible by {self.world_size} ranks"
-        rows = self.rows_read or ((),) * self.world_size
-        of_ranks = {(tuple(dim for _, dim in slots), read) for slots, read in zip(self.slots, rows, strict=True)}
+        rows, ids = (of or ((),) * self.world_size for of in (self.rows_read, self.ids))
+        of_ranks = {
+            (tuple(dim for _, dim in slots), read, pairs)
+            for slots, read, pairs in zip(self.slots, rows, ids, strict=True)
+        }
         return "ranks have different tables" if len(of_ranks) > 1 else ""
 
     @property

@@ -1,0 +1,81 @@
+"""The share of table rows that a cache supplies to a pooling kernel, if the distribution of ids is known.
+
+A cache holds the rows that were read in the last T samples. So a read of a row that a sample reads n p times on average (n rows a
+bag, each with probability p) finds the row in the cache with probability 1 - exp(-n p T). Of the row's bytes, this share is in the
+cache, too. The time T fills the cache: rows, and the bytes that pass through it once (ids, offsets, pooled vectors).
+
+    found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
+    occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)
+
+Ids follow Zipf's law: row r of R has probability ((r + 2)^q - (r + 1)^q) / ((R + 1)^q - 1) with q = 1 - exponent, as in
+`weft.bench.ops.embedding_presets.Zipf`. Exponent 0 is uniform.
+
+Source: Che, Tung and Wang, "Hierarchical Web Caching Systems: Modeling, Design and Experimental Results" (IEEE JSAC 2002).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+CACHES = tuple(2.0**power for power in range(18, 31))
+"""The sizes of caches in bytes, from 256 KiB to 1 GiB, for which `found_in_cache` returns shares."""
+
+Table: TypeAlias = "tuple[float, float, float, int]"
+"""(rows, exponent of Zipf's law, rows a bag, bytes of a row)."""
+
+_ALONE, _GROWTH, _STEPS_OF_TIME = 16, 1.25, 2.0
+
+
+def found_in_cache(tables: Sequence[Table], passing_bytes: float) -> tuple[float, ...]:
+    """Return the share of the bytes of row reads that are in a cache, for each size in `CACHES`.
+
+    tables: the tables whose bags a rank pools, one bag of each for a sample. passing_bytes: the other bytes that pass through the
+        cache for each sample.
+    """
+    counts = Counter(table for table in tables if table[2] > 0)
+    read = sum(count * bag * row_bytes for (_, _, bag, row_bytes), count in counts.items())
+    if not read:
+        return (0.0,) * len(CACHES)
+    groups = [
+        (count * bag * mass * row_bytes, count * many * row_bytes, bag * mass / many)
+        for (rows, exponent, bag, row_bytes), count in counts.items()
+        for mass, many in _alike(rows, exponent)
+    ]
+    points = [(0.0, 0.0)]
+    samples = 1e-3
+    while points[-1][0] < CACHES[-1] and samples < 1e15:
+        held = [-math.expm1(-per_sample * samples) for _, _, per_sample in groups]
+        found = sum(share * of for share, (of, _, _) in zip(held, groups, strict=True)) / read
+        occupied = sum(share * of for share, (_, of, _) in zip(held, groups, strict=True)) + samples * passing_bytes
+        points.append((occupied, min(1.0, found)))
+        samples *= _STEPS_OF_TIME
+    return tuple(round(_at(points, size), 4) for size in CACHES)
+
+
+def share_found(shares: Sequence[float], cache_bytes: float) -> float:
+    """Return the share for a cache of any size, interpolated between the sizes in `CACHES`. shares: from `found_in_cache`;
+    (): no ids are known, so nothing is found.
+    """
+    return _at([(0.0, 0.0), *zip(CACHES, shares, strict=True)], cache_bytes) if shares else 0.0
+
+
+def _at(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Return the value at `size` of a curve through `points`, sorted by size; the last value above the last point."""
+    for (below, low), (above, high) in itertools.pairwise(points):
+        if size <= above:
+            return low + (high - low) * (size - below) / (above - below)
+    return points[-1][1]
+
+
+def _alike(rows: float, exponent: float) -> Iterator[tuple[float, float]]:
+    """Yield (probability, number of rows) of groups of rows that are read about equally often."""
+    q = 1 - exponent or 1e-8
+    first, whole = 0.0, (rows + 1) ** q - 1
+    while first < rows:
+        end = rows if not exponent else min(rows, first + 1 if first < _ALONE else math.ceil(first * _GROWTH))
+        yield ((end + 1) ** q - (first + 1) ** q) / whole, end - first
+        first = end
