@@ -50,7 +50,7 @@ def _options(**given: Any) -> BenchOptions:
         ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
         ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
         ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),
-        ({"scale": 0.5}, r"scale=0\.5: tensor_parallel has the sizes of models"),
+        ({"scale": 0.5}, r"scale=0\.5: tensor_parallel cannot be scaled"),
         ({"dtype": "fp8"}, "tensor_parallel, which has no scaled GEMMs"),
     ],
 )

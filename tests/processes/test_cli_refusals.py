@@ -44,7 +44,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["bench", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["reproduce", "t3", "--topology", "ring"], "--topology without --hw"),
         (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
-        (["plan", "--hw", "h200"], "weft: --hw: write the operator before its options, one of all_gather_matmul, "),
+        (["plan", "--hw", "h200"], "weft: --hw is before the operator: write the operator first, one of all_gather_matmul, "),
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives the numbers from the driver's"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),

@@ -80,7 +80,7 @@ def test_parts_by_figure_and_by_name() -> None:
         "grid/1024|256",
         "slices/1024|256",
     ]
-    with pytest.raises(ValueError, match="no part 'figure-9': give one of grid, grid-short, occupancy"):
+    with pytest.raises(ValueError, match="no preset 'figure-9': give one of grid, grid-short, occupancy"):
         find_parts(fused.PARTS, ("figure-9",))
     for study in (fused, pgas):
         assert len({part.name for part in study.PARTS}) == len(study.PARTS)
@@ -99,9 +99,9 @@ def test_the_variants_of_all_parts_exist() -> None:
     [
         ({"ranks": 1}, "ranks=1: an all-to-all needs at least 2"),
         ({"dtype": "fp16"}, "dtype='fp16': the papers' tables are fp32"),
-        ({"preset": "x"}, "no part 'x'"),
+        ({"preset": "x"}, "no preset 'x'"),
         ({"variants": ("put",)}, "compares all variants"),
-        ({"scale": 0.5}, "has the sizes of the paper"),
+        ({"scale": 0.5}, "cannot be scaled: it has the sizes of the paper"),
     ],
 )
 def test_options_are_checked(wrong: dict, message: str) -> None:

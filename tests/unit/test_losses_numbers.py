@@ -98,7 +98,7 @@ def test_what_fits_keeps_its_character(
 
 
 def test_a_gemm_that_nothing_makes_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="g5 does not fit even as 64 x 16 x 64: it needs 38912 bytes, and 1e"):
+    with pytest.raises(ValueError, match="g5 does not fit, even reduced to 64 x 16 x 64: it needs 38912 bytes, and 1e"):
         fit(TABLE_1[4], ranks=2, scale=Fraction(1), most_ops=1e15, most_bytes=1e4)
 
 

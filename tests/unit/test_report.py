@@ -299,7 +299,7 @@ def test_simulated_records_are_shown_as_their_study_shows_them(
     with pytest.raises(SystemExit):
         main([str(page), str(results)])
     assert (
-        "study:inefficiency names no study whose page can be written into a document: use one of ficco, fused_embedding, "
+        "study:inefficiency: there is no study with this name, or it has no page: use one of ficco, fused_embedding, "
         in capsys.readouterr().err
     )
     with pytest.raises(

@@ -107,7 +107,7 @@ def _from_note(root: Path) -> Provenance | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{root / NOTE} cannot be read ({error!r}): write it again, python -m weft.bench.provenance"
+            f"{root / NOTE} cannot be read ({error!r}): run python -m weft.bench.provenance again"
         ) from error
 
 

@@ -93,7 +93,7 @@ def markdown(found: Sequence[Record], *, short: bool = False) -> str:
 def _study(name: str) -> Any:
     if name not in (known := sorted([*_SIMULATED_BY.values(), *_OTHER_STUDIES])):
         raise ValueError(
-            f"study:{name} names no study whose page can be written into a document: use one of {', '.join(known)}"
+            f"study:{name}: there is no study with this name, or it has no page: use one of {', '.join(known)}"
         )
     return importlib.import_module(f"weft.studies.{name}")
 

@@ -121,6 +121,6 @@ def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, mos
             all_by *= 2
         else:
             raise ValueError(
-                f"{gemm.name} does not fit even as {fitted.run}: it needs {fitted.run.run_bytes} bytes, and "
-                f"{most_bytes:.3g} are free: free memory on this machine"
+                f"{gemm.name} does not fit, even reduced to {fitted.run}: it needs {fitted.run.run_bytes} bytes, and "
+                f"{most_bytes:.3g} are free. Free memory on this machine"
             )

@@ -243,6 +243,6 @@ def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
     m, n, k, suffix = sizes(text, named)
     if suffix:
         raise ValueError(
-            f"--shape {text!r}: leave out {suffix!r}, which plans do not support; options are --option NAME=VALUE"
+            f"--shape {text!r}: leave out {suffix!r}, which plans do not support; pass options as --option NAME=VALUE"
         )
     return m, n, k

@@ -86,7 +86,7 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
     if unknown := [name for name in names if name not in known]:
         figures = ", ".join(dict.fromkeys(part.figure for part in parts))
         raise ValueError(
-            f"no part {unknown[0]!r}: give one of {figures}, or one of their configurations, such as {parts[0].name}"
+            f"no preset {unknown[0]!r}: give one of {figures}, or one of their configurations, such as {parts[0].name}"
         )
     return [part for part in parts if not names or {part.name, part.figure} & set(names)]
 
@@ -311,7 +311,7 @@ class MeasuredStudy(OperatorBenchmark[Part]):
         "option": OperatorBenchmark.refuses["option"],
         "variants": "compares all variants: do not pass it",
         "seconds": "has a fixed number of repetitions: do not pass it, or pass --quick",
-        "scale": "has the sizes of the paper, and tiny sizes on CPU: do not pass it",
+        "scale": "cannot be scaled: it has the sizes of the paper, and tiny sizes on CPU. Do not pass it",
         "pictures": "draws pictures with `weft reproduce`: do not pass it",
     }
 

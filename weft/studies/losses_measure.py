@@ -478,8 +478,8 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
         limit = eps * math.sqrt(pieces if cut == "columns" else 1) + torch.finfo(torch.float32).eps * math.sqrt(k)
         if not error <= limit:
             raise RuntimeError(
-                f"GEMM {whole.shape[0]} x {whole.shape[1]} x {k} in {pieces} pieces by {cut} differs from the whole "
-                f"by {error:.3g} of its elements' root mean square; the limit is {limit:.3g}: nothing was timed"
+                f"GEMM {whole.shape[0]} x {whole.shape[1]} x {k} in {pieces} pieces by {cut} differs from the undivided "
+                f"GEMM: the relative root mean square error is {error:.3g}, the limit {limit:.3g}. Nothing was timed"
             )
         errors[cut_name(cut, pieces)] = error
     return errors

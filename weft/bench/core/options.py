@@ -59,8 +59,8 @@ class BenchOptions:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.dtype == "fp8" and not op.fp8:
-            others = "all_gather_matmul and scaled_matmul_reduce_scatter have"
-            raise ValueError(f"dtype='fp8' is not supported by {self.op}, which has no scaled GEMMs; {others}")
+            others = "use all_gather_matmul or scaled_matmul_reduce_scatter"
+            raise ValueError(f"dtype='fp8' is not supported by {self.op}, which has no scaled GEMMs: {others}")
         known = op.modes(self.device)
         if not self.modes or set(self.modes) - set(known):
             raise ValueError(f"modes={self.modes}: {self.op} on {self.device} supports only {', '.join(known)}")

@@ -156,7 +156,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     limit = _LIMIT * work.limit(work.baselines[0], {})
     if not (worst := ranks.most(float(apart))) <= limit:
         raise RuntimeError(
-            f"{item.config}: weft and serial differ by {worst:.3g} of the largest element (the limit is {limit:.3g})"
+            f"{item.config}: results of weft and serial differ by {worst:.3g} of the largest element (the limit is {limit:.3g})"
         )
     counted_from = min(warm, len(times) // 2)
     flat = ranks.gather([ms for took in times[counted_from:] for ms in took])

@@ -42,7 +42,7 @@ from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 
 PREFETCH = "prefetch"
-_PLACES = 3  # a place is read by the last GEMM, one by this GEMM, and one is being filled
+_PLACES = 3  # buffers: the previous GEMM reads one, this GEMM reads one, and a gather fills one
 _BLOCK = 4096  # rows of the reference per computation
 
 
@@ -144,7 +144,7 @@ class GatherVariants(TorchVariants):
         places = [torch.empty_like(self.gathered) for _ in range(_PLACES)]
         free: list[torch.cuda.Event | None] = [None] * _PLACES  # after the last GEMM that read the place
         ready: dict[int, tuple[int, torch.cuda.Event]] = {}  # input set -> (place, after its gather)
-        begun = [torch.cuda.current_stream().record_event()]  # before the GEMM of the call before
+        begun = [torch.cuda.current_stream().record_event()]  # recorded before the previous call's GEMM
         turn = itertools.cycle(range(_PLACES))
 
         def gather(which: int) -> None:

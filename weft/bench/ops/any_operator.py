@@ -308,7 +308,7 @@ class GemmOperator(OperatorBenchmark[S]):
         self.baselines = self.variants.baselines
         self.fixed = *self.baselines, *self.variants.compared, *self.variants.rules
         """Variants that pin no schedule."""
-        smaller = f"has none, which is for tables: name a smaller shape, such as --preset {self.shape.example}"
+        smaller = f"cannot be scaled; only tables can: name a smaller shape, such as --preset {self.shape.example}"
         self.refuses = {**type(self).refuses, "scale": smaller}
 
     def pinned(self, variant: str) -> bool:

@@ -173,7 +173,7 @@ def _hidden(r: Record) -> str:
 
 class _TensorParallel(OperatorBenchmark[Block]):
     name = "tensor_parallel"
-    refuses = {**OperatorBenchmark.refuses, "scale": "has the sizes of models: give another preset"}  # noqa: RUF012
+    refuses = {**OperatorBenchmark.refuses, "scale": "cannot be scaled: give another preset"}  # noqa: RUF012
     baselines = Comparison.baselines
     columns: ClassVar[Columns] = {"hidden": _hidden}
 
