@@ -1,8 +1,9 @@
-"""Energy and traffic of a GPU while it works, from NVIDIA's driver (NVML). The module only reads counters; it changes no setting.
+"""Energy and traffic of a GPU while it works, from NVIDIA's driver (NVML). The module only reads counters; it changes
+no setting.
 
-Energy comes from the driver's total in millijoules. The traffic of memory and NVLink comes from NVML's GPM counters, which Hopper
-and later GPUs have, and which need no rights of an administrator. All values are means of the whole GPU, including other
-processes.
+Energy comes from the driver's total in millijoules. The traffic of memory and NVLink comes from NVML's GPM counters.
+Hopper and later GPUs have these counters, and reading them needs no administrator rights. All values are means of the
+whole GPU, including other processes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _POLL_S = 0.001
 
 
 class Rates(NamedTuple):
-    """Means over a window of `seconds`; None if the driver does not provide the number.
+    """Means over a window of `seconds`. A number is None if the driver does not provide it.
 
-    watts: mean power. memory: the fraction of the memory's peak bandwidth, read and write together. sent, received: bytes/s over
-    NVLink, with the protocol's overhead.
+    watts: the mean power. memory: the fraction of the memory's peak bandwidth, read and write together. sent, received:
+        bytes/s over NVLink, with the protocol's overhead.
     """
 
     seconds: float
@@ -55,7 +56,7 @@ class _Support(ctypes.Structure):
 
 
 class Counters:
-    """The counters of one GPU. `open_counters` makes one."""
+    """The counters of one GPU. To get an object, call `open_counters`."""
 
     def __init__(self, nvml: Any, handle: ctypes.c_void_p) -> None:
         self._nvml, self._handle = nvml, handle
@@ -65,8 +66,9 @@ class Counters:
         self.gpm = bool(support.supported)
 
     def rates(self, wait_s: float, sleep: Callable[[float], None] = time.sleep) -> Rates:
-        """Wait `wait_s` seconds, and return the rates of that time. The window begins and ends with an update of the
-        total energy, so it is up to 0.24 s longer.
+        """Wait `wait_s` seconds, and return the rates of that time. sleep: a function that waits some seconds.
+
+        The window begins and ends with an update of the total energy, so it is up to 0.24 s longer than `wait_s`.
         """
         with self._sample() as first, self._sample() as second:
             start_s, start_mj = self._updated(sleep)
@@ -129,7 +131,7 @@ class Counters:
 def open_counters(uuid: str) -> Iterator[Counters]:
     """Yield the counters of the GPU with this UUID, such as "GPU-0e8d2a6c-...".
 
-    Raises `OSError` without NVML or without such a GPU.
+    Raises `OSError` if there is no NVML, or no GPU with this UUID.
     """
     with library() as nvml:
         handle = ctypes.c_void_p()

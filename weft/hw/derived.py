@@ -49,9 +49,11 @@ _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity], lacks: Sequence[str] = ()
 ) -> dict[str, Quantity]:
-    """Return the numbers in `given`, and the missing numbers, derived from machine `base`.
+    """Return the numbers in `given`, and all missing numbers, derived from the numbers `of_base` of machine `base`.
 
-    lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if a number of `GIVEN` is missing."""
+    name: the machine's name, for errors. lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if a
+        number of `GIVEN` is missing.
+    """
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(
             f"{name}: add {', '.join(missing)}: the other numbers are derived from these and from {base}'s"

@@ -32,9 +32,10 @@ _SCALED = {
 
 @lru_cache(maxsize=16)
 def machine_of(name: str) -> Machine | None:
-    """Return the machine of NVIDIA GPUs of this name, from a machine file or derived. name: as the driver or torch spells it.
+    """Return the machine of NVIDIA GPUs of this name, from a machine file or derived from the driver's numbers.
 
-    Return None if there is neither a file for the name nor such a GPU in this host.
+    name: as the driver or torch spells it. Return None if no machine file has the name, and no such GPU is in this
+        host.
     """
     if file := file_of(name):
         return load_machine(file)

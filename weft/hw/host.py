@@ -26,7 +26,9 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if the file is missing, not readable, or has no number ("max" means no limit)."""
+    """Return the number in a file. Return None if the file cannot be read, or contains no number ("max" means no
+    limit).
+    """
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -106,14 +106,12 @@ _NOT_ABOVE = (
 
 @lru_cache(maxsize=1024)
 def limits_of(key: str) -> tuple[float, float, str] | None:
-    """Return (least plausible value, largest plausible value, unit) of `key`; None for an unknown key."""
+    """Return (smallest plausible value, largest plausible value, unit) of `key`; None for an unknown key."""
     return _KEYS.get(key) or next((limits for pattern, limits in _PATTERNS if pattern.fullmatch(key)), None)
 
 
 def add_count(key: str) -> None:
-    """Make `key` a legal key, for a whole number such as a topology's size (`weft.hw.topology.shape`). Do nothing if it
-    is legal already.
-    """
+    """Make `key` a legal key for a whole number, such as a topology's size. Do nothing if the key is legal already."""
     if limits_of(key) is None:
         _KEYS[key] = (1, 4096, "1")
         limits_of.cache_clear()

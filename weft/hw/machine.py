@@ -59,7 +59,7 @@ class Machine:
         return self[key].si
 
     def per_us(self, key: str) -> float:
-        """Return the rate `key` in FLOP/us for keys of compute, otherwise in bytes/us."""
+        """Return a rate per microsecond: FLOP/us if `key` begins with "compute.", otherwise bytes/us."""
         return self.number(key, RATES if key.startswith("compute.") else BANDWIDTHS) * 1e-6
 
     def us(self, key: str) -> float:
@@ -85,7 +85,9 @@ def known_machines() -> tuple[str, ...]:
 
 
 def file_of(machine: str) -> str | None:
-    """Return the name of the file that has this machine ("h200" for "NVIDIA H200"); None if there is none."""
+    """Return the name of the machine file, such as "h200", for the name of a machine, such as "NVIDIA H200"; None if no
+    file has it.
+    """
     return next((known for known in known_machines() if load_machine(known).name == machine), None)
 
 
@@ -103,7 +105,7 @@ def load_machine(name: str | Path) -> Machine:
 
 @cache
 def _known(name: str) -> Machine:
-    """Return a machine that comes with weft, from a cache, because reading all files with `file_of` takes 10 ms."""
+    """Return a machine that comes with weft, from a cache: without it, `file_of` would take 10 ms to read all files."""
     return _read(name)
 
 

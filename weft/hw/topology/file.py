@@ -42,7 +42,10 @@ _MEANING = {
 
 
 def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
-    """Return (shape, sizes) of a name such as `torus:16x8` or `torus`; ("", ()) for others. Raise `ValueError` for a wrong size."""
+    """Return (shape, sizes) of a topology's name: ("torus", (16, 8)) for `torus:16x8`, ("torus", ()) for `torus`.
+
+    Return ("", ()) for a name that is no shape. Raise `ValueError` for wrong sizes.
+    """
     shape, colon, _ = str(name).partition(":")
     if shape not in SHAPES:
         return "", ()
@@ -50,8 +53,9 @@ def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
 
 
 def ranks_of(name: str | Path) -> int | None:
-    """Return the number of ranks of a sized name, such as 128 for `torus:16x8`, or of an InfraGraph file; None for any
-    other name.
+    """Return the number of ranks that a topology's name requires; None for a name that requires no number.
+
+    A name with sizes requires a number, such as 128 for `torus:16x8`. So does an InfraGraph file.
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks
@@ -109,7 +113,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
 
 
 def _machines_with(key: str) -> str:
-    """Return the machine files that have a number, as text to append; empty if no file has it."""
+    """Return a text to append that lists the machine files with a number for `key`; "" if no file has one."""
     found = [name for name in known_machines() if key in load_machine(name).quantities]
     return f" ({', '.join(found)})" if found else ""
 

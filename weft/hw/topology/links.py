@@ -63,10 +63,9 @@ class Topology:
     """A cache in which other modules store what they derive from this topology, each under its own keys."""
 
     def routes(self, source: int, target: int) -> tuple[Route, ...]:
-        """Return the routes from `source` to `target`, each of which carries an equal part of a transfer. A rank's
-        route to itself is empty.
+        """Return the routes from `source` to `target`. Each route carries an equal part of a transfer.
 
-        Raise `ValueError` if there is no route.
+        A rank's route to itself has no links. Raise `ValueError` if there is no route.
         """
         return self.paths(source, target).routes
 
@@ -114,20 +113,20 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """The smallest rotation of the ranks under which the topology is unchanged: 1 if the topology looks the same
-        from all ranks.
+        """The smallest p such that the topology is unchanged if each rank r is renamed to r + p; `ranks` if there is no
+        smaller p.
 
-        `ranks` if no smaller rotation exists. A rotation by the period maps each route to the route of the rotated
-        ranks, over equally fast links of the same kinds.
+        p is 1 if the topology looks the same from all ranks. The renaming maps each route to the route between the
+        renamed ranks, over equally fast links of the same kinds.
         """
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
         return next((turn for turn in turns if self._is_same(turn)), self.ranks)
 
     def _is_same(self, turn: int) -> bool:
-        """True if a rotation by `turn` maps each link to an equally fast link of the same kind, between the rotated nodes.
+        """True if the topology is unchanged when each rank r is renamed to r + `turn`.
 
-        The links must also be in the same order on each rank, so that each rank selects the same one of several
-        shortest routes.
+        The renaming must map each link to an equally fast link of the same kind. The links must also be in the same
+        order on each rank, so that each rank selects the same one of several shortest routes.
         """
         moved: dict[int, int] = {}  # switch -> rotated switch
         for link in self.links:
@@ -145,8 +144,8 @@ class Topology:
 class Wiring:
     """A topology for any number of ranks.
 
-    builder: a function such as `weft.hw.topology.ring`. numbers: the builder's arguments after the number of ranks. ranks: the only
-        allowed number of ranks; 0 for any number.
+    builder: a function such as `weft.hw.topology.ring`. numbers: the builder's arguments after the number of ranks.
+        ranks: the only allowed number of ranks; 0 if any number is allowed.
     """
 
     builder: Callable[..., Topology]
@@ -167,7 +166,7 @@ class Wiring:
         return replace(self, numbers=tuple(n * factor if name.endswith("bytes_per_us") else n for name, n in pairs))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """Return the wiring with a bandwidth of at least `bytes_per_us` for each rank's links."""
+        """Return the wiring with faster links, if needed, so that each rank's links have at least this bandwidth."""
         if not self.numbers:
             return self
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))

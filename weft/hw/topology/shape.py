@@ -58,8 +58,10 @@ def shape(
     sizes: tuple[str, ...] = ("ranks",),
     given: Mapping[str, Quantity] | None = None,
 ) -> Callable[[_Builder], _Builder]:
-    """Register the decorated function as a topology under the function's name (see `Shape`). New keys in `numbers` are
-    counts.
+    """Register the decorated function as a topology under the function's name. The arguments are those of `Shape`.
+
+    numbers: the keys of the function's numbers. A key that is not yet legal in machine files becomes legal for whole
+        numbers.
     """
 
     def register(builder: _Builder) -> _Builder:

@@ -12,7 +12,7 @@ from weft.hw.topology.shape import PAIRS, shape
 
 
 class Torus(Topology):
-    """A torus with the links "row" and "column". A route uses them in this order. dims: (columns, rows)."""
+    """A torus whose links are of the kinds "row" and "column". A route uses row links first. dims: (columns, rows)."""
 
     def _found(self, source: int, target: int) -> tuple[Route, ...]:
         columns, rows = self.dims
@@ -30,7 +30,11 @@ class Torus(Topology):
 
 
 def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
-    """Return (sign, step, number of links) of each shortest route along a ring of `ring` ranks."""
+    """Return each shortest way along a ring of `ring` ranks to the rank at `distance`, as (sign, step, number of
+    links).
+
+    sign, step: "+1" and 1 for the direction of ascending ranks, "-1" and -1 for the other direction.
+    """
     up, down = distance % ring, -distance % ring
     if up == down and up and ring > 2:
         return [("+1", 1, up), ("-1", -1, down)]
