@@ -339,7 +339,7 @@ def _work(
     parent = mp.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_with, args=(parent.sentinel, remains), daemon=True).start()
-    os.environ.clear()  # the fork server has the environment of when it was started
+    os.environ.clear()  # the fork server has the environment of its start
     os.environ.update(environment)
     os.environ["LOCAL_RANK"] = str(rank)
     # All ranks are on this machine. Loopback always works, but a host name may not resolve.

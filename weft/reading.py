@@ -54,7 +54,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
-    """Return the content of a regular file with at most `most_bytes` bytes."""
+    """Return the content of a regular file with at most `most_bytes` bytes. fix: advice for the user, for the error
+    text.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -75,7 +77,9 @@ def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
 
 
 def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
-    """Return the value of a JSON text. where: the name of the source, for the error text."""
+    """Return the value of a JSON text. where: the name of the source. fix: advice for the user. Both are for the error
+    text.
+    """
     text = _text(content, MOST_JSON_BYTES, where, fix)
     if (count := text.count(",") + text.count("[") + text.count("{")) > MOST_VALUES:  # strings count too
         raise _unreadable(where, f"it has {count} values, and at most {MOST_VALUES} are allowed", fix)
@@ -89,7 +93,9 @@ def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
 
 
 def parse_toml(content: str | bytes, where: str, *, fix: str = "") -> dict[str, Any]:
-    """Return the table of a TOML text. where: the name of the source, for the error text."""
+    """Return the table of a TOML text. where: the name of the source. fix: advice for the user. Both are for the error
+    text.
+    """
     text = _text(content, MOST_TOML_BYTES, where, fix)
     rest = _NO_MARKS.sub("", _TOML_TEXT.sub("", text))
     dots = max(map(len, _DOTS.findall(rest)), default=0)  # a dotted key nests as deep as it has parts

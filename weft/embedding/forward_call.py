@@ -61,8 +61,8 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the call among all calls of weft on the group, which is equal on all ranks; 0 under
-        torch.compile and in dispatch modes.
+    number: the number of the call among all calls of weft on the group, equal on all ranks. 0 under torch.compile and
+        in dispatch modes.
     tables: None without an optimizer. Then backward returns gradients, as sparse COO tensors if `sparse`.
     factor: the number by which every reduced gradient is multiplied. deterministic: as in `FusedUpdate`.
     """
@@ -176,7 +176,7 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return the first position in the values of each block of bags, and the end of the last block."""
+    """Return the position in the values where each block of bags begins, and the end of the last block."""
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

@@ -71,7 +71,7 @@ class KeyedJaggedTensor:
     stride: B. Required only if there are no keys.
 
     Pooling on CPU refuses invalid bags. On GPUs a full check would wait for the device, so only the sums of lengths of
-    a local batch are checked: the caller must ensure that bags are valid.
+    a local batch are checked. The caller must ensure that bags are valid.
 
     Only `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy or wait for a GPU, at their
     first use.

@@ -63,8 +63,8 @@ class EmbeddingOptimizer:
     clip_norm: the limit on the norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`.
         If the norm is larger, all gradients are scaled down. Ranks all-reduce the norm before each update. Rows that
         "skip" leaves unchanged do not count.
-    rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost:
-        the expected value is exact. The random bits depend only on `seed`, the number of the update, table, row and
+    rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost.
+        The expected value is exact. The random bits depend only on `seed`, the number of the update, table, row and
         column.
     gradient_dtype: "fp16" or "bf16" rounds the gradients of pooled vectors to that dtype before they are sent to the
         owners of tables. This halves the bytes of float32. Sums stay in float32. "table": no rounding. Data-parallel

@@ -1,6 +1,6 @@
 """Shardings of tables. A collection may mix table-wise, column-wise, row-wise and data-parallel tables.
 
-For `EmbeddingSharding` and the operator, each part is a table of its own, so neither depends on the kind of sharding.
+`EmbeddingSharding` and the operator treat each part as a separate table, so they do not depend on the kind of sharding.
 
     TableWise      one part with the whole table
     ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output

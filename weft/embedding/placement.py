@@ -82,7 +82,7 @@ def place_tables(
 
 def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
     """Return `given` as a tuple with an entry for each table, in table order. Raise `ValueError` if it does not match
-    the tables.
+    the tables. what: the argument's name, for error texts.
     """
     if isinstance(given, str) or not isinstance(given, Sized) or not isinstance(given, Iterable):
         raise ValueError(f"{what}={given!r}: give a list with one entry per table, in order, or a dict by table name")
@@ -145,13 +145,14 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
     """Return the most even split into contiguous runs in which no rank exceeds `limit`; None if there is no such split.
 
-    The most even split has the smallest sum of squared loads. best[j] is this sum for the first j tables on ranks 0 to
-    w. cuts[w][j] is the first table of rank w's run if the run ends before table j.
+    The most even split has the smallest sum of squared loads. Return the rank of each table.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
     run = upto[None, :] - upto[:, None]  # run[i, j]: the cost of tables i .. j-1
     square = np.where((run > limit) | (run < 0), np.inf, run * run)
+    # best[j]: the sum of squared loads of the first j tables on ranks 0 to w. cuts[w][j]: the first table of rank w's run if
+    # the run ends before table j.
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     cuts = []

@@ -181,7 +181,11 @@ class _Costs:
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 
     def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
-        """Return the load of a part on its owner. share: the part's share of the table's ids."""
+        """Return the load of a part on its owner.
+
+        read: the mean number of rows that a sample reads from the whole table. share: the part's share of the table's
+            ids.
+        """
         vector, features, all_samples = (
             columns * table.dtype.itemsize,
             len(table.feature_names),

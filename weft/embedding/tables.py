@@ -1,5 +1,4 @@
-"""Descriptions of tables, of the rank that owns each table, and of the output columns of each pooled vector, without
-tensors.
+"""Descriptions of embedding tables without tensors: their sizes, their owner ranks, and their output columns.
 
 In table-wise sharding, each table is whole on one rank. The output has one row per sample, and one block of columns (a
 `Slot`) per feature of each table, in the order of the tables. The order of columns does not depend on the owners. Ranks
@@ -378,8 +377,8 @@ def sharding_of(written: str) -> EmbeddingSharding:
 
 @functools.lru_cache(maxsize=64)
 def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
-    """Return the runs of adjacent output columns that one rank pooled, in column order, as (rank, first, end): columns
-    [first, end) of the vectors that `rank` pooled.
+    """Return the runs of adjacent output columns that one rank pooled, in column order. A run (rank, first, end) is the
+    columns [first, end) of the vectors that `rank` pooled.
     """
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []

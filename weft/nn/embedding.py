@@ -100,7 +100,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         in TorchRec.
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update
         rows in backward. None: backward leaves gradients for a torch optimizer.
-    sparse: True for sparse COO gradients, as `nn.EmbeddingBag(sparse=True)` has. Only without an optimizer.
+    sparse: True for sparse COO gradients, as `nn.EmbeddingBag(sparse=True)` has. Not supported with an optimizer.
     deterministic: with an optimizer, True for equal bits from equal inputs. False allows a faster update whose bits
         vary: `weft.SGD` on GPUs then uses atomics instead of sorting ids.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel and
@@ -459,8 +459,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Store the sharding and the device of the tables, and everything that is derived from both. Called again after
-        a conversion.
+        """Store the sharding and the device of the tables, and everything that is derived from both. `_apply` calls
+        this method again after a conversion.
         """
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))

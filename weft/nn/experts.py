@@ -1,7 +1,7 @@
 """An MoE layer whose experts are distributed over the ranks of a group. Communication overlaps with the experts' GEMMs.
 
     x, routing      the top_k experts of each token and their weights: computed by the caller's router
-    sort            each token once for each of its experts, sorted by global expert
+    sort            repeat each token for each of its experts, and sort the copies by global expert
     h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
     a               activation(gate) * up
     y               weft.matmul_all_to_all: multiply by down_proj, send rows back as they are computed

@@ -154,7 +154,7 @@ class _Group(dict[str, Any]):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Make copies and pickles ordinary dicts."""
+        """Make a copy or a pickle of this object an ordinary dict."""
         return dict, (dict(self),)
 
 

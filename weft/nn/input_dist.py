@@ -175,7 +175,7 @@ class InputDist:
 
         Keys without a table are dropped. Values before the first offset and after the last offset are dropped too, so
         several batches may share a values tensor. Without offsets, the lengths must sum to the number of values. Raises
-        `RefusedError` (a `ValueError`) on every rank, with the reason, if any rank's input is bad, and
+        `RefusedError` (a `ValueError`) on every rank, with the reason, if any rank's input is bad. Raises
         `DisagreementError` if ids are int32 on one rank and int64 on another.
 
         features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch
@@ -400,8 +400,8 @@ class InputDist:
     ) -> _Exchange:  # fmt: skip
         """Begin an all-to-all for each tensor in `send`, into `received` or new tensors.
 
-        out[i]: the number of elements of `send[i]` for each rank. into[i]: the number of elements that arrive from each
-        rank.
+        what: the data, for error texts. out[i]: the number of elements of `send[i]` for each rank. into[i]: the number
+            of elements that arrive from each rank.
         """
         if self.world_size == 1:
             if received is not None:

@@ -112,7 +112,7 @@ def agree_on_parts(
     """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. All ranks must
     make this call.
 
-    Raises the errors of `agree_on_module`.
+    Raises the errors of `agree_on_module`, and has its arguments, with a `Partition` in place of a sharding.
     """
     whole = None
     if partition is not None:

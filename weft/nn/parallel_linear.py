@@ -98,7 +98,7 @@ class ParallelLinear(nn.Module):
                 fill(self.get_parameter(name), part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the given parameters of an `nn.Linear`, as views."""
+        """Return this rank's parts of parameters of an `nn.Linear`, as views. whole: the parameters, by name."""
         divided = {"weight"} if self.divided else {"weight", "bias"}
         parts = {name: whole[name].chunk(self.world_size, self.divided)[self.rank] for name in divided & whole.keys()}
         return {**whole, **parts}

@@ -5,7 +5,7 @@
 
 Whole tables and data-parallel tables are plain tensors, as in a module without parts. For a column-wise table, an
 optimizer state with one number per row is [parts x rows], as in TorchRec. Only a table with the same number of parts
-can load it.
+can load such a state.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class ReplicatedTables:
         """Sum `flat`, this rank's gradients of all tables, over ranks. All ranks must make this call.
 
         With an optimizer, update the tables, or keep the sum for the end of `accumulate()`, and return None for each
-        table. Otherwise return the gradient of each table.
+        table. Otherwise return the gradient of each table. step: as for `pooled`.
         """
         flat = runtime.reduced(flat, of, self.group, self.deadline_s)
         if of.tables is None:
@@ -135,7 +135,7 @@ class ReplicatedTables:
         return [None] * len(of.plan.sharding.tables)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
-        """Update the tables with gradients that have been summed over ranks.
+        """Update the tables with `flat`, the gradients that have been summed over ranks.
 
         step: the number of earlier updates of the sharded tables, which data-parallel tables share.
         """
@@ -146,7 +146,9 @@ class ReplicatedTables:
         runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
-        """Update the tables once, with the sum of the gradients that were kept during `accumulate()`."""
+        """Update the tables once, with the sum of the gradients that were kept during `accumulate()`. step: as for
+        `pooled`.
+        """
         collected, self.collected = self.collected, None
         if collected:
             of, total = collected[0]

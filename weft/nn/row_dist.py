@@ -152,5 +152,5 @@ class RowDist:
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return the first position of each block of `sizes`, and the end of the last block."""
+    """Return the position of each block in the concatenation of blocks of `sizes`, and the end of the last block."""
     return list(accumulate(sizes, initial=0))

@@ -7,10 +7,10 @@
 A table of counts says how many rows this rank sends to each peer, and how many it expects from each. Tables agree if
 every rank sends each peer as many rows as the peer expects.
 
-To compare tables cheaply, each rank contributes one 64-bit number: the weighted sum of the counts that it sends, minus
-the weighted sum of the counts that it expects. A weight depends on sender, receiver and position in the table. If the
-tables agree, the numbers of all ranks add up to 0 (mod 2^64). If the tables differ, the total is 0 only with a
-probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
+To compare tables cheaply, each rank contributes one 64-bit number. The number is the weighted sum of the counts that
+the rank sends, minus the weighted sum of the counts that it expects. A weight depends on sender, receiver and position
+in the table. If the tables agree, the numbers of all ranks add up to 0 (mod 2^64). If the tables differ, the total is 0
+only with a probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
 """
 
 from __future__ import annotations

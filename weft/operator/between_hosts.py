@@ -1,10 +1,10 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
 Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
-the first call of a problem family times the candidates in `Problem.between_hosts`, except candidates that cannot gain
-enough according to the measured links (`worth_timing`). For a size that differs by more than a factor of two from all
-timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster than serial, calls run
-unfused.
+the first call of a problem family times the candidates in `Problem.between_hosts`. Candidates that cannot gain enough
+according to the measured links are not timed (`worth_timing`). For a size that differs by more than a factor of two
+from all timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster than serial, calls
+run unfused.
 """
 
 from __future__ import annotations

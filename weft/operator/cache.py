@@ -94,11 +94,11 @@ class _OfGroup(Generic[E]):
     Ranks count calls per group, so that all ranks of a group drop the same compiled operators. Calls on other groups do
     not change the count.
 
-    Compiling for a size takes as long as several calls, which is wasted on a size that never recurs, such as a sequence
-    length without padding. So on GPUs, once `PASSING` compiled sizes of a family have not recurred, a new size runs
-    unfused, without compilation and without synchronisation of the CPUs. The size is compiled when it recurs. If all
-    sizes recur, as in a warm-up and capture of each batch size, each size is compiled at its first call. All ranks make
-    the same calls, so their counts are equal.
+    Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
+    sequence length without padding. So on GPUs, once `PASSING` compiled sizes of a family have not recurred, a new size
+    runs unfused, without compilation and without synchronisation of the CPUs. The size is compiled when it recurs. If
+    all sizes recur, as in a warm-up and capture of each batch size, each size is compiled at its first call. All ranks
+    make the same calls, so their counts are equal.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _OfGroup(Generic[E]):
         return typical
 
     def called(self, prepared: E) -> E:
-        """Count a call of a known size. Return its compiled operator."""
+        """Record a further call of `prepared`, and return it."""
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True

@@ -46,7 +46,7 @@ OPERATORS: dict[str, Operator[Any]] = {}
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""For a call inside a dispatch mode: True for each tensor whose gradient is wanted. None outside of dispatch modes.
+"""The wanted gradients of a call inside a dispatch mode, a boolean for each differentiable field; otherwise None.
 
 The kernel of the dispatcher cannot see whether autograd is active, so `made` stores this before it calls the
 dispatcher. Peers may run the same call without a mode, for example if only one rank counts FLOPs.

@@ -41,7 +41,7 @@ def whole(comm: Communicator, what: str) -> Iterator[None]:
     exchange data several times.
 
     Otherwise peers would wait for this rank in the next exchange until their deadline. Examples of such errors are a
-    broken file, a lack of memory, and Ctrl-C.
+    broken file, a lack of memory, and Ctrl-C. what: the set-up, for error texts.
     """
     try:
         yield

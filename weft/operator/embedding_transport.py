@@ -53,7 +53,10 @@ def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup
 def choose_transport(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
-    """Return the transport of the plan `found` for batches in the size bucket of `p`. All ranks must make this call."""
+    """Return the transport of the plan `found` for batches in the size bucket of `p`. All ranks must make this call.
+
+    tensors: the input of the call, on which "autotune" times the transports.
+    """
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
@@ -139,8 +142,8 @@ def _transport_of(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str,
 def _fastest(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
-    """Return the fastest transport for calls with this input, by measured or cached times (`weft.plan.autotune`). All
-    ranks must make this call.
+    """Return the fastest transport of the plan `found` for calls with this input, by measured or cached times
+    (`weft.plan.autotune`). All ranks must make this call.
 
     Close the executors that were made only for the measurement.
     """

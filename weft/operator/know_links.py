@@ -51,8 +51,10 @@ def remember(found: Measured) -> None:
 
 
 def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
-    """Return (False if WEFT_SELF_CALIBRATION=0, the saved links). Only the first rank looks for saved links: on other
-    ranks, or if there are none, the second value is None.
+    """Return two values: False if WEFT_SELF_CALIBRATION=0, and the saved links.
+
+    The second value is None if no links are saved, and on all ranks except the first, which alone looks for saved
+    links.
     """
     if comm.rank or not env.self_calibration():
         return env.self_calibration(), None

@@ -149,8 +149,8 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return "given" if `value` is not None, else None, as an option for `compare_options`: ranks may pass different
-    values, but must all pass a value or all pass None.
+    """Return "given" if `value` is not None, else None, as an option for `compare_options`. Ranks may then pass
+    different values, but must all pass a value or all pass None.
     """
     return None if value is None else "given"
 
@@ -192,7 +192,9 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise `ValueError` if x and a weight differ in dtype or device. torch's own error would not name the layer."""
+    """Raise `ValueError` if x and a weight differ in dtype or device. of: the layer, which torch's own error would not
+    name.
+    """
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
             given = f"x is {x.dtype} on {x.device}, but the weight is {weight.dtype} on {weight.device}"

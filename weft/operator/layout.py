@@ -31,7 +31,10 @@ def contiguous(x: torch.Tensor, name: str, of: str) -> torch.Tensor:
 
 
 def strided(w: torch.Tensor, name: str, of: str) -> torch.Tensor:
-    """Return `w` itself if GEMMs support its layout, otherwise a contiguous copy. Warn once if `w` is copied."""
+    """Return `w` itself if GEMMs support its layout, otherwise a contiguous copy. Warn once if `w` is copied.
+
+    name, of: the names of the argument and of the operator, for the warning.
+    """
     w = w.resolve_neg()
     if w.is_contiguous():
         return w

@@ -79,8 +79,8 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the GEMMs that `wanted` returns, and store the slowest rank's times. Return the rest of the time budget in
-    microseconds. All ranks must make this call.
+    """Time the GEMMs that `wanted` returns, for at most `budget_us` microseconds, and store the slowest rank's times.
+    Return the rest of the budget. All ranks must make this call.
 
     wanted: a function that takes the machine's model and returns GEMM shapes. timer: a function that makes the timer.
     """

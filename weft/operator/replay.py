@@ -5,16 +5,14 @@ hold. Four things are known: the compiled operator, the tensor for each buffer, 
 of the returned value. A replay only has to count the call, add it to the digest that ranks compare, allocate results
 and run the schedule. It also reports errors to peers (`weft.operator.together`).
 
-A *recipe* tells native code how to make a value, such as an argument of torch's GEMM, from the arguments of the new
-call.
-
-One native call (`csrc/replay.cpp`) does all this. Unfused calls on GPUs run no Python function of weft: native code
-calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error, native code
-calls the methods of `Replay`.
+One native call (`csrc/replay.cpp`) makes a replay. A *recipe* tells native code how to make a value, such as an
+argument of torch's GEMM, from the arguments of the new call. Unfused calls on GPUs run no Python function of weft:
+native code calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error,
+native code calls the methods of `Replay`.
 
 All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Some calls are
-never replayed: calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or
-transformed calls, and calls that copy an argument or a result.
+never replayed: calls that fill a timeline or run under a pinned schedule (`weft.plan.use`), and compiled, traced or
+transformed calls. Calls that copy an argument or a result are not replayed either.
 """
 
 from __future__ import annotations
@@ -372,10 +370,10 @@ def _native_call(
 ) -> _core.KnownCall:  # fmt: skip
     """Return the native object that replays a call.
 
-    of: the Python object for the rest of the work. steps: the unfused call as torch calls, if native code runs it.
-        inputs: the
-        input buffers. returned: the recipe of the returned value. is_serial: (for calls, for captured calls) True if native
-        code runs `steps`.
+    of: the Python object for the rest of the work.
+    steps: the unfused call as torch calls, if native code runs it. inputs: the input buffers.
+    given: the arguments. returned: the recipe of the returned value.
+    is_serial: (for calls, for captured calls) True if native code runs `steps`.
     """
     plain, recipe = None, None
     if steps is not None:
@@ -416,7 +414,8 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any, *, is_scale: bool = False) -> Place:
-        """Return a recipe that makes `value`, a tensor, a list of tensors or a constant, from the call's arguments.
+        """Return a recipe that makes `value` from the call's arguments. `value` is a tensor, a list of tensors, or a
+        constant.
 
         is_scale: True if `value` may be a tensor of one element in another shape.
         """
@@ -427,8 +426,9 @@ class _Given:
         return "constant", value
 
     def returned(self, value: Any, *, views: bool) -> Place:
-        """Return a recipe that makes `value`, what a function returned, from its results. views: False if the recipe
-        must not reshape results, because their sizes vary.
+        """Return a recipe that makes `value`, the return value of the public function, from the operator's results.
+
+        views: False to raise `_UnlikeError` if `value` contains a view of a result, because views have fixed sizes.
         """
         if isinstance(value, torch.Tensor):
             place = self._place(value, False)

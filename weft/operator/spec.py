@@ -119,10 +119,10 @@ class Operator(ABC, Generic[C]):
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return the other arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
+        """Return further arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
 
-        The public function applies these arguments before or after the operator: dimensions, shapes before flattening,
-        the kind of reduction.
+        The public function applies these arguments before or after the operator, so `said` does not contain them.
+        Examples are dimensions, shapes before flattening, and the kind of reduction.
         """
         return ""
 
@@ -143,7 +143,8 @@ class Operator(ABC, Generic[C]):
     def key(self, call: C) -> Hashable:
         """Return the key in the cache of compiled operators. Calls with equal keys share a compiled operator.
 
-        If two calls have different keys, their `said` must differ too. Then a shape is new on all ranks or on none.
+        If two calls have different keys, their `said` must differ too. Otherwise a shape could be new on some ranks
+        only.
         """
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):
@@ -167,7 +168,7 @@ class Operator(ABC, Generic[C]):
         """True if calls that differ only in tensor addresses do the same work, and may be replayed
         (`weft.operator.replay`).
 
-        This requires that no field of the form was read from a tensor, and that the public function returns the results
+        This requires that no field of the form was read from a tensor. The public function must return the results
         unchanged, except for the division of `averages`.
         """
         return True

@@ -229,7 +229,10 @@ def _checks_calls() -> bool:
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the call. If the arguments have no usable device, return the device of the group's backend."""
+    """Return the device of the call. If the arguments have no usable device, return the device of the group's backend.
+
+    like: as for `together`.
+    """
     if callable(like) and not isinstance(like, torch.Tensor):
         return like()
     if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):

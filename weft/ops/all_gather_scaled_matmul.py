@@ -1,7 +1,7 @@
 """`weft.all_gather_scaled_matmul`: scaled fp8 GEMMs that start before all of their input has arrived.
 
-This is the fp8 variant of `weft.all_gather_matmul`. Schedules send row-wise scales with the rows, under the same
-signal.
+This is the fp8 variant of `weft.all_gather_matmul`. Schedules send row-wise scales together with the rows, and one
+signal announces both.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def all_gather_scaled_matmul(
         - A_shard's shape with a last dimension of 1: a scale for each row of this shard. It is gathered with the rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - One element, shaped like the scale of a single row, if any rank has one row (with uneven `rows`): the scale of
-          every row of this shard.
+        - If some rank has a single row (with uneven `rows`): one element in the shape of that rank's scales, such as
+          [1, 1]. It is the scale of every row of this shard.
         - One element otherwise, such as a scalar: one scale for all of A. Pass the same value on every rank; weft does
           not check it.
     B_scales: fp32, one element each. With row-wise A_scale also [1, N_i], a scale for each column.

@@ -282,8 +282,8 @@ class _AllToAllMatmul(Operator[_Call]):
         """Return the gradients of tokens and weights.
 
         If only the gradient of tokens is wanted, the combine (`matmul_all_to_all`) with transposed weights computes it.
-        If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers: backward sends
-        tokens again during one GEMM, and gradients during the other.
+        If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers. Backward then
+        sends tokens again during one GEMM, and gradients during the other.
 
         Forward does not save the received tokens, for two reasons. The next call overwrites them, so each call would
         have to copy them. And calls with gradients would count as a separate shape, whose schedule and bits may differ
@@ -332,13 +332,17 @@ def gradients_of_experts(
     wanted: Sequence[bool],
     turn: Turn = STRAIGHT,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of tokens and of w, each only if wanted. All ranks must want the same gradients.
+    """Return the gradients of tokens and of w; None for a gradient that is not wanted. All ranks must want the same
+    gradients.
 
         grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
 
-    x is sent again during the GEMM of grad x. grad x is permuted back into the order of arrival, and sent during the
-    GEMM of grad w. The gradient of a token is complete on its rank. The gradient of a weight is complete on the rank
-    that owns the weight: the sum, not the mean, over the rows of all ranks.
+    Here x are the tokens that arrived on this rank. They are sent again during the GEMM of grad x. grad x is permuted
+    back into the order of arrival, and sent during the GEMM of grad w. The gradient of a token is complete on its rank.
+    The gradient of a weight is complete on the rank that owns the weight: the sum, not the mean, over the rows of all
+    ranks.
+
+    sizes: the numbers of rows that this rank sends and receives.
     """
     world, came = group.size(), sum(sizes.host.came)
     missing = came - grad_y.shape[0]  # rows beyond max_rows

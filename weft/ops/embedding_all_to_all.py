@@ -114,10 +114,10 @@ def embedding_all_to_all(
     update: an optimizer with its states for `weights`. Backward then reduces the gradients of each row that the batch
         has read, updates the row in place, and returns no gradient of the tables. A second backward of the same call
         raises `WeftError`. Not supported under torch.compile.
-    sparse: True for sparse COO gradients of tables, in which each row occurs once, in ascending order. Only without
-        `update`. Not supported under torch.compile.
-    requires_grad: True if tables of other ranks require gradients. Only for ranks without tables, in calls without
-        `update`: other ranks derive it from their weights.
+    sparse: True for sparse COO gradients of tables, in which each row occurs once, in ascending order. Not supported
+        with `update` or under torch.compile.
+    requires_grad: True if tables of other ranks require gradients. Pass it on ranks without tables, in calls without
+        `update`. Ranks with tables derive it from their weights.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). It applies in
         backward too.
     timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device.
@@ -243,9 +243,7 @@ def form_of(
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed, because 1 is refused where True is valid
 def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
-    """Return the plan that a `Form` describes. `form_of` and `plan_in` are inverse: a plan becomes text for
-    torch.compile.
-    """
+    """Return the plan that a `Form` describes, from a cache."""
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 

@@ -46,8 +46,8 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         p = MatmulAllGatherGradients(world, x.shape[0], w.shape[1], x.shape[1], name_of_dtype("x", x), columns)
         if (g.shape, g.dtype) != (p.shape, x.dtype):
             raise ValueError(
-                f"the gradient has shape {tuple(g.shape)} and dtype {g.dtype}, but the gathered products have "
-                f"shape {p.shape} and dtype {x.dtype}: pass a gradient with these"
+                f"the gradient has shape {tuple(g.shape)} and dtype {g.dtype}, but the gathered products have shape "
+                f"{p.shape} and dtype {x.dtype}: pass a gradient with this shape and dtype"
             )
         return p
 

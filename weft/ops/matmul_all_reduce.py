@@ -118,9 +118,9 @@ def matmul_all_reduce(
     bias, residual and norm are gradients of this rank's own loss, as if the rank had added and normalised after the
     all-reduce.
 
-    Backward first computes the gradient of the norm. Then it is a reduce-scatter of the sum's gradient, followed by
-    `all_gather_matmul`. If x needs no gradient, or the number of rows is not divisible by the number of ranks, it is
-    one all-reduce, followed by one GEMM for each gradient.
+    Backward first computes the gradient of the norm. Then it reduce-scatters the sum's gradient, and runs
+    `all_gather_matmul`. If x needs no gradient, or the ranks cannot get equal numbers of rows, backward instead runs
+    one all-reduce, and then one GEMM for each gradient.
 
     Raises:
 
@@ -318,7 +318,8 @@ def through_norm(
 
         grads[1] + scale * (g - unit * mean(g * unit))
 
-    in fp32, or in fp64 for fp64 inputs. On GPUs torch's kernel computes it. torch has no such kernel for CPU.
+    in fp32, or in fp64 for fp64 inputs. On GPUs torch's RMSNorm kernel computes this gradient. torch has no such kernel
+    for CPU.
     """
     (of_normed, of_sum), (weight, y), dtype = grads, saved, saved[0].dtype
     fused, columns = getattr(torch.ops.aten, "_fused_rms_norm_backward", None), [y.shape[1]]

@@ -152,7 +152,7 @@ def _combine(
 
 
 _combined = replayed(_combine)
-"""`_combine` with a fast path for repeated calls (`weft.operator.replay`). Only for calls whose number of tokens is
+"""`_combine` with a fast path for repeated calls (`weft.operator.replay`). Use it only if the number of tokens is
 known: otherwise equal arguments do not imply equal calls.
 """
 

@@ -59,7 +59,7 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers.
 
-    Also check that either all ranks have a bias, or none.
+    Also check that either all ranks have a bias, or none. of: the name of the function, for error texts.
     """
     compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):

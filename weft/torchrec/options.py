@@ -104,7 +104,10 @@ def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
 
 
 def _dtype(at: str, given: Any, default: torch.dtype) -> torch.dtype:
-    """Return the torch dtype for a value of FBGEMM's or TorchRec's enumeration, or for a torch dtype."""
+    """Return the torch dtype for a value of FBGEMM's or TorchRec's enumeration, or for a torch dtype.
+
+    at: the table's description, for error texts. default: the result if `given` is None.
+    """
     if given is None:
         return default
     if isinstance(given, torch.dtype):

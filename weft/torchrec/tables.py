@@ -30,8 +30,9 @@ class ShardedTables(FusedOptimizerModule):
     _container: str
 
     def _adopt(self: Any, made: Any, read: ModulePlan, container: str) -> None:
-        """Register the tables of `made`, a module of weft, under TorchRec's names in a submodule of `self`. container: the name of
-        this submodule.
+        """Register the tables of `made`, a module of weft, under TorchRec's names in a submodule of `self`.
+
+        read: the plan with which `made` was constructed. container: the name of the submodule.
         """
         self.__dict__["weft_module"] = (
             made  # not a submodule, since its parameters are registered under TorchRec's names
