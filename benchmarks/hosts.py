@@ -1,14 +1,14 @@
-"""GEMMs and collectives between two hosts emulated on this machine: flat gloo by hand, and weft's two-level collectives.
+"""GEMMs and collectives between two hosts emulated on this machine: by gloo alone, and by weft's two-level collectives.
 
     python benchmarks/hosts.py --ranks 4 --rate 1gbit
 
 A link of the given rate (`tc tbf`) joins two network namespaces. torchrun starts `--ranks` ranks in each. The ranks first measure
-the link's rate and round trip. Then variants of each operator alternate: gloo by hand, weft's choice, and the two-level collectives
-without overlap. Experts and embeddings have other variants: "one by one" exchanges and then computes; "far first" starts with the
-other host's data. The result of each call is checked.
+the link's rate and round trip. Then variants of each operator alternate: gloo called by hand, weft's choice, and the two-level
+collectives without overlap. Experts and embeddings have other variants: "one by one" exchanges and then computes; "far first"
+starts with the other host's data. The result of each call is checked.
 
-A line has the slowest rank's median, and the bytes that one host sends per call. It also has the median of the speeds relative
-to gloo by hand (or one pass) in each turn.
+A line of the output has the slowest rank's median, and the bytes that one host sends per call. It also has the median, over all
+turns, of the speed relative to gloo by hand (or to one pass).
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class Model(torch.nn.Module):
 
 
 class Variants:
-    """The variants of a sharder. Two models have the same initial tables; only one of them is pipelined."""
+    """The variants of a training step with one sharder. They use two models with the same initial tables: one for TorchRec's
+    pipeline, and one for the other variants.
+    """
 
     def __init__(self, by: str, case: tuple[int, ...], device: torch.device) -> None:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor

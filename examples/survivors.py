@@ -28,7 +28,9 @@ ROWS, WIDTH, OUT, RATE = 64, 32, 16, 0.05
 
 
 def train_step(group: dist.ProcessGroup, x_shard: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Train one step, so that the rows of all ranks of `group` @ w approach 0. Return the new weights, and the loss before it."""
+    """Train w by one step towards x @ w = 0, where x has the rows of all ranks of `group`. Return the new weights, and the loss
+    before the step.
+    """
     w = w.clone().requires_grad_()
     _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group, return_A=False)
     loss = y.square().mean()

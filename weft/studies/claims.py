@@ -71,7 +71,9 @@ class Claim:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
-    """Return a table of the claims, with the verdicts on claims that have a limit. If none has a limit, show all verdicts."""
+    """Return a table of the claims. If any claim has a limit of its own, the last column says if such claims are within
+    their limits. Otherwise it says for every claim if it is reproduced.
+    """
     limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {
         "claim": lambda c: c.what,

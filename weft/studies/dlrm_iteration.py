@@ -23,7 +23,7 @@ from weft.studies.numbers import Numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A task that occupies the resource `on` for `us`, when the tasks `after` have ended.
+    """A task that occupies the resource `on` for `us` microseconds. It starts after the tasks `after` have ended.
 
     beside: a concurrent task. This task starts together with `beside`, if the resource is free, and does not end before
         `beside`.

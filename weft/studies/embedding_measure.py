@@ -191,7 +191,8 @@ def solo(ranks: Ranks) -> Ranks:
 
 
 class Lines(NamedTuple):
-    """The timeline of a kernel, as arrays with a row for each unit or program. Times are in us from the first start."""
+    """The timeline of a kernel, as arrays with a row for each unit of work or for each Triton program. Times are in us from
+    the start of the first unit."""
 
     start: np.ndarray
     end: np.ndarray
@@ -230,9 +231,10 @@ def timeline_of(variant: FusedVariant, which: int) -> Lines:
 
 
 def lines_of(found: np.ndarray, units: int) -> Lines:
-    """Return the timeline that a kernel wrote: `units` lines of units, then a line for each program's wait, in ns.
+    """Convert the timeline that a kernel wrote into `found`.
 
-    Lines that no program wrote are zeros. See `weft.kernels.embedding_all_to_all` for the fields.
+    found: `units` rows for units of work, then a row for the wait of each program. Times are in ns. A row that no program
+    wrote is zero. `weft.kernels.embedding_all_to_all` defines the columns.
     """
     done, waits = (part[part[:, 1] > 0] for part in (found[:units], found[units:]))
     begin = done[:, 0].min()

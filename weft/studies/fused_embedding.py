@@ -50,7 +50,8 @@ def our_numbers() -> Numbers:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return records of all figures, of other numbers of rows per bag, of the parts of an iteration, and of the sensitivity."""
+    """Return records of all figures, of other numbers of rows per bag, of the parts of an iteration, and of the sensitivity
+    analysis."""
     numbers = our_numbers()
     common = {
         **head_of("embedding_all_to_all", numbers.name, numbers.assumed), "study": STUDY, "dtype": "fp32",

@@ -290,7 +290,7 @@ def conclusions(rows: Rows) -> list[str]:
 
 
 def _ratios(cases: Sequence[Mapping[str, Record]], variant: str, over: str) -> list[float]:
-    """Return by how much `variant` is faster than `over`, where both were measured."""
+    """Return the speedup of `variant` over `over` in each configuration in which both were measured."""
     return [by[over]["p50_ms"] / by[variant]["p50_ms"] for by in cases if {variant, over} <= by.keys()]
 
 

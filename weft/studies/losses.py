@@ -75,8 +75,8 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 class LossRow:
     """All measurements of one GEMM.
 
-    ms, overlap: by variant; records may lack some variants. varies: two spreads of the time of the whole GEMM, relative to its
-    median: of the repetitions without the shortest and longest fifths, and of the ranks.
+    ms, overlap: by variant; records may lack some variants. varies: (spread over repetitions, spread over ranks) of the time
+    of the whole GEMM, relative to its median. The spread over repetitions leaves out the shortest and the longest fifth.
     """
 
     gemm: GatheredGemm
@@ -244,7 +244,9 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
 
 
 def _section(where: str, by: str) -> str:
-    """Return the section of an observation. The paper studies RCCL and DMA, but no copies by kernel."""
+    """Return the section `where` of an observation, or "not in the paper" for copies by kernel, which the paper does not
+    study.
+    """
     return "not in the paper" if by == "kernel" else where
 
 

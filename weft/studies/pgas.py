@@ -111,7 +111,7 @@ def row_of(scaling: Scaling, ranks: int, machine: Machine) -> PgasRow:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return a record for each scaling and number of GPUs, and a record of the sensitivity."""
+    """Return a record for each scaling and number of GPUs, and a record of the sensitivity analysis."""
     machine = load_machine("v100")
     steps = len(SCALINGS) * len(RANKS) + 2 * len(SENSITIVE) + 2
     found = []

@@ -170,7 +170,7 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """Return the time per call of NCCL's collective on the sum, in a sequence of equal calls."""
+    """Return the predicted time in ms of NCCL's collective on y [m, n] alone, per call in a sequence of equal calls."""
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")

@@ -1,4 +1,4 @@
-"""T3's claims outside of 6.1, 6.2 and 6.4's sub-layers: figures 4, 5, 6, 10, 14, 17, 19 and 20, the tracker, and 7.1.
+"""T3's claims that `t3_sublayers` does not cover: figures 4, 5, 6, 10, 14, 17, 19 and 20, the tracker, and section 7.1.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1, 6.3 to 7.5.
 """

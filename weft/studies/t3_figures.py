@@ -214,9 +214,10 @@ def more_units_table(record: Record) -> ResultTable:
 
 
 def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
-    """Return {name: (layers that gain more with twice the compute units, all layers)}.
+    """Return {name: (number of layers that gain more with twice the compute units, number of layers)}.
 
-    "OP", "FC-2": gains of T3-MCA. "ideal": the ideal's gain for FC-2."""
+    The names "OP" and "FC-2" stand for the gain of T3-MCA on these layers, and "ideal" for the gain of the ideal on FC-2.
+    """
     pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
     found = {}
     for key, layer, column in (("OP", " OP,", 2), ("FC-2", " FC-2,", 2), ("ideal", " FC-2,", 1)):

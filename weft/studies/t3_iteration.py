@@ -6,8 +6,8 @@ GEMMs and collectives:
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
-A GEMM without a collective takes as long as the GEMM of equal sizes with a collective. The other operations of a Transformer
-(without fused attention) are estimated by a roofline: each reads and writes memory at the rate of table 1:
+For a GEMM without a collective, the model takes the time of the GEMM of equal sizes that has a collective. The other operations of
+a Transformer (without fused attention) are estimated by a roofline: each reads and writes memory at the rate of table 1:
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], not sharded; bias and GeLU of the MLP

@@ -127,7 +127,7 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
-    """Return {(kind of colour, top edge within the row): spans}.
+    """Return {(kind of span, which selects the colour; top edge of the bar within its row): spans}.
 
     If a span computes and sends at the same time, the lower half of its bar shows the sending.
     """

@@ -90,9 +90,9 @@ def _without_number(load: Callable[[], Any]) -> Call:
 
 
 def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
-    """Run calls in a row, and return (rates while they ran, seconds of a call). All ranks must make this call.
+    """Run calls in a row. Return (the counters' rates during the calls, seconds per call). All ranks must make this call.
 
-    There are no rates if on any rank the calls ended before the counters were read, in each of `_ATTEMPTS` attempts.
+    The rates are None if the calls ended before the counters were read, on any rank, in each of `_ATTEMPTS` attempts.
     """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))

@@ -154,7 +154,10 @@ def is_clear(ratio: float, noise_a: float, noise_b: float) -> bool:
 def summarise(
     repetitions_ms: Sequence[Sequence[float]], calls: int = 1, host_us: Sequence[Sequence[float]] | None = None
 ) -> Timing:
-    """Return percentiles of the slowest rank in `repetitions_ms[i][rank]`. Raise ValueError without repetitions."""
+    """Return the timing of a variant from its times `repetitions_ms[repetition][rank]` and `host_us[repetition][rank]`.
+
+    Percentiles are over repetitions, of the slowest rank. Raise ValueError if there are no repetitions.
+    """
     if not repetitions_ms:
         raise ValueError("repetitions=0: time at least 1 repetition")
     times = np.asarray(repetitions_ms, dtype=float)

@@ -82,7 +82,7 @@ class Workload(ABC):
 
 
 def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> float:
-    """Return max(abs(reference)), or max(abs(output - reference)), block by block to save memory."""
+    """Return max(abs(reference)) or, if `output` is given, max(abs(output - reference)). Compute in blocks to save memory."""
     worst = 0.0
     rows = max(1, _BLOCK_BYTES // (8 * max(1, reference.shape[1])))
     for start in range(0, reference.shape[0], rows):

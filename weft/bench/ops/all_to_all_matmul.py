@@ -403,7 +403,7 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
 
     def sentences(self, rows: Sequence[Record]) -> list[str]:
-        """Return a sentence each for `weft` and `weft-bounded`.
+        """Return a sentence on the speed of `weft`, and a sentence on the speed of `weft-bounded`.
 
         Even and skewed routing have separate mean speeds, because padding costs most with skewed routing."""
         return [text for variant in self.variants.compared if (text := self._summary_of(variant, rows))]

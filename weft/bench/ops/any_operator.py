@@ -123,7 +123,7 @@ class GemmVariants(ChoosingVariants):
         return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
 
     def is_mine(self, p: Any, variant: str) -> bool:
-        """True if `p` describes the calls of this variant."""
+        """True if the problem `p` describes the calls of this variant."""
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
@@ -197,8 +197,9 @@ class GemmVariants(ChoosingVariants):
 
 
 class MatmulVariants(GemmVariants):
-    """Variants of [m, k] @ [k, n], with or without a collective. Each input set has its own random call; the first
-    result is compared.
+    """Variants of [m, k] @ [k, n], with or without a collective.
+
+    Each input set is a random call of the operator. If a call has several results, the first is compared.
     """
 
     def draw(self) -> None:
@@ -257,7 +258,8 @@ class MatmulVariants(GemmVariants):
     def choices(self) -> dict[Mode, plan.Choice]:
         """The planner's choices for queued and captured calls; empty if the machine is unknown, so that the operator autotunes.
 
-        Read it only after the operator's first call, whose measured time includes the choice.
+        Read this property only after the operator's first call. Otherwise the planner would choose here, and the time of
+        the first call would not include the choice.
         """
         model = self._model()
         if model is None:
@@ -333,12 +335,14 @@ class GemmOperator(OperatorBenchmark[S]):
         """Return the summary of the shapes, in sentences."""
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the baselines that were measured."""
+        """Return {variant: its baselines that were measured}."""
         there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), with columns for the best pinned schedule if schedules were pinned."""
+        """Return (header, cells) of the table with a row for each shape. If schedules were pinned, the table has columns for the
+        fastest pinned schedule.
+        """
         header, lines = super().lines(rows)
         best = [self.fastest(rows, config) for config in dict.fromkeys(r["config"] for r in rows)]
         if not any(best):

@@ -27,7 +27,7 @@ ASYNCTP = "asynctp"
 
 
 def enable_symmetric_memory(group_name: Any) -> None:
-    """Enable torch's operators for a group. torch 2.13 needs no call."""
+    """Enable torch's operators on symmetric memory for a group. From torch 2.13 on, this call has no effect."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():

@@ -73,10 +73,9 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants and their records ---
 
     def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
-        """Return the variants, and further calls to time.
-
-        These are the pooling of each serial variant alone, and the baseline's exchange alone for the variant that selects its
-        transport."""
+        """Return the variants, and further calls to time: the pooling of each serial variant alone and, if the variant `weft` is
+        measured, the baseline's exchange alone.
+        """
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {

@@ -92,8 +92,8 @@ def _shares(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _runs(slots: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return each run of slots that are adjacent in the output, as (first column among the slots, first column of the
-    output, width).
+    """Group consecutive `slots` whose columns are adjacent in the output. Return for each group (first column in the
+    concatenation of `slots`, first column in the output, number of columns).
     """
     runs: list[tuple[int, int, int]] = []
     taken = 0

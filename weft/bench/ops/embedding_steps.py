@@ -238,7 +238,7 @@ class TorchStep(_ByHand):
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Enable deterministic sums in torch and FBGEMM, without torch's filling of uninitialised memory."""
+    """Context manager: torch and FBGEMM sum deterministically, and torch does not fill uninitialised memory."""
     filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -62,7 +62,7 @@ class CombineVariants(ExpertVariants):
         return found
 
     def waits(self, name: str) -> bool:
-        """True if the CPU reads sizes. weft needs them only for copy engines."""
+        """True if the CPU reads sizes in each call, as it must for copy engines."""
         return "by=dma" in name
 
     def exchange(self, which: int) -> None:
