@@ -45,7 +45,7 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 compares tensors that must be equal on all ranks (bias, residual) in every call (default
-    0). It must be equal on all ranks of a group.
+    0). Set the same value on all ranks of a group.
 
     On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
     To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If
