@@ -409,15 +409,16 @@ def test_arguments_that_one_rank_refuses_are_refused_by_all(pool):
         assert re.search(r"RefusedError.*rank 1: placement has 1 entry for 4 tables", text), text
 
 
-def make_on_a_destroyed_group(group) -> str:
+def make_on_a_destroyed_group(group) -> tuple[str, str]:
     own = dist.new_group([0])
+    name = own.group_name
     dist.destroy_process_group(own)
-    return make(own, [{}])
+    return make(own, [{}]), name
 
 
 def test_a_destroyed_group_is_refused_by_weft(pool):
-    (text,) = pool.run(make_on_a_destroyed_group, ranks=1)
-    assert text == "ValueError: this process group was destroyed: make a new one"
+    ((text, name),) = pool.run(make_on_a_destroyed_group, ranks=1)
+    assert text == f"ValueError: the process group {name!r} was destroyed: make a new one"
 
 
 @pytest.mark.parametrize(

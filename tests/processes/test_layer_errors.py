@@ -365,6 +365,10 @@ def bad_constructors(group: dist.ProcessGroup) -> dict[str, str]:
         "sequence_dim=1.0 is a float: pass the number of a dimension": lambda: column(4, 4, sequence_dim=1.0),
         "sequence_dim=True is a bool: ": lambda: attention(4, 2, sequence_dim=True),
         "sequence_dim='1' is a str: ": lambda: mlp(4, 4, sequence_dim="1"),
+        "sequence_dim=99 is not allowed: pass a dimension from 0 to 62, or from -64 to -2, or None": lambda: row(
+            4, 4, sequence_dim=99
+        ),
+        "sequence_dim=-1 is not allowed: ": lambda: mlp(4, 4, sequence_dim=-1),
     }
     return {wanted: error_of(call)[1] for wanted, call in calls.items()}
 
@@ -373,6 +377,28 @@ def test_bad_sizes_dtypes_and_dimensions_are_refused_by_constructors(pool: Pool)
     for found in pool.run(bad_constructors, ranks=2):
         for wanted, text in found.items():
             assert text.startswith(wanted), text
+
+
+def on_a_destroyed_group(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Return the errors of layers that are constructed with a destroyed group, and the group's name."""
+    own = dist.new_group(list(range(group.size())))
+    assert isinstance(own, dist.ProcessGroup)
+    name = own.group_name
+    dist.destroy_process_group(own)
+    layers: list[Callable[[], Any]] = [
+        lambda: weft.nn.ColumnParallelLinear(4, 4, group=own), lambda: weft.nn.RowParallelLinear(4, 4, group=own),
+        lambda: weft.nn.ParallelMLP(4, 4, group=own), lambda: weft.nn.ParallelAttention(4, 2, group=own),
+        lambda: weft.nn.ExpertParallelMLP(4, 8, 2, group=own), lambda: weft.nn.RMSNorm(4, group=own),
+        lambda: weft.nn.ShardedEmbeddingBagCollection([weft.EmbeddingBagConfig(4, 4, "t", ["f"])], group=own),
+        lambda: weft.nn.ShardedEmbeddingCollection([weft.EmbeddingBagConfig(4, 4, "t", ["f"])], group=own),
+    ]  # fmt: skip
+    return [(error_of(layer)[1], name) for layer in layers]
+
+
+def test_a_destroyed_group_is_refused_by_constructors(pool: Pool) -> None:
+    for found in pool.run(on_a_destroyed_group, ranks=2):
+        for text, name in found:
+            assert text == f"the process group {name!r} was destroyed: make a new one"
 
 
 def of_another_dtype(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:

@@ -25,7 +25,7 @@ from weft.nn.layer_arguments import check_dtype, checked_size
 from weft.operator.layers import activated, compare_options, ends_group, fill, require_alike, tells_peers, wrong_device
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
-from weft.symm.groups import group_of
+from weft.symm.groups import member_group
 from weft.words import kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -86,7 +86,7 @@ class ExpertParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = group_of(group)
+        group = member_group(group)
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.num_experts = checked_size("num_experts", num_experts, self.world_size)
         self.hidden, self.intermediate = checked_size("hidden", hidden), checked_size("intermediate", intermediate)

@@ -9,6 +9,7 @@ import torch
 from weft.arguments import checked_whole
 from weft.words import kind
 
+_MOST_DIMENSIONS = 64  # torch's operations accept no more
 _DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
@@ -38,8 +39,16 @@ def check_dtype(dtype: Any) -> None:
 
 
 def checked_sequence_dim(given: Any) -> int | None:
-    """Return the sharded dimension of a layer's input. Raise `ValueError` unless it is a whole number or None."""
+    """Return the sharded dimension of a layer's input. Raise `ValueError` unless it is None or a dimension that some x has.
+    The last dimension has the features.
+    """
     if given is None:
         return None
     fix = "pass the number of a dimension, an int, or None if every rank has the whole x"
-    return int(checked_whole("sequence_dim", given, fix))
+    dim = int(checked_whole("sequence_dim", given, fix))
+    if not -_MOST_DIMENSIONS <= dim < _MOST_DIMENSIONS - 1 or dim == -1:
+        raise ValueError(
+            f"sequence_dim={dim} is not allowed: pass a dimension from 0 to {_MOST_DIMENSIONS - 2}, or from "
+            f"{-_MOST_DIMENSIONS} to -2, or None if every rank has the whole x. The last dimension has the features"
+        )
+    return dim

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.operator.layers import compare_options, given, replicated, tells_peers, wrong_device
-from weft.symm.groups import group_of
+from weft.symm.groups import member_group
 
 
 class RMSNorm(nn.RMSNorm):
@@ -30,7 +30,7 @@ class RMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
-        self.group_name = group_of(group).group_name
+        self.group_name = member_group(group).group_name
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from weft.operator.layers import (
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, row
-from weft.symm.groups import group_of
+from weft.symm.groups import member_group
 from weft.words import kind
 
 
@@ -54,7 +54,7 @@ class ParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = group_of(group)
+        group = member_group(group)
         # Store the name, not the group, because groups cannot be copied or pickled.
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.sequence_dim = checked_sequence_dim(sequence_dim)

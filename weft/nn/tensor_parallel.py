@@ -29,7 +29,7 @@ from torch import nn
 from weft.nn.layer_arguments import checked_sequence_dim, checked_size
 from weft.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel, require
 from weft.operator.layers import activated, compare_options, given, tells_peers
-from weft.symm.groups import group_of
+from weft.symm.groups import member_group
 from weft.words import kind
 
 
@@ -63,7 +63,7 @@ class ParallelMLP(nn.Module):
     ) -> None:
         super().__init__()
         hidden = checked_size("hidden", hidden)
-        intermediate = checked_size("intermediate", intermediate, group_of(group).size())
+        intermediate = checked_size("intermediate", intermediate, member_group(group).size())
         self.activation = activation
 
         def column() -> ColumnParallelLinear:
@@ -128,7 +128,7 @@ class ParallelAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kv_heads, world = heads if kv_heads is None else kv_heads, group_of(group).size()
+        kv_heads, world = heads if kv_heads is None else kv_heads, member_group(group).size()
         hidden, heads = checked_size("hidden", hidden), checked_size("heads", heads, world)
         kv_heads = checked_size("kv_heads", kv_heads, world)
         sequence_dim = checked_sequence_dim(sequence_dim)

@@ -40,7 +40,7 @@ def store_of(group: Any) -> dist.Store:
     try:
         return _get_process_group_store(group)
     except KeyError:
-        raise ValueError("this process group was destroyed: make a new one") from None
+        raise ValueError(f"the process group {group.group_name!r} was destroyed: make a new one") from None
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:
@@ -79,6 +79,17 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
             f"group={group!r} is not a process group that this rank belongs to: only its members may make this call"
         )
     return group
+
+
+def member_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    """Return the group that `group_of` returns. Raise `ValueError` also if the group was destroyed.
+
+    Layers store the name of their group. They call this function when they are constructed, because the name of a
+    destroyed group would fail only in a call.
+    """
+    found = group_of(group)
+    require_member(found)
+    return found
 
 
 def rank_of(group: dist.ProcessGroup | str | None) -> int:
