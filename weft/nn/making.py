@@ -77,6 +77,8 @@ def agree_on_module(
     name of the class, for error texts.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
+    if refusal is None and (faults := env.faults()):
+        refusal = ValueError("; ".join(faults))
     # Refused arguments may have any type, and may not pickle. An `init_fn` may not pickle either.
     mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
     if refusal is None and sharding is not None:
@@ -135,9 +137,11 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 def _patient(deadline_s: float | None) -> float:
     """Return `deadline_s`, or `WEFT_DEADLINE_S` if it is None. The shorter set-up deadline could expire while a peer
-    fills its tables.
+    fills its tables. If a variable is invalid, ranks refuse it when they meet.
     """
-    return env.deadline_s() if deadline_s is None else deadline_s
+    if deadline_s is None:
+        return env.SETUP_S if env.faults() else env.deadline_s()
+    return deadline_s
 
 
 def fill_together(
