@@ -2,7 +2,7 @@
 
 This file defines `Rotated`, which copies the rows of x to y, each some rows further down. It is stored, printed,
 verified and simulated by its tiles, and CPU processes run it by its entry. GPUs have no entry, and refuse it by name.
-`Elsewhere` has no entry at all: CPU processes run its tiles one after the other. Functions with a `group` argument run
+`Elsewhere` has no entry at all: CPU processes run its tiles one after the other. Both refuse `RotatedUp`. Functions with a `group` argument run
 on the ranks.
 """
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.made_up import require_runnable_on_gpus
+from support.on_ranks import error_of
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
@@ -43,6 +44,13 @@ class Rotated(TileKernel):
 @dataclass(frozen=True, slots=True)
 class Elsewhere(TileKernel):
     kind: ClassVar[str] = "elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedUp(Rotated):
+    """A kernel whose base class has an entry. The entry would rotate down."""
+
+    kind: ClassVar[str] = "rotated up"
 
 
 calls: list[int] = []  # the numbers of rows by which the kernel rotated on this rank
@@ -109,6 +117,19 @@ def test_faults_of_its_tiles_are_found() -> None:
 def test_an_executor_without_an_entry_refuses_it_by_name() -> None:
     with pytest.raises(ScheduleError, match=r"the GPU executor has no kernel rotated: it has .*grouped_matmul"):
         require_runnable_on_gpus(turned(2), 1)
+
+
+def derived(group: dist.ProcessGroup) -> tuple[str, str]:
+    comm = communicator(group, "cpu")
+    return error_of(lambda: CpuSchedule(turned(group.size(), RotatedUp("x", "y", RANK + 1)), comm))
+
+
+def test_an_entry_of_a_base_class_is_not_used(pool: Pool) -> None:
+    for kind, text in pool.run(derived, ranks=2):
+        assert kind == "ScheduleError"
+        assert "only the base class rotated of kernel rotated up has an implementation on CPUs: register" in text
+    with pytest.raises(ScheduleError, match=r"the GPU executor has no kernel rotated up"):
+        require_runnable_on_gpus(turned(2, RotatedUp("x", "y", RANK + 1)), 1)
 
 
 def test_a_kernel_is_no_string() -> None:

@@ -7,8 +7,8 @@ agree. tests/unit/test_tile_kernels.py checks weft's builders.
 
 To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
 fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
-`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses a kernel whose class has no entry, even if a base
-class has one.
+`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses a kernel whose class has no entry. CPU processes then
+run the tiles one after the other, but refuse the kernel if a base class has an entry.
 
 The simulator assumes that a kernel cuts each tile of the step into smaller tiles, as the kernels for experts do. If the
 kernel computes each tile of the step on one compute unit, set `unit_per_tile`. Otherwise the predicted time may be too short.

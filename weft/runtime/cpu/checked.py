@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from weft.errors import ScheduleError
-from weft.runtime.cpu.steps import bind, has_own_kernel, is_bound
+from weft.runtime.cpu.steps import bind, has_own_kernel, inherited_kernel, is_bound, run_tiles
 from weft.schedule import Collective, Compute, Lane, Read, Schedule, Tiles, value
 from weft.schedule.steps import of_kind, variables_of
 from weft.schedule.text import describe
@@ -102,6 +102,11 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
             if not (step.tile_kernel or isinstance(step, Read) or is_bound(step)):
                 wrong.append(
                     f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"
+                )
+            if (kernel := step.tile_kernel) and (base := inherited_kernel(step)):
+                wrong.append(
+                    f"only the base class {base} of kernel {kernel.name} has an implementation on CPUs: register a function for "
+                    f"{type(kernel).__name__} with {run_tiles.__module__}.run_tiles"
                 )
             if isinstance(step, Collective) and step.op == "all_to_all":
                 wrong.append(

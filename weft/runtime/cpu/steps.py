@@ -52,7 +52,8 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
     """Run the tiles of a step one after another.
 
     To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check
-    the kernel's tiles.
+    the kernel's tiles. The function is for exactly this class: a schedule with a subclass of it is refused
+    (`inherited_kernel`).
 
     kernel: the kernel of `step`, evaluated with `known`. places: the addresses of buffers and counters. known: the
         contents that the lane has read, by buffer.
@@ -74,6 +75,15 @@ def is_bound(step: Step) -> bool:
 def has_own_kernel(step: Step) -> bool:
     kernel = step.tile_kernel
     return kernel is not None and run_tiles.dispatch(type(kernel)) is not run_tiles.dispatch(object)
+
+
+def inherited_kernel(step: Step) -> str:
+    """Return the kind of the base class whose implementation would run the tiles of `step`; "" if the kernel's class has its
+    own implementation, or if the tiles run one after another.
+    """
+    if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
+        return ""
+    return next(base.kind for base in type(step.tile_kernel).__mro__ if base in run_tiles.registry)
 
 
 @bind.register
