@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from weft.hw.here import _OF_BASE, _from_driver
 from weft.plan import explain
 from weft.plan.predict import least_us, predict
 from weft.sim import model_of
+from weft.sim.memory import too_large
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "h100-all_gather_matmul.jsonl"
 DATASHEET = (*GIVEN, "compute.fp32_vector", "memory.capacity", "memory.l2")
@@ -95,9 +97,31 @@ def test_a_gpu_that_nobody_knows_has_a_machine(monkeypatch: pytest.MonkeyPatch) 
     ids=["no driver", "zeros", "absurd"],
 )
 def test_what_the_driver_does_not_say_is_the_bases_and_said(facts: nvml.DriverFacts | None) -> None:
-    machine = _from_driver("NVIDIA Unknown", facts)
-    assert values(machine) == values(load_machine("h200"))
+    machine, wanted = _from_driver("NVIDIA Unknown", facts), values(load_machine("h200"))
+    if facts is None:
+        del wanted["memory.capacity"]
+    assert values(machine) == wanted
     assert "the driver has no usable" in machine.about
+    assert ("no usable memory.capacity, so no schedule is refused for its memory" in machine.about) == (facts is None)
+
+
+def test_a_capacity_does_not_follow_from_other_numbers(tmp_path: Path) -> None:
+    """A card with half the units of an H200 may have any memory. Without its capacity, no schedule is too large for it."""
+    h200, file = load_machine("h200"), tmp_path / "half.toml"
+    given = {key: h200[key] for key in GIVEN}
+    given["compute.multiprocessors"] = dataclasses.replace(h200["compute.multiprocessors"], value=66)
+    numbers = "".join(
+        f'["{key}"]\nvalue = {q.value}\nunit = "{q.unit}"\nsource = "datasheet"\n'.replace('"', "", 2)
+        for key, q in given.items()
+    )
+    file.write_text(f'name = "Half"\ntopology = "switch"\nderived_from = "h200"\n{numbers}')
+    machine = load_machine(file)
+    assert machine["memory.l2"].value == pytest.approx(h200["memory.l2"].value / 2, rel=1e-3)
+    assert "memory.capacity" not in machine.quantities
+    assert model_of(machine, 2).memory_bytes == math.inf
+    large = named(AllGatherMatmul.even(1 << 18, 1 << 18, 1 << 16, 2), "serial").build()  # 180 GB
+    assert too_large(large, model_of(h200, 2))
+    assert not too_large(large, model_of(machine, 2))
 
 
 def test_others_have_none() -> None:

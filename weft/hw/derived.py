@@ -5,8 +5,10 @@
     fp32 elementwise kernels                compute.fp32_vector if given, otherwise the bf16 rate
     copies within memory                    the datasheet's memory bandwidth
     links, collectives, copies to peers     the bandwidth of a GPU's links
-    memory capacity, L2, link.stored_late   the number of compute units
+    L2, link.stored_late                    the number of compute units
     latencies, fractions, all others        not scaled
+    memory.capacity                         not derived: cards of one chip differ in it. Without it, no schedule is refused
+                                            for its memory
 
 With numbers derived from an H200's, the planner predicts recorded calls on two H100s (`tests/unit/test_hw_derived.py`).
 The mean error is 4% for calls above 100 us, and 12% for shorter calls. A calibration (`weft plan calibrate`) replaces
@@ -42,14 +44,17 @@ _AS: tuple[tuple[str, str], ...] = (
     ("contention.", _LINK),
 )
 """(prefix of a key, key of the number to which it is proportional). The first match applies."""
-_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
+_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB")
 """The units of the numbers that are scaled. Times, fractions and counts are not scaled."""
+CAPACITY = "memory.capacity"
+"""The key of a number that only a datasheet or the driver gives."""
 
 
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity], lacks: Sequence[str] = ()
 ) -> dict[str, Quantity]:
-    """Return the numbers in `given`, and all missing numbers, derived from the numbers `of_base` of machine `base`.
+    """Return the numbers in `given`, and all missing numbers except the memory's capacity, derived from the numbers
+    `of_base` of machine `base`.
 
     name: the machine's name, for errors. lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if a
         number of `GIVEN` is missing.
@@ -62,7 +67,7 @@ def derived(
     ratios[_VECTOR] = given[_VECTOR].si / of_base[_VECTOR].si if _VECTOR in given else ratios[_BF16]
     found = dict(given)
     for key, quantity in of_base.items():
-        if key in given or key.startswith(tuple(f"compute.{dtype}_" for dtype in lacks)):
+        if key in given or key == CAPACITY or key.startswith(tuple(f"compute.{dtype}_" for dtype in lacks)):
             continue
         like = next((like for begin, like in _AS if key.startswith(begin)), None)
         if like is None or quantity.unit not in _RATES or ratios[like] == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from weft.hw.derived import derived
+from weft.hw.derived import CAPACITY, derived
 from weft.hw.machine import Machine, file_of, load_machine
 from weft.hw.nvml import DriverFacts, facts_of
 from weft.hw.quantity import Quantity
@@ -50,14 +50,18 @@ def _from_driver(name: str, facts: DriverFacts | None) -> Machine:
     for key, fact in _SCALED.items():
         ratio = getattr(facts, fact) / getattr(_OF_BASE, fact) if facts else 0.0
         if not 1 / _MOST < ratio < _MOST:
-            ratio = 1.0
             unknown.append(key)
+            ratio = 1.0
+        if key == CAPACITY and key in unknown:  # another GPU's capacity could refuse schedules that fit
+            continue
         of_base = base[key]
         value = round(of_base.value * ratio) if key == "compute.multiprocessors" else of_base.value * ratio
         given[key] = Quantity(
             float(f"{value:.4g}"), of_base.unit, "derived", "from the driver" if ratio != 1 else f"{_BASE}'s"
         )
     about = f"no machine file has {name!r}: its numbers are derived from the driver's, and from {base.name}'s"
-    if unknown:
-        about += f"; the driver has no usable {', '.join(unknown)}, so {base.name}'s are used"
+    if replaced := [key for key in unknown if key != CAPACITY]:
+        about += f"; the driver has no usable {', '.join(replaced)}, so {base.name}'s are used"
+    if CAPACITY in unknown:
+        about += f"; the driver has no usable {CAPACITY}, so no schedule is refused for its memory"
     return Machine(name, derived(name, given, _BASE, base.quantities), base.topology, about)
